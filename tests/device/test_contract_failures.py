@@ -123,6 +123,7 @@ def test_what_a_failed_device_has_read_can_be_used(mesh):
     buffer, theirs = uploaded(device, 1), adopted(device, data((SIZE,), seed=2))
     for each in (buffer, theirs):
         lost.copy(lost.empty((SIZE,), FLOAT), each, queue="transfer")
+    lost.synchronize()
     lost.mark_failed(REASON)
     device.block_stream(None)
     add(device, buffer, theirs)
