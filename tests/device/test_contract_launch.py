@@ -33,7 +33,7 @@ from gradreduce.device import (
     can_access,
     element_of,
 )
-from gradreduce.device.order import MAX_RANGES
+from gradreduce.device.uses import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments
 from gradreduce.ops.add_n import ADD_N
@@ -317,7 +317,7 @@ def test_a_block_in_many_parts_keeps_its_order(two_gpu_mesh, waits):
     for place in range(100):
         far.copy(copied.view(place, (1,)), flat.view(place, (1,)), queue=QUEUES[place % 2])
     if two_gpu_mesh.mesh_state.order.is_needed:
-        assert len(flat.block.uses._ranges) <= MAX_RANGES
+        assert len(flat.block.uses.ranges) <= MAX_RANGES
     waits.clear()
     for place in range(100):
         add(near, flat.view(place, (1,)), zero)
