@@ -293,7 +293,7 @@ class Program:
         self.values.append(out)
 
     def capture(self) -> None:
-        """A program as one graph, over memory that is used already; run twice, then forgotten."""
+        """A program as one graph, over memory that is in use; run twice, then forgotten."""
         physicals = {value.buffer.device.physical for value in self.values}
         if not self.values or not all(
             self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals
