@@ -5,9 +5,9 @@ A dry run of the code that launches finds the kernels, so nobody has to list the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 
-from gradreduce.device import Device, Kernel, Template
+from gradreduce.device import Buffer, Device, DType, Kernel, Template
 from gradreduce.device.waiting import run_in_thread
 
 from . import num_cores
@@ -46,6 +46,31 @@ def compile_ahead(
     work(dry_run)
     _compile(devices[0], dry_state.compiled)
     mesh_state.prepared |= dry_state.prepared
+
+
+def compile_rows(
+    what: str,
+    launch: Callable[[list[list[Buffer]], Device], object],
+    dtypes: Set[tuple[DType, ...]],
+    device: Device,
+) -> None:
+    """Compiles the kernels of ``launch(rows, device)`` for rows of Buffers of these dtypes.
+
+    Args:
+        what: names the work: another ``launch`` for the same dtypes has another name.
+        launch: launches, and changes nothing else. Called with small dry-run Buffers.
+        dtypes: the dtypes of each kind of row.
+        device: a device of the mesh.
+
+    Raises:
+        BackendUnavailableError, CollectiveError: see ``compile_ahead``.
+    """
+
+    def work(dry_run: DryRunMesh) -> None:
+        at = dry_run.mesh.devices[0]
+        launch([[at.empty((2, 2), dtype) for dtype in row] for row in dtypes], at)
+
+    compile_ahead([device], (what, frozenset(dtypes)), work)
 
 
 def _compile(device: Device, kernels: Collection[tuple[Kernel, Template]]) -> None:
