@@ -114,11 +114,13 @@ class Capture:
         mesh_state, compute = self._mesh_state, self._device.compute
         order = mesh_state.order
         with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
-            order.join(compute, self._others)
+            if self._others:
+                order.join(compute, self._others)
             if mesh_state.log.num_traces:
                 mesh_state.thread.started = time.perf_counter_ns()
             self._run()
-            order.add_work(compute)
+            if self._others:
+                order.add_work(compute)
             for other in self._others:
                 order.join(other, (compute,))
             mesh_state.log.repeat(self._record, self._records)

@@ -302,20 +302,21 @@ class RepeatedWork:
 
         If that fails, the blocks count as used by all queues.
         """
-        self._settle()
-        is_whole = False
+        order, queues = self._order, self._queues
+        if order.version != self._seen:
+            self._settle()
         try:
-            self._order.add_work(*self._queues)
+            order.add_work(*queues)
             command()
-            is_whole = True
-        finally:
-            self._order.add_work(*self._queues)
-            if not is_whole:
-                self._order.add_uses(self._blocks, self._queues)
-        self._settle()  # exchanges, and other threads meanwhile, have used the blocks
+            order.add_work(*queues)
+        except BaseException:
+            order.add_work(*queues)
+            order.add_uses(self._blocks, queues)
+            raise
+        if order.version != self._seen:  # exchanges, or other threads, have used the blocks
+            self._settle()
 
     def _settle(self) -> None:
         version = self._order.version  # read first: another thread may use a block meanwhile
-        if self._seen != version:
-            self._order.settle(self._blocks)
-            self._seen = version
+        self._order.settle(self._blocks)
+        self._seen = version
