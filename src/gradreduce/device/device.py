@@ -27,6 +27,7 @@ from .order import Work
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 from .process_group import GpuMove, Move, Parcel, bytes_of
+from .waiting import acquired_in_time
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -202,8 +203,7 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         buffer.block.shared = True
-        if buffer.block.uses is not None:  # the caller may write the array
-            self.mesh_state.order.settle((buffer.block,))
+        self.mesh_state.order.settle((buffer.block,))  # the caller may write the array
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale
@@ -320,7 +320,12 @@ class Device(NotCopied, Backend):
         check_accessible(self, buffer)
         log = self.mesh_state.log
         generation = self.mesh_state.generation
-        self._order(lambda: None, Work(self.compute, [(buffer,)], 0))
+        ordered = partial(self._order, lambda: None, Work(self.compute, [(buffer,)], 0))
+        left = wait_policy.remaining
+        if left is None:
+            ordered()
+        elif not acquired_in_time(self.mesh_state.order.lock, left, ordered):
+            raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         host = self._download(buffer, wait_policy)
         self.mesh_state.order.add_work(self.compute)

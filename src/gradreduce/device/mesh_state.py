@@ -78,7 +78,7 @@ class MeshState:
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
-        self.order = Order(self.thread)
+        self.order = Order(self)
         self.compiled: dict[tuple[Any, Any], None] = {}
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}

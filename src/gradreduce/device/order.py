@@ -12,17 +12,20 @@ operations that wait for what was submitted before it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .buffer import Block, Mark, Queue, Row
 from .uses import END, Counts, DeviceQueue, Use, Uses, counts_of
+from .waiting import acquired_in_time
 
 if TYPE_CHECKING:
     from .command_list import Command, CommandList
     from .device import Device
-    from .op_log import ThreadState
+    from .mesh_state import MeshState
 
+_LOOK_SECONDS = 20e-3
 _Place = tuple[Uses | DeviceQueue, int, int, bool]  # bytes with the same uses, and if written
 
 
@@ -86,22 +89,27 @@ class Waits:
 class Order:
     """The order of the operations of one mesh.
 
+    A thread may hang in the driver while it holds the lock. If the mesh fails, because of a
+    deadline, threads that wait for the lock raise its error.
+
     Args:
-        thread: the log's state of the calling thread.
+        mesh_state: the state of the mesh.
 
     Attributes:
         is_needed: False if an operation is complete when it was submitted; then nothing is tracked.
         version: grows before and after the uses of blocks change, because a signal handler or
             another thread may look at them meanwhile.
+        lock: held while an operation is ordered and submitted.
     """
 
-    def __init__(self, thread: ThreadState) -> None:
+    def __init__(self, mesh_state: MeshState) -> None:
         self.is_needed = True
         self.version = 0
-        self._thread = thread
+        self.lock = threading.RLock()
+        self._mesh_state = mesh_state
+        self._thread = mesh_state.thread
         self._queues: dict[tuple[int, Queue], DeviceQueue] = {}
         self._waits = Waits()
-        self._lock = threading.RLock()  # held while an operation is ordered and submitted
 
     def queue(self, device: Device, name: Queue) -> DeviceQueue:
         """Returns the queue of this name of the device's GPU."""
@@ -113,18 +121,29 @@ class Order:
         If a wait fails, nothing was changed. If the command fails or is interrupted, it counts as
         submitted.
         """
-        with self._lock:
-            uses = [self._ready(work) for work in works]
-            try:
-                for work in works:
-                    work.queue.submitted += 1
-                command()
-            finally:
-                for work in works:
-                    work.queue.submitted += 1
-            for use in uses:
-                if use is not None:
-                    use.count = use.queue.submitted
+        self._locked(works[0].queue, partial(self._run, command, works))
+
+    def _locked(self, queue: DeviceQueue, call: Callable[[], object]) -> None:
+        """Makes a call under the lock; raises if the mesh fails before."""
+        if not self._mesh_state.is_guarded:
+            with self.lock:
+                call()
+        else:
+            while not acquired_in_time(self.lock, _LOOK_SECONDS, call):
+                self._mesh_state.check_usable(queue.device)
+
+    def _run(self, command: Command, works: Sequence[Work]) -> None:
+        uses = [self._ready(work) for work in works]
+        try:
+            for work in works:
+                work.queue.submitted += 1
+            command()
+        finally:
+            for work in works:
+                work.queue.submitted += 1
+        for use in uses:
+            if use is not None:
+                use.count = use.queue.submitted
 
     def _ready(self, work: Work) -> Use | None:
         """Queues the waits of an operation, and records it; None if they need no record."""
@@ -195,9 +214,12 @@ class Order:
 
     def join(self, queue: DeviceQueue, others: Iterable[DeviceQueue]) -> None:
         """Makes ``queue`` wait for the present work of other queues."""
-        with self._lock:
+
+        def wait() -> None:
             for other in others:
                 self.wait(queue, other, other.submitted)
+
+        self._locked(queue, wait)
 
     def event(self, queue: DeviceQueue) -> Any:
         """Returns an event at the present end of a queue; takes no lock."""
@@ -228,13 +250,17 @@ class Order:
 
     def add_work(self, *queues: DeviceQueue) -> None:
         """Records that queues got work that is no operation on Buffers."""
-        with self._lock:
+
+        def count() -> None:
             for queue in queues:
                 queue.submitted += 1
 
-    def add_uses(self, blocks: Iterable[Block], queues: Iterable[DeviceQueue]) -> None:
+        self._locked(queues[0], count)
+
+    def add_uses(self, blocks: Iterable[Block], queues: Sequence[DeviceQueue]) -> None:
         """Records that the present work of these queues may use the blocks."""
-        with self._lock:
+
+        def add() -> None:
             self.version += 1
             uses = Uses.by(queues)
             for block in blocks:
@@ -242,34 +268,41 @@ class Order:
                 if block.shared:
                     block.queue.debts.update(uses.ranges[0].writes)
 
+        self._locked(queues[0], add)
+
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-        with self._lock:
-            queue.submitted += 1
-            queue.entered = queue.submitted
+        self.add_work(queue)
+        queue.entered = queue.submitted
 
     def leave(self, queue: DeviceQueue) -> None:
         """Makes a compute queue wait for all other uses of its callers' memory.
 
         Devices that have failed are left out: every later call would raise.
         """
-        if not queue.debts:
-            return
-        with self._lock:
+
+        def wait() -> None:
             for other, use in list(queue.debts.items()):
                 if not other.has_failed:
                     self.wait(queue, other, use.count)
                 del queue.debts[other]
 
+        if queue.debts:
+            self._locked(queue, wait)
+
     def settle(self, blocks: Iterable[Block]) -> None:
         """Makes the compute queue of each block's GPU wait for all other uses of the block."""
-        with self._lock:
-            for block in blocks:
-                if block.uses is not None:
-                    uses = block.uses.before(0, END, writes=True)
-                    for other, count in counts_of(uses).items():
-                        self.wait(block.queue, other, count)
-                    block.set_uses(None)
+        used = [block for block in blocks if block.uses is not None]
+        if used:
+            self._locked(used[0].queue, partial(self._settle, used))
+
+    def _settle(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.uses is not None:
+                uses = block.uses.before(0, END, writes=True)
+                for other, count in counts_of(uses).items():
+                    self.wait(block.queue, other, count)
+                block.set_uses(None)
 
 
 def _after(block: Block, use: Use, start: int, stop: int, writes: bool) -> Uses | None:
@@ -293,7 +326,8 @@ class RepeatedWork:
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         self._order = devices[0].mesh_state.order
         self._blocks = tuple(command_list.blocks)
-        self._queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
+        queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
+        self._queues = tuple(queues)
         self._seen = -1  # the order's version when only their compute queues had used the blocks
         self._settle()
 
