@@ -39,8 +39,10 @@ NUMBER, QUICK_NUMBER = 20, 2
 TINY = "161 tiny variables"
 ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
+LOST = 1e-3  # RMSProp's first step of such a gradient is 1e-6; rounding near 4 loses less than 3e-7
 
 NOT_YET = "not yet measured on a GPU"
+H100 = "H100, 2026-11"
 BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> an optimizer, and how often a variable's bytes are read or written
 RULES: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
@@ -82,17 +84,34 @@ IN_PLACE = (
 DECISIONS = {
     "compiled, adam, times torch fused": Decision(1, IN_PLACE.format("0.95 to 1.03")),
     "compiled, sgd, over torch fused": Decision(1.1, IN_PLACE.format("1.13 to 1.15")),
+    "sgd, times torch loop": Decision(
+        2,
+        "it was set before there was a GPU; PyTorch's loop moves as many bytes, and loses only "
+        "time between its 50 launches",
+    ),
+    "momentum, times torch loop": Decision(
+        2,
+        "it was set before there was a GPU; PyTorch's loop moves 8 units instead of 5, 1.6 times "
+        "as many; the rest was the time of the H100's host",
+    ),
+}
+# rule -> measured of the copy; the promise and the measured gain over PyTorch's fused optimizer,
+# and over its loop
+ON_GPU = {
+    "sgd": ("0.98", (1, "1.25"), (1.4, "1.56")),
+    "momentum": ("0.98", (1, "1.17"), (1.6, "1.99")),
+    "adam": ("0.97", (1, "1.22"), (2, "5.2")),
 }
 GPU_FLOORS = (
     *(
-        Floor(f"{rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, NOT_YET)
-        for rule in PROMISED
+        Floor(f"{rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, f"{measured}; {H100}")
+        for rule, (measured, *_) in ON_GPU.items()
     ),
     *(
         Floor(f"{rule}, times torch {way}", rule, times_the_peer(f"torch {way}", "cuda"), ">=",
-              least, NOT_YET, ("torch",))
-        for rule in PROMISED
-        for way, least in (("fused", 1), ("loop", 2))
+              least, f"{measured}; {H100}", ("torch",))
+        for rule, (_, *times) in ON_GPU.items()
+        for way, (least, measured) in zip(("fused", "loop"), times, strict=True)
     ),
     Floor("launches of a step", TINY, counted("cuda, launches"), "<=", 1, NOT_YET),
 )  # fmt: skip
@@ -216,8 +235,14 @@ def checked(rule: str, steps: Sequence[Step]) -> None:
     for arrays in found:
         if not all(np.array_equal(one, two) for one, two in zip(arrays, found[0], strict=True)):
             raise AssertionError(f"{rule}: the implementations do not agree")
-        if any((array == normals(array.size, seed=VALUES)).any() for array in arrays):
+        if not all(map(is_moved, arrays)):
             raise AssertionError(f"{rule}: not every element was moved")
+
+
+def is_moved(array: np.ndarray) -> bool:
+    """Returns whether all elements have new values, but for updates that rounding may undo."""
+    lost = np.abs(normals(array.size, seed=GRADIENTS)) < LOST
+    return bool((lost | (array != normals(array.size, seed=VALUES))).all())
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:

@@ -89,7 +89,7 @@ def graph_of(device: Device, buffers: Sequence[Buffer]) -> Capture:
 
 
 def events(device: Any) -> dict[str, Call]:
-    """Returns the event calls of a fence."""
+    """Returns the event calls of a mark and a wait."""
     stream = device._stream("compute")
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
@@ -17,8 +18,9 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.variable import Variable
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import integer, optional, plain
-from gradreduce.device import Buffer, as_dtype, as_flag
+from gradreduce.device import Buffer, Device, as_dtype, as_flag
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_count
 
@@ -129,12 +131,16 @@ class GradientScaling:
             "loss_scale": self._rule or self.scale,
             "check_finite": self.checks,
         }
-        uses_kernels = self.acts or self.checks
-        for dtype in {variable.dtype: None for variable in variables} if uses_kernels else ():
-            for device in self._devices:
-                ops.prepare_norm_of(device, dtype)
-                ops.prepare_clip(device, dtype)
-                ops.prepare_all_sum(device, dtype)
+        if self.acts or self.checks:
+            compile_rows(
+                "scaling", self._rehearse, {(each.dtype,) for each in variables}, self._devices[0]
+            )
+
+    def _rehearse(self, rows: Sequence[Sequence[Buffer]], device: Device) -> None:
+        """Unscales, measures and clips gradients on one device, with whatever options."""
+        dry = copy(self)
+        vars(dry).update(_devices=[device], _measures=True, _skips=False, _limit=1.0, scale=2.0)
+        dry.apply([[gradient for (gradient,) in rows]])
 
     def _check_dtypes(self, variables: Sequence[Variable], loss_scale: Any) -> None:
         for variable in variables if loss_scale is not None else ():

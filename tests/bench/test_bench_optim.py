@@ -26,9 +26,9 @@ LIMIT_S = 120.0
 def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_optim
-    from measure import optim_peers
+    from measure import optim_peers, random_values
 
-    return SimpleNamespace(bench=bench_optim, peers=optim_peers)
+    return SimpleNamespace(bench=bench_optim, peers=optim_peers, values=random_values)
 
 
 @pytest.mark.host
@@ -63,6 +63,29 @@ def test_it_runs_with_the_cupy_stub(tmp_path, tools):
     assert {floor.case for floor in tools.bench.GPU_FLOORS} <= cases.keys()
     assert {"copy", "gradreduce cuda"} <= cases["adam"]["took"].keys()
     assert cases["161 tiny variables"]["figures"]["cuda, launches"] == 1
+
+
+def test_an_update_lost_in_rounding_is_no_fault_and_an_element_left_out_is_one(tools):
+    """RMSProp's first step of a small gradient is less than half a unit of its value."""
+    bench = tools.bench
+    with bench.gr.open_mesh(1, backend="sim") as mesh:
+        step = bench.Step(bench.RULES["rmsprop"][0], mesh.devices[0], [tools.values.PATTERN_SIZE])
+        bench.checked("rmsprop", [step])
+        start = tools.values.normals(tools.values.PATTERN_SIZE, seed=tools.values.VALUES)
+        moved = step.variables[0].numpy()
+    moved[-1] = start[-1]
+    with pytest.raises(AssertionError, match="not every element"):
+        bench.checked("rmsprop", [Left(moved)])
+
+
+class Left:
+    """A step that leaves one variable with these values."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.variables = [SimpleNamespace(numpy=lambda: values)]
+
+    def __call__(self) -> None:
+        """Does nothing."""
 
 
 def test_numpy_in_blocks_does_the_same(tools):

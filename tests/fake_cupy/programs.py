@@ -68,8 +68,7 @@ class Program:
 
     def reaches(self, device: Device, buffer: Buffer) -> bool:
         home = buffer.device.physical
-        peers = buffer.block.owned and self.mesh.mesh_state.peers(device.physical, home)
-        return device.physical == home or peers
+        return device.physical == home or self.mesh.mesh_state.peers(device.physical, home)
 
     # -- choices ----------------------------------------------------------------------------------
 
@@ -168,17 +167,22 @@ class Program:
         assert (found == value.holds).all(), f"{value.buffer} holds {found}, not {value.holds}"
 
     def foreign(self) -> None:
-        """An array of CuPy, which its owner drops at once."""
+        """An array of CuPy, which its owner overwrites, or drops, at once."""
         import cupy
 
-        device, holds = self.device(), self.data(self.random.choice(SIZES))
-        with device.gpu:
+        home, holds = self.device(), self.data(self.random.choice(SIZES))
+        with home.gpu:
             array = cupy.asarray(holds)
-        theirs = Value(device.put(array), holds)
-        del array
+        theirs = home.put(array)
+        device = self.device()
+        if not self.reaches(device, theirs):
+            device = home
         mine = Value(device.empty(holds.shape, FLOAT), holds)
-        queue = self.queue()
-        ops.add_n([mine.buffer], [[theirs.buffer]], device=device, queue=queue)
+        ops.add_n([mine.buffer], [[theirs]], device=device, queue=self.queue())
+        if self.random.random() < 0.5:
+            home.block_stream(0)
+            with home.gpu:
+                array[...] = 3.0
         self.values.append(mine)
 
     def release(self) -> None:
@@ -289,7 +293,7 @@ class Program:
         self.values.append(out)
 
     def capture(self) -> None:
-        """A program as one graph, over memory that is used already; run twice, then forgotten."""
+        """A program as one graph, over memory that is in use; run twice, then forgotten."""
         physicals = {value.buffer.device.physical for value in self.values}
         if not self.values or not all(
             self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals

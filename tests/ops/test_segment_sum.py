@@ -24,7 +24,7 @@ from support.implementations import (
 )
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum
+from gradreduce.ops import joined_indices, plan_segments
 from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
 
 # Widths near vectors of 1 to 16 elements: odd ones, and whole vectors of some dtypes.
@@ -289,12 +289,6 @@ def test_tensors_are_spread_over_threads(device, dtype):
         check(device, tensors[0])
     whole = device.options.build is None
     assert num_jobs == [NUM_THREADS, 1 if whole else NUM_THREADS]
-
-
-def test_preparing_launches_nothing(device):
-    with recorded(device) as journal:
-        prepare_segment_sum(device, as_dtype("float32"), as_dtype("bfloat16"))
-    assert journal.records == []
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)

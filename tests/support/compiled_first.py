@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -194,7 +194,9 @@ def sparse_accumulators(mesh: Mesh, dtype: str, **options) -> Iterator[None]:
     yield
 
 
-def optimizers(mesh: Mesh, make: Callable[[], gr.Optimizer], dtype: str) -> Iterator[None]:
+def optimizers(
+    mesh: Mesh, make: Callable[[], gr.Optimizer], dtype: str, *, sparse: bool = False
+) -> Iterator[None]:
     one = gr.Variable(np.ones((4, 3), dtype), "one", device=mesh)
     two = gr.Variable(np.ones((4, 3)), "two", device=mesh)
     step = gr.Variable(0, "step", trainable=False, device=mesh)
@@ -205,12 +207,41 @@ def optimizers(mesh: Mesh, make: Callable[[], gr.Optimizer], dtype: str) -> Iter
     for optimizer in (early, make()):
         optimizer.apply_gradients([(dense(mesh, dtype), one), (dense(mesh, "float64"), two)], step)
         yield
-        rows = slices(mesh, dtype).parts[-1]
+        rows = slices(mesh, dtype).parts[-1] if sparse else np.ones((4, 3), dtype)
         optimizer.apply_gradients([(rows, one), (np.ones((4, 3)), two)], step)
         yield
-    optimizer.apply_gradients([(slices(mesh, dtype), one), (slices(mesh, "float64"), two)])
+    if sparse:
+        optimizer.apply_gradients([(slices(mesh, dtype), one), (slices(mesh, "float64"), two)])
+        yield
+    state = optimizer.state_dict()
     yield
-    one.assign_add(np.ones((4, 3), dtype))
+    optimizer.load_state_dict(state, [one, two])
+    yield
+
+
+def variables(mesh: Mesh) -> Iterator[None]:
+    for dtype in ("float16", "float32", "int16"):
+        variable = gr.Variable(np.ones((4, 3), dtype), "one", trainable=False, device=mesh)
+        yield
+        variable.assign(np.ones((4, 3), dtype))
+        yield
+        variable.assign_add(np.ones((4, 3), dtype))
+        yield
+
+
+def sums(mesh: Mesh, devices: Sequence[Device]) -> Iterator[None]:
+    for dtype in ("float16", "float64", "int16"):
+        terms = [device.upload(np.ones((4, 3), dtype)) for device in devices] * 2
+        for call in (gr.add_n, gr.accumulate_n):
+            call(terms)
+            yield
+        for method in gr.AggregationMethod:
+            gr.aggregate(terms, method)
+            yield
+    rows = slices(mesh).parts[-1]
+    rows.coalesce()
+    yield
+    rows.to_dense()
     yield
 
 
@@ -237,7 +268,9 @@ def sync_steps(mesh: Mesh, dtype: str, **options) -> Iterator[None]:
     yield
 
 
-def agn(mesh: Mesh, inner: Callable[[], gr.Optimizer], worker, **options) -> Iterator[None]:
+def agn(
+    mesh: Mesh, inner: Callable[[], gr.Optimizer], worker, *, sparse: bool = False, **options
+) -> Iterator[None]:
     getter = gr.AGNCustomGetter(worker, center=gr.AGNCenter(mesh))
     one, two = [
         gr.get_variable(name, np.ones((4, 3), np.float16), custom_getter=getter) for name in "ab"
@@ -248,9 +281,17 @@ def agn(mesh: Mesh, inner: Callable[[], gr.Optimizer], worker, **options) -> Ite
     step = gr.Variable(0, "step", trainable=False, device=mesh)
     rows = gr.IndexedSlices(np.ones((2, 3), np.float16), [1, 2])
     whole = np.ones((4, 3), np.float16)
-    for given in (whole, whole, rows, rows, rows, whole):
+    for given in (whole, whole, *[rows, rows, rows, whole] * sparse):
         optimizer.apply_gradients([(given, one), (whole, two)], step)
         yield
+
+
+def momentum(**options) -> gr.Optimizer:
+    return gr.MomentumOptimizer(0.1, 0.9, **options)
+
+
+def with_masters() -> gr.Optimizer:
+    return momentum(master_dtype="float32")
 
 
 class Decay(gr.Optimizer):
@@ -296,19 +337,34 @@ CALLS: dict[str, Calls] = {
     ),
     "checked sync steps": lambda mesh: sync_steps(mesh, "float32", check_finite=True),
     "scaled sync steps": lambda mesh: sync_steps(mesh, "float32", loss_scale=4.0),
-}
-
-# Of these, a call may compile after its first launch, but not a second time.
-OPTIMIZERS: dict[str, Calls] = {
-    "adam": lambda mesh: optimizers(mesh, gr.AdamOptimizer, "float32"),
-    "momentum with masters": lambda mesh: optimizers(
-        mesh, lambda: gr.MomentumOptimizer(0.1, 0.9, master_dtype="float32"), "float16"
-    ),
-    "a rule in Python": lambda mesh: optimizers(mesh, lambda: Decay("decay"), "float16"),
+    "variables": variables,
+    "sums": lambda mesh: sums(mesh, mesh.devices[-1:]),
     "clipping": clipping,
-    "agn": lambda mesh: agn(mesh, lambda: gr.MomentumOptimizer(0.1, 0.9), mesh.devices[-1]),
+    "adam": lambda mesh: optimizers(mesh, gr.AdamOptimizer, "float32"),
+    "momentum with masters": lambda mesh: optimizers(mesh, with_masters, "float16"),
+    "a rule in Python": lambda mesh: optimizers(mesh, lambda: Decay("decay"), "float16"),
+    "agn": lambda mesh: agn(mesh, momentum, mesh.devices[-1]),
     "agn of several replicas": lambda mesh: agn(
         mesh, lambda: gr.AdamOptimizer(master_dtype="float32"), mesh, distance_scale=0.5
     ),
-    "agn by a rule in Python": lambda mesh: agn(mesh, lambda: Decay("decay"), mesh.devices[-1]),
+    "rows by agn of several replicas": lambda mesh: agn(
+        mesh, momentum, mesh, sparse=True, distance_scale=0.5
+    ),
+    "rows by agn": lambda mesh: agn(mesh, momentum, mesh.devices[-1], sparse=True),
+    "agn by a rule in Python": lambda mesh: agn(
+        mesh, lambda: Decay("decay"), mesh.devices[-1], sparse=True
+    ),
+}
+
+# Of these, a call may compile after its first launch, but not a second time: it adds on one device
+# what others have added, or gathers rows of what it has reduced.
+LATE: dict[str, Calls] = {
+    "sums over devices": lambda mesh: sums(mesh, mesh.devices),
+    "rows by adam": lambda mesh: optimizers(mesh, gr.AdamOptimizer, "float32", sparse=True),
+    "rows by momentum with masters": lambda mesh: optimizers(
+        mesh, with_masters, "float16", sparse=True
+    ),
+    "rows by a rule in Python": lambda mesh: optimizers(
+        mesh, lambda: Decay("decay"), "float16", sparse=True
+    ),
 }

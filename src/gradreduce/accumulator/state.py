@@ -352,25 +352,24 @@ class Storage(ABC):
 
 def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) -> None:
     """Adds gradients to copies of an accumulator, and takes them."""
-    storage, devices = state.storage, dry_run.devices_like(state.devices)
-    groups = [devices] if storage.is_sparse else [(device,) for device in devices]
-    for here in groups:
-        dry = replace(state, shape=None, devices=here, over_mesh=storage.is_sparse)
-        for indices in ([0, 1], [0, 2, 3, 4], [0]):  # new rows, more rows, rows in place
-            rows = [device.empty((len(indices), 2), dtype) for device in here for _ in range(2)]
-            gradients = [
-                IndexedSlices(each, indices, (5, 2)) if storage.is_sparse else each.view(0, (2,))
-                for each in rows
-            ]
-            parts = tuple([storage.converted(dry, each) for each in gradients])
-            made = additions_of([PendingGradient(dry, parts, "native")])
-            for launch in (*made.out_of_place, *made.in_place):
-                launch()
-            for each in made.sums:
-                dry.totals[each.device_index] = each.total
-        dry.update(count=2, sum_shape=parts[0].shape)
-        with ExitStack() as guard:
-            storage.take([dry], guard)
+    storage = state.storage
+    here = dry_run.devices_like(state.devices if storage.is_sparse else state.devices[:1])
+    dry = replace(state, shape=None, devices=here, over_mesh=storage.is_sparse)
+    for indices in ([0, 1], [0, 2, 3, 4], [0]):  # new rows, more rows, rows in place
+        rows = [device.empty((len(indices), 2), dtype) for device in here for _ in range(2)]
+        gradients = [
+            IndexedSlices(each, indices, (5, 2)) if storage.is_sparse else each.view(0, (2,))
+            for each in rows
+        ]
+        parts = tuple([storage.converted(dry, each) for each in gradients])
+        made = additions_of([PendingGradient(dry, parts, "native")])
+        for launch in (*made.out_of_place, *made.in_place):
+            launch()
+        for each in made.sums:
+            dry.totals[each.device_index] = each.total
+    dry.update(count=2, sum_shape=parts[0].shape)
+    with ExitStack() as guard:
+        storage.take([dry], guard)
 
 
 def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradreduce import ops
 from gradreduce.backends import default_mesh
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import (
     Buffer,
@@ -292,13 +293,12 @@ class Variable(NotCopied, Readable):
             source if source.device is buffer.device else copied_to(buffer.device, source)
             for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
         ]
-        for buffer in self._buffers:
-            ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
+        compile_rows("sums", ops.add_to_rows, {(self.dtype, self.dtype)}, self.devices[0])
 
         def add() -> None:
             with self._all_copies():
                 for buffer, source in zip(self._buffers, accessible, strict=True):
-                    ops.accumulate_n([buffer], [[source]])
+                    ops.add_to_rows([[buffer, source]], buffer.device)
 
         return add
 

@@ -5,9 +5,9 @@ A dry run of the code that launches finds the kernels, so nobody has to list the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 
-from gradreduce.device import Device, Kernel, Template
+from gradreduce.device import Buffer, Device, DType, Kernel, Template
 from gradreduce.device.waiting import run_in_thread
 
 from . import num_cores
@@ -32,7 +32,7 @@ def compile_ahead(
             missing.
         CollectiveError: the mesh has failed.
     """
-    mesh, mesh_state = devices[0].mesh, devices[0].mesh_state
+    mesh_state = devices[0].mesh_state
     for device in devices:
         mesh_state.check_usable(device)
     if not devices[0].compiles:
@@ -40,25 +40,45 @@ def compile_ahead(
     key = (key, tuple([device.index for device in devices]))
     if key in mesh_state.prepared:
         return
-    dry_run = DryRunMesh.like(mesh, compiles=True)
-    known = dry_run.mesh.mesh_state.prepared
-    known |= {*mesh_state.prepared, key}
+    dry_run = DryRunMesh.like(devices[0].mesh, compiles=True)
+    dry_state = dry_run.mesh.mesh_state
+    dry_state.prepared |= {*mesh_state.prepared, key}
     work(dry_run)
-    _compile(
-        [
-            (mesh.devices[index], kernel, template)
-            for (_, kernel, template), index in dry_run.launched.items()
-        ]
-    )
-    mesh_state.prepared |= known
+    _compile(devices[0], dry_state.compiled)
+    mesh_state.prepared |= dry_state.prepared
 
 
-def _compile(kernels: Sequence[tuple[Device, Kernel, Template]]) -> None:
+def compile_rows(
+    what: str,
+    launch: Callable[[list[list[Buffer]], Device], object],
+    dtypes: Set[tuple[DType, ...]],
+    device: Device,
+) -> None:
+    """Compiles the kernels of ``launch(rows, device)`` for rows of Buffers of these dtypes.
+
+    Args:
+        what: names the work: another ``launch`` for the same dtypes has another name.
+        launch: launches, and changes nothing else. Called with small dry-run Buffers.
+        dtypes: the dtypes of each kind of row.
+        device: a device of the mesh.
+
+    Raises:
+        BackendUnavailableError, CollectiveError: see ``compile_ahead``.
+    """
+
+    def work(dry_run: DryRunMesh) -> None:
+        at = dry_run.mesh.devices[0]
+        launch([[at.empty((2, 2), dtype) for dtype in row] for row in dtypes], at)
+
+    compile_ahead([device], (what, frozenset(dtypes)), work)
+
+
+def _compile(device: Device, kernels: Collection[tuple[Kernel, Template]]) -> None:
     """Compiles kernels in several threads; raises the first error."""
     left, errors = iter(kernels), list[BaseException]()
 
     def compile_some() -> None:
-        for device, kernel, template in left:  # a thread takes the next one in one step
+        for kernel, template in left:  # a thread takes the next one in one step
             if errors:
                 return
             try:

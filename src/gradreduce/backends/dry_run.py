@@ -38,7 +38,6 @@ from gradreduce.device.process_group import Description, Message, Move, Parcel, 
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
-Launched = dict[tuple[int, Kernel, Template], int]
 
 
 class DryRunMesh:
@@ -53,8 +52,6 @@ class DryRunMesh:
 
     Attributes:
         mesh: the mesh of dry-run devices.
-        launched: the kernels that were launched or prepared, by physical device; each with the
-            index of the first device there.
     """
 
     def __init__(
@@ -70,9 +67,8 @@ class DryRunMesh:
         if processes is not None:
             mesh_state.process_group = DryRunGroup(*processes)
         starts = count(1)
-        self.launched: Launched = {}
         self._devices = [
-            DryRunDevice(mesh_state, index, physical, starts, self.launched)
+            DryRunDevice(mesh_state, index, physical, starts)
             for index, physical in enumerate(placement)
         ]
         for device in self._devices:
@@ -124,12 +120,10 @@ class DryRunDevice(Device):
         index: int,
         physical: int,
         starts: Iterator[int],
-        launched: Launched,
     ) -> None:
         super().__init__(mesh_state, index, physical)
         mesh_state.order.is_needed = False
         self._starts = starts
-        self._launched = launched
 
     def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
@@ -170,8 +164,7 @@ class DryRunDevice(Device):
     def _trim(self) -> None:
         """Does nothing, like the methods below that would write or wait."""
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
-        self._launched.setdefault((self.physical, kernel, template), self.index)
+    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 
@@ -188,7 +181,6 @@ class DryRunDevice(Device):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> tuple[Command, None]:
-        self._prepare(kernel, template)
         return lambda: None, None
 
     def _exchange(

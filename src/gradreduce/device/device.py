@@ -202,7 +202,8 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         buffer.block.shared = True
-        self.mesh_state.order.settle((buffer.block,))  # the caller may write the array
+        if buffer.block.uses is not None:  # the caller may write the array
+            self.mesh_state.order.settle((buffer.block,))
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale
@@ -443,15 +444,20 @@ class Device(NotCopied, Backend):
             self._launch(kernel, template, work, scalars, 0)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles a kernel, so that a later launch does not have to.
+        """Compiles a kernel for all devices of the mesh, so that a later launch does not have to.
 
         ``kernel`` and ``template`` are those of ``launch``. The host waits for the compiler.
 
         Raises:
             BackendUnavailableError: the compiler is missing.
         """
-        self.mesh_state.check_usable(self)
-        self._prepare(kernel, template)
+        mesh_state = self.mesh_state
+        mesh_state.check_usable(self)
+        if (kernel, template) not in mesh_state.compiled:
+            usable = [each for each in self.mesh.devices if each.physical not in mesh_state.failed]
+            for device in {each.physical: each for each in usable}.values():
+                device._prepare(kernel, template)
+            mesh_state.compiled[kernel, template] = None
 
     def queue_mark(self, queue: Queue = "compute") -> Mark:
         """Returns a ``Mark`` of the present end of ``queue``, for ``queue_wait``.
@@ -548,6 +554,8 @@ class Device(NotCopied, Backend):
         crossing: int,
     ) -> None:
         """Queues a kernel whose operands are checked, and logs it."""
+        if self.compiles and (kernel, template) not in self.mesh_state.compiled:
+            self.prepare(kernel, template)
         queue, rows = work.queue, work.rows
         record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
         command, table = self._resolved(kernel, template, rows, scalars, queue.name)

@@ -42,6 +42,7 @@ class MeshState:
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
         process_group: the processes whose replicas are summed; None: one process.
+        compiled: has each kernel with a template that is compiled for all physical devices.
         prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
         external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
@@ -78,6 +79,7 @@ class MeshState:
         self.log = OpLog()
         self.thread = self.log.thread
         self.order = Order(self.thread)
+        self.compiled: dict[tuple[Any, Any], None] = {}
         self.prepared: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()

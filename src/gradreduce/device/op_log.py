@@ -354,7 +354,8 @@ class OpLog:
         def mark() -> None:
             for queue in queues:
                 try:  # a backend makes its device current: this thread has none yet
-                    made.append(Mark(queue.device, queue.name, queue.device._mark(queue.name)))
+                    event = queue.device.mesh_state.order.new_event(queue)
+                    made.append(Mark(queue.device, queue.name, event))
                 except Exception:  # noqa: S112  # a failed device cannot be queried
                     continue
             for device in devices:

@@ -197,18 +197,16 @@ class Order:
             for other in others:
                 self.wait(queue, other, other.submitted)
 
-    def event(self, queue: DeviceQueue, *, is_new: bool = False) -> Any:
-        """Returns an event at the present end of a queue; takes no lock.
-
-        Args:
-            queue: the queue.
-            is_new: whether a replay may be submitting work, which is not counted one by one.
-        """
-        submitted = queue.submitted  # read first: another thread may submit work meanwhile
+    def event(self, queue: DeviceQueue) -> Any:
+        """Returns an event at the present end of a queue; takes no lock."""
         covered, mark = self._waits.marks.get(queue, (-1, None))
-        if mark is None or covered != submitted or is_new:
-            mark = Mark(queue.device, queue.name, queue.device._mark(queue.name))
-            self._waits.marks[queue] = submitted, mark
+        return mark.event if mark and covered == queue.submitted else self.new_event(queue)
+
+    def new_event(self, queue: DeviceQueue) -> Any:
+        """Like ``event``, also while work is submitted again that is not counted one by one."""
+        submitted = queue.submitted  # read first: another thread may submit work meanwhile
+        mark = Mark(queue.device, queue.name, queue.device._mark(queue.name))
+        self._waits.marks[queue] = submitted, mark
         return mark.event
 
     def last_event(self, queue: DeviceQueue) -> Any:

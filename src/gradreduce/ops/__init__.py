@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
+from .accumulate_n import ACCUMULATE_N, accumulate_n, add_to_rows
 from .add_n import ADD_N, add_into_new, add_n, add_on_host
-from .all_sum import ALL_SUM, all_sum, prepare_all_sum
-from .clip import CLIP, clip, prepare_clip
-from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
+from .all_sum import ALL_SUM, all_sum
+from .clip import CLIP, clip
+from .distance_scale import DISTANCE_SCALE, distance_scale
 from .divide import DIVIDE, divide
-from .pack import PACK, pack, pack_rows, prepare_pack
+from .pack import PACK, pack, pack_rows, pack_to_rows
 from .ranges import Ranges
 from .row_index import RowIndex, merged_row_index
-from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum_command
+from .segment_sum import SEGMENT_SUM, Divisor, segment_sum_command
 from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
-from .square_sum import (
-    BLOCK,
-    SQUARE_SUM,
-    block_sums,
-    norm_of,
-    num_blocks,
-    prepare_norm_of,
-    square_sum,
-)
-from .take_rows import TAKE_ROWS, prepare_take_rows, take_rows_command
+from .square_sum import BLOCK, SQUARE_SUM, block_sums, norm_of, num_blocks, square_sum
+from .take_rows import TAKE_ROWS, take_rows_command
 from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows
 from .update_rules import RULES, UpdateRule
 

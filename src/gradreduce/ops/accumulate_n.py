@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
-from gradreduce.device.buffer import by_template, same_dtypes
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
@@ -61,6 +59,6 @@ def accumulate_n(
         device.launch(ACCUMULATE_N, (to, of), rows, (num_operands - 1,), queue=queue)
 
 
-def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:
-    """Compiles the kernel of ``accumulate_n`` for these dtypes."""
-    device.prepare(ACCUMULATE_N, (element_of(total).name, element_of(term).name))
+def add_to_rows(rows: Sequence[Row], device: Device) -> None:
+    """Adds the second operand of each row to the first; see ``accumulate_n``."""
+    accumulate_n([total for total, _ in rows], [[term] for _, term in rows], device=device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype
 from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
@@ -100,9 +100,3 @@ def all_sum(
             scalars = (num_outs, num_inputs, split, float(divisor))
             template = _template(to, of, num_inputs)
             (device or table[0][0].device).launch(ALL_SUM, template, table, scalars, queue=queue)
-
-
-def prepare_all_sum(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernel of ``all_sum`` that divides one input of a dtype."""
-    name = element_of(dtype).name
-    device.prepare(ALL_SUM, _template(name, name, 1))

@@ -56,8 +56,3 @@ def clip(
     table = [(out, source, norm) for out, source in zip(outs, inputs, strict=True)]
     for (name, _, _), rows in by_template(same_dtypes(table)).items():
         (device or outs[0].device).launch(CLIP, (name,), rows, (float(limit),))
-
-
-def prepare_clip(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernel of ``clip`` for a dtype."""
-    device.prepare(CLIP, (dtype.name,))

@@ -60,8 +60,3 @@ def distance_scale(
     table = zip(outs, sums, centers, pulled, strict=True)
     for (_, name, _), rows in by_template(same_dtypes(table)).items():
         (device or outs[0].device).launch(DISTANCE_SCALE, (name,), rows, (float(gamma),))
-
-
-def prepare_distance_scale(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernel of ``distance_scale`` for centers of a dtype."""
-    device.prepare(DISTANCE_SCALE, (dtype.name,))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
 from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
@@ -67,6 +67,6 @@ def pack_rows(groups: Sequence[Sequence[Row]], *, divisor: float = 1, device: De
         device.launch(PACK, (to, of), rows, (float(divisor),))
 
 
-def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles the kernel of ``pack`` for these dtypes."""
-    device.prepare(PACK, (element_of(out).name, element_of(term).name))
+def pack_to_rows(rows: Sequence[Row], device: Device) -> None:
+    """Copies the second operand of each row to the first; see ``pack``."""
+    pack([out for out, _ in rows], [value for _, value in rows], device=device)

@@ -102,7 +102,7 @@ def segment_sum_command(
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
 ) -> Callable[[], None]:
-    """Uploads plans and returns a function that launches.
+    """Uploads plans, compiles, and returns a function that launches.
 
     The launch writes the sum of the rows in segment s to ``outs[t][into[t][s]]`` for every tensor
     t. A caller can allocate the memory of several launches before the first launch.
@@ -145,6 +145,7 @@ def segment_sum_command(
     home = device or outs[0].device
     launches: dict[_Key, list[list[Buffer]]] = {}
     for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
+        home.prepare(SEGMENT_SUM, key[:2])
         launches.setdefault(key, []).append([*row, *uploaded])
 
     def launch() -> None:
@@ -152,8 +153,3 @@ def segment_sum_command(
             home.launch(SEGMENT_SUM, (to, of), rows, scalars)
 
     return launch
-
-
-def prepare_segment_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles the kernel of ``segment_sum`` for these dtypes."""
-    device.prepare(SEGMENT_SUM, (element_of(out).name, element_of(term).name))

@@ -118,12 +118,6 @@ def norm_of(sums: Buffer) -> Buffer:
         sums = fewer
 
 
-def prepare_norm_of(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernels of ``block_sums`` and ``norm_of`` for a dtype."""
-    for each in (dtype, _DOUBLE):
-        device.prepare(SQUARE_SUM, (each.name,))
-
-
 def num_blocks(size: int) -> int:
     """Returns the number of blocks of a tensor with ``size`` elements."""
     return -(-size // BLOCK)

@@ -67,6 +67,7 @@ def take_rows_command(
         word = _word(out.dtype)
         size = word.itemsize
         operands = [each.view(0, (each.nbytes // size,), word) for each in (out, term)]
+        home.prepare(TAKE_ROWS, (word.name,))
         launches.setdefault(word.name, []).append([*operands, *views[id(numbers)]])
 
     def launch() -> None:
@@ -74,11 +75,6 @@ def take_rows_command(
             home.launch(TAKE_ROWS, (name,), table, ())
 
     return launch
-
-
-def prepare_take_rows(device: Device, dtype: np.dtype) -> None:
-    """Compiles the kernel of ``take_rows`` for a dtype."""
-    device.prepare(TAKE_ROWS, (_word(dtype).name,))
 
 
 def _word(dtype: np.dtype) -> np.dtype:

@@ -13,9 +13,11 @@ from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import current_device
 from gradreduce.arrays.types import OptionalT, OutputType
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.device import (
     Buffer,
     Device,
+    DType,
     accumulate_dtype,
     as_dtype,
     ensure_accessible,
@@ -172,19 +174,14 @@ def _clipped(
             raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
     wait_for_inputs(buffers)
     accessible = [ensure_accessible(home, buffer) for buffer in buffers]
-    double, acc_dtype = as_dtype("float64"), accumulate_dtype(buffers[0].dtype)
-    for dtype in {buffer.dtype for buffer in accessible}:
-        ops.prepare_norm_of(home, dtype)
-        ops.prepare_clip(home, dtype)
-    ops.prepare_pack(home, acc_dtype, double)
-    outs = [home.empty(buffer.shape, buffer.dtype) for buffer in accessible]
-    found = home.empty((1,), acc_dtype)
-    if norm is not None:
-        total = to_buffer([norm], home, dtype=double)
-    else:
-        total = ops.norm_of(ops.block_sums(accessible, home))
-    ops.clip(outs, accessible, total, limit=limit, device=home)
-    ops.pack([found], [total], device=home)
+    acc_dtype = accumulate_dtype(buffers[0].dtype)
+    compile_rows(
+        f"clip to {acc_dtype}",
+        lambda rows, at: _launch([each for (each,) in rows], acc_dtype, limit, None, at),
+        {(buffer.dtype,) for buffer in buffers},
+        home,
+    )
+    outs, found = _launch(accessible, acc_dtype, limit, norm, home)
     clipped = [
         IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
         if isinstance(part, IndexedSlices)
@@ -192,3 +189,18 @@ def _clipped(
         for part, out in zip(parts.values(), outs, strict=True)
     ]
     return clipped, found.view(0, ())
+
+
+def _launch(
+    buffers: Sequence[Buffer], acc_dtype: DType, limit: float, norm: float | None, home: Device
+) -> tuple[list[Buffer], Buffer]:
+    """Returns clipped copies on ``home``, and the norm in one element of ``acc_dtype``."""
+    outs = [home.empty(buffer.shape, buffer.dtype) for buffer in buffers]
+    found = home.empty((1,), acc_dtype)
+    if norm is not None:
+        total = to_buffer([norm], home, dtype=as_dtype("float64"))
+    else:
+        total = ops.norm_of(ops.block_sums(buffers, home))
+    ops.clip(outs, buffers, total, limit=limit, device=home)
+    ops.pack([found], [total], device=home)
+    return outs, found

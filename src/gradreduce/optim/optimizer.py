@@ -364,10 +364,10 @@ class Optimizer(NotCopied):
                 lambda: {**self._compared(), **self._history.compared(self._scheduled)},
             ),
         ):
+            count = ready_count(global_step)
             parts = self._colocated_gradients(
                 gradients, variables, plan, over_processes=over_processes
             )
-            count = ready_count(global_step)
             with self._slots.rollback_on_error() if plan is None else nullcontext():
                 if plan is None:
                     self.prepare(variables)
@@ -701,14 +701,12 @@ class Optimizer(NotCopied):
     def _compile(self, variables: Sequence[Variable], *variants: ops.Variant) -> None:
         """Compiles variants of the rule for variables; does nothing for a Python rule."""
         if (rule := self._rule) is not None:
-            kinds = {
-                (device, var.dtype, self._slots.state_dtype(var))
-                for var in variables
-                for device in var.devices
-            }
-            for device, dtype, state in kinds:
+            kinds = {(var.dtype, self._slots.state_dtype(var)) for var in variables}
+            for dtype, state in kinds:
                 for variant in variants:
-                    device.prepare(ops.RULE_KERNELS[rule, variant], (dtype.name, state.name))
+                    variables[0].devices[0].prepare(
+                        ops.RULE_KERNELS[rule, variant], (dtype.name, state.name)
+                    )
 
     def _without_slots(self) -> Self:
         """Returns a new optimizer with the same rule and hyperparameters, and no slots."""

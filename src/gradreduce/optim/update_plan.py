@@ -187,9 +187,6 @@ class Job:
             self.updates.append([*taken, merged])
         if not merges:
             return
-        for dtype in {buffer.dtype for buffer, _, _ in merges + takes}:
-            ops.prepare_segment_sum(device, dtype, dtype)
-            ops.prepare_take_rows(device, dtype)
         rows, wholes, plans = zip(*takes, strict=True)
         indices = [segments.indices for segments in plans]
         singles = [ops.single_row_segments(segments.num_segments) for segments in plans]

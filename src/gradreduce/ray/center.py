@@ -24,6 +24,7 @@ from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
 from gradreduce.arrays.convert import to_buffer
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels, default_mesh
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, mapped, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh
@@ -336,12 +337,8 @@ class RemoteCenter(Center):
                 if master is not None:
                     pairs.append((master.buffers, unrounded))
         outs, values = [copies[0] for copies, _ in pairs], [value for _, value in pairs]
-        kinds = {  # by id: hashing a dtype is slow
-            (id(out.dtype), id(value.dtype)): (out, value)
-            for out, value in zip(outs, values, strict=True)
-        }
-        for out, value in kinds.values():
-            ops.prepare_pack(outs[0].device, out.dtype, value.dtype)
+        dtypes = {(out.dtype, value.dtype) for out, value in zip(outs, values, strict=True)}
+        compile_rows("pack", ops.pack_to_rows, dtypes, _device_of(by_name.values()))
         ops.pack(outs, values)
         for (first, *others), _ in pairs:
             for other in others:

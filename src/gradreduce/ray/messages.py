@@ -18,6 +18,7 @@ import numpy as np
 from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.variable import Variable
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.device import (
     Buffer,
     Device,
@@ -157,8 +158,9 @@ class Layout:
         outs: list[Buffer] = []
         terms: list[Buffer] = []
         packs = self.packs(device)
-        for (dtype, indices, _, layout), flat in zip(self._packed, packs, strict=True):
-            ops.prepare_pack(device, dtype, dtype)
+        dtypes = {(flat.dtype, flat.dtype) for flat in packs}
+        compile_rows("pack", ops.pack_to_rows, dtypes, device)
+        for (_, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             outs += flat.parts(layout.offsets, layout.spans)
             terms += [buffers[index] for index in indices]
         away = [term for term in terms if not can_access(device, term)]

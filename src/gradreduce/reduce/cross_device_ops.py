@@ -467,9 +467,8 @@ class CrossDeviceOps(ABC):
         def work(dry_run: DryRunMesh) -> None:
             here = dry_run.devices_like(devices)
             row = [device.empty((1,), dtype) for device in here]
-            for home in here:
-                sums = map(buffer_of, copied_to(added_on(home, row), here, keep=True))
-                quotients([*sums], 1, [out_dtype] * len(here))
+            sums = map(buffer_of, copied_to(added_on(here[0], row), here, keep=True))
+            quotients([*sums], 1, [out_dtype] * len(here))
 
         compile_ahead(devices, ("sums on one device", dtype, out_dtype), work)
 
@@ -549,11 +548,13 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @staticmethod
     def _compile(reduce_op: ReduceOp, request: Request, home: Device, coalesce: bool) -> None:
-        def reduce(dry: Request, dry_run: DryRunMesh) -> tuple[Part, ...]:
-            (dry_home,) = dry_run.devices_like([home])
-            return reduce_to_one(reduce_op, dry, dry_home, coalesce=coalesce)
-
-        compile_alone(request, ("on one device", reduce_op, home.index, coalesce), reduce)
+        compile_alone(
+            request,
+            ("on one device", reduce_op, home.index, coalesce),
+            lambda dry, dry_run: reduce_to_one(
+                reduce_op, dry, *dry_run.devices_like([home]), coalesce=coalesce
+            ),
+        )
 
     def _home(self, request: Request, index: int) -> Device:
         if self.reduce_to_device is None:

@@ -176,6 +176,20 @@ def test_a_result_that_a_copy_still_reads_is_returned_after_it_in_stream_order(g
         assert (far.numpy() == 1).all()
 
 
+def test_a_stream_waits_for_copies_when_a_release_is_called_again_after_ctrl_c(gpus):
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        device, away = mesh.devices
+        near, far = device.upload(ONES), away.empty((40,), "float32")
+        release = partial(device.release, near, 0)
+        away.copy(far, near)
+        for _ in at_each_point(release, ctrl_c):
+            with cupy.cuda.Device(0):
+                release()[...] = 2
+            device.wait_for_stream(0)
+            away.copy(far, near, queue="transfer")
+
+
 def test_a_signal_handler_cannot_add_work_to_a_capture(gpus):
     gpus(0)
     with gr.open_mesh([0], backend="cuda") as mesh:

@@ -116,7 +116,7 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     def refuse(*_):
         raise MemoryError("no compiler")
 
-    monkeypatch.setattr(variable.ops, "prepare_accumulate_n", refuse)
+    monkeypatch.setattr(variable, "compile_rows", refuse)
     for each, target in ((optimizer, var), (plain, free)):
         with pytest.raises(MemoryError):
             each.apply_gradients([(ONE, target)], step)

@@ -298,7 +298,6 @@ class CudaDevice(Device):
             self.drain()
         with self.gpu:
             self._deferred_free.join(self, self._streams["compute"].wait_event)
-            self.mesh_state.order.add_work(self.compute)
             self._pool.free_all_blocks()
 
     def free_pool(self) -> None:
@@ -509,11 +508,12 @@ class CudaDevice(Device):
         ``streamQuery`` keeps the interpreter's lock and, if another thread launches into a full
         queue, waits for it. Recording an event waits too, so an earlier one is queried first.
         """
-        earlier = self.mesh_state.order.last_event(queue)
+        order = self.mesh_state.order
+        earlier = order.last_event(queue)
         status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
         if status:
             return status
-        event = self._mark(queue.name)  # must live until it was queried
+        event = order.event(queue)  # must live until it was queried
         return int(runtime.eventQuery(event.ptr))
 
     def _abandon(self, seconds: float) -> bool:

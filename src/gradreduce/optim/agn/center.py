@@ -123,7 +123,7 @@ class CenterState(Center):
         """Compiles the kernels of a push to these variables and creates their slots."""
         optimizer._compile(centers, "plain", "global")
         for center in centers if config.gamma is not None else ():
-            ops.prepare_distance_scale(center.devices[0], center.dtype)
+            center.devices[0].prepare(ops.DISTANCE_SCALE, (center.dtype.name,))
         self.written_by_update(optimizer, centers)
 
     def written_by_update(

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from gradreduce import ops
 from gradreduce.accumulator.state import PendingGradient, additions_of
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, PackInfo, by_physical
+from gradreduce.backends.compile_ahead import compile_rows
+from gradreduce.device import Buffer, Device, PackInfo, accumulate_dtype, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Job, Plan
@@ -114,8 +115,8 @@ def local_step(
         jobs = Plan(list(apart), optimizer._slots, optimizer._rule).jobs(
             [part for colocated in apart.values() for part in colocated]
         )
-        updates = [optimizer._ready(job, scalars, writer) for job, writer in jobs]
         additions, added = _additions(apart, sums)
+        updates = [optimizer._ready(job, scalars, writer) for job, writer in jobs]
         launches, sums = [*launches, *updates, *additions], {**sums, **added}
     devices = [device for var in variables for device in var.devices]
     label = PackInfo(range(len(variables)), names=[var.name for var in variables])
@@ -126,6 +127,12 @@ def _additions(
     gradients: Mapping[Variable, Colocated], sums: Sums
 ) -> tuple[list[Callable[[], None]], dict[Variable, Sum]]:
     """Returns launches that add gradients to the sums of variables, and these sums."""
+    compile_rows(
+        "sums of AGN",
+        _rehearse,
+        {(accumulate_dtype(var.dtype), var.dtype) for var in gradients},
+        next(iter(gradients)).devices[0],
+    )
     added: dict[Variable, Sum] = {}
     pending: dict[Variable, PendingGradient] = {}
     totals: list[Buffer] = []
@@ -141,14 +148,14 @@ def _additions(
     launches: list[Callable[[], None]] = []
     for indices in by_physical([total.device for total in totals]).values():
         job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
-        for out, term in job.updates:
-            ops.prepare_accumulate_n(job.device, out.dtype, term.dtype)
-        launches.append(partial(job.run, _add))
+        launches.append(partial(job.run, ops.add_to_rows))
     rows = additions_of(list(pending.values()))
     added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
     return [*launches, *rows.out_of_place, *rows.in_place], added
 
 
-def _add(rows: Sequence[ops.Update], device: Device) -> None:
-    """Adds gradients to dense sums."""
-    ops.accumulate_n([total for total, _ in rows], [[term] for _, term in rows], device=device)
+def _rehearse(rows: Sequence[ops.Update], device: Device) -> None:
+    """Adds gradients to sums, and computes means as ``PushPlan`` does with the center's lock."""
+    ops.add_to_rows(rows, device)
+    merged = coalesced([total for total, _ in rows], [ops.single_row_segments(2)] * len(rows))
+    ops.pack([mean for _, mean in rows], merged, device=device)

@@ -132,9 +132,9 @@ class Worker:
         inner = self.inner
         for var in variables:
             self.variables.center_of(var)
-        inner.prepare(variables)
         inner._compile(variables, "local")
         self._center.prepare(inner, self.variables, variables, self.config)
+        inner.prepare(variables)
         for var in variables if self.config.gamma is not None else ():
             # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
