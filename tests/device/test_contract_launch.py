@@ -292,10 +292,11 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
 
 def test_each_part_of_a_block_has_its_own_order(two_gpu_mesh, waits):
     near, _, far = two_gpu_mesh.devices
-    flat, term = near.zeros((3 * SIZE,), FLOAT), uploaded(near, 1)
-    first, second, third = (flat.view(place * SIZE, (SIZE,)) for place in range(3))
+    flat, term = near.zeros((4 * SIZE,), FLOAT), uploaded(near, 1)
+    first, second, third, fourth = (flat.view(place * SIZE, (SIZE,)) for place in range(4))
     before, after = (far.empty((SIZE,), FLOAT) for _ in range(2))
-    far.copy(before, first)
+    for part in (first, fourth):
+        far.copy(before, part)
     waits.clear()
     add(near, second, term)
     far.copy(before, first)
