@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from support.captures import captured
@@ -35,6 +37,34 @@ class Value:
     def __init__(self, buffer: Buffer, holds: np.ndarray) -> None:
         self.buffer = buffer
         self.holds = holds.copy()
+
+
+class Edge(NamedTuple):
+    """A copy, or a sum on a device that is at neither end of it."""
+
+    to: Value
+    of: Value
+    device: Device
+    queue: str
+
+    @property
+    def ends(self) -> tuple[Value, Value]:
+        return self.to, self.of
+
+    @property
+    def copies(self) -> bool:
+        return self.device in [end.buffer.device for end in self.ends]
+
+    def submit(self) -> None:
+        to, of = self.to.buffer, self.of.buffer
+        if self.copies:
+            self.device.copy(to, of, queue=self.queue)
+        else:
+            ops.add_n([to], [[of, of]], device=self.device, queue=self.queue)
+
+    def follow(self) -> None:
+        """Changes the expected values."""
+        self.to.holds = self.of.holds * (1 if self.copies else 2)
 
 
 class Program:
@@ -292,47 +322,38 @@ class Program:
         out.holds = holds * 2
         self.values.append(out)
 
-    def capture(self) -> None:
-        """A program as one graph, over memory that is in use; run twice, then forgotten."""
-        physicals = {value.buffer.device.physical for value in self.values}
-        if not self.values or not all(
-            self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals
-        ):
-            return
-        chosen = [self.like() for _ in range(3)]
+    def edges(self) -> list[Edge]:
+        """A few copies and sums between values; none if a device does not reach another one."""
+        chosen = [value for value in (self.like() for _ in range(3)) if value is not None]
         devices = [value.buffer.device for value in chosen]
-        edges: list[tuple[Value, Value, Device, str]] = []
-        for _ in range(4):
-            to, of = self.random.choice(chosen), self.random.choice(chosen)
-            if to is not of and to.holds.size == of.holds.size:
-                edges.append((to, of, self.random.choice(devices), self.queue()))
+        if not all(self.reaches(a, value.buffer) for a in devices for value in chosen):
+            return []
+        pairs = [(self.random.choice(chosen), self.random.choice(chosen)) for _ in chosen * 2]
+        return [
+            Edge(to, of, self.random.choice(devices), self.queue())
+            for to, of in pairs
+            if to is not of and to.holds.size == of.holds.size
+        ]
 
-        def work() -> None:
-            for to, of, device, queue in edges:
-                if device in (to.buffer.device, of.buffer.device):
-                    device.copy(to.buffer, of.buffer, queue=queue)
-                else:
-                    out, terms = [to.buffer], [[of.buffer, of.buffer]]
-                    ops.add_n(out, terms, device=device, queue=queue)
-
+    def capture(self) -> None:
+        """Edges as one graph, submitted twice, then forgotten."""
+        edges = self.edges()
+        if not edges:
+            return
+        of_edges = [(each.device, *[end.buffer.device for end in each.ends]) for each in edges]
+        devices = list(dict.fromkeys(chain(*of_edges)))
         for device in devices:
             device.prepare(ops.ADD_N, ("float32", "float32", 2))
-        reached = [(to, of, device) for to, of, device, _ in edges]
-        if not all(self.reaches(d, each.buffer) for to, of, d in reached for each in (to, of)):
-            return
-        step = captured(devices, work)
-        for turn in range(3):  # the first was the recording
-            for to, of, device, _ in edges:
-                copied = device in (to.buffer.device, of.buffer.device)
-                to.holds = of.holds * (1 if copied else 2)
-            if turn == 2:
-                break
+        step = captured(devices, lambda: [each.submit() for each in edges])
+        for each in edges:
+            each.follow()
+        for _ in range(2):
             for between in self.random.choices(self.between, k=2):
                 between()
             step.submit()
-        for value in chosen:
-            if (value.holds >= LIMIT).any() and value in self.values:
-                self.values.remove(value)
+            for each in edges:
+                each.follow()
+        self.values = [value for value in self.values if (value.holds < LIMIT).all()]
 
     def quiet(self) -> None:
         device = self.device()

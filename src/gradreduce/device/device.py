@@ -444,7 +444,7 @@ class Device(NotCopied, Backend):
             self._launch(kernel, template, work, scalars, 0)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles a kernel for all devices of the mesh, so that a later launch does not have to.
+        """Compiles a kernel for all devices of the mesh before its first launch.
 
         ``kernel`` and ``template`` are those of ``launch``. The host waits for the compiler.
 

@@ -91,7 +91,8 @@ class Order:
 
     Attributes:
         is_needed: False if an operation is complete when it was submitted; then nothing is tracked.
-        version: grows when the uses of a block change.
+        version: grows before and after the uses of blocks change, because a signal handler or
+            another thread may look at them meanwhile.
     """
 
     def __init__(self, thread: ThreadState) -> None:
@@ -150,6 +151,7 @@ class Order:
             block.set_uses(made[place])
             if block.shared and queue is not home:
                 home.debts[queue] = use
+        self.version += 1
         return use
 
     def _counts_before(self, spans: Iterable[tuple[Block, int, int, bool]]) -> Counts:
