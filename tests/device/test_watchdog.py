@@ -26,6 +26,7 @@ from gradreduce.accumulator.take_queue import await_take, join
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim.scheduler import RandomScheduler
 from gradreduce.device import Mesh, deadline_scope, pending_calls
+from gradreduce.device.order import Work
 from gradreduce.device.watchdog import _check_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
@@ -242,6 +243,7 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
         def hang() -> None:
             with (
                 mesh.mesh_state.launch_lock,
+                mesh.mesh_state.order.lock,
                 mesh.mesh_state._watchdog_lock,
                 mesh.mesh_state.reset_lock,
             ):
@@ -260,6 +262,40 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
         let_go.set()
         holder.join(TEST_TIMEOUT)
         mesh.reset(timeout=TEST_TIMEOUT)
+
+
+def test_a_deadline_ends_waits_for_a_thread_that_hangs_in_the_driver():
+    """Such a thread holds the lock of the order: a download and a launch of others wait for it."""
+    with queued() as mesh:
+        device, other = mesh.devices[:2]
+        buffer, used = device.upload(data((SIZE,))), other.upload(data((SIZE,)))
+        mesh.synchronize(deadline=TEST_TIMEOUT)  # from now on waits look at the mesh
+        held, let_go, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+        def hangs() -> None:
+            held.set()
+            assert let_go.wait(TEST_TIMEOUT)
+
+        def hang() -> None:
+            other._order(hangs, Work(other.compute, [(used,)], 1))
+
+        def fill() -> None:
+            with pytest.raises(CollectiveError, match="the mesh has failed") as raised:
+                device.fill_zero(buffer)
+            errors.append(raised.value)
+
+        threads = [threading.Thread(target=each) for each in (hang, fill)]
+        threads[0].start()
+        assert held.wait(TEST_TIMEOUT)
+        threads[1].start()
+        with pytest.raises(CollectiveError, match="the deadline for a download of .* passed"):
+            device.download(buffer, deadline=0.1)
+        threads[1].join(TEST_TIMEOUT)
+        assert len(errors) == 1
+        let_go.set()
+        threads[0].join(TEST_TIMEOUT)
+        mesh.reset(timeout=TEST_TIMEOUT)
+        assert same(device.download(buffer), data((SIZE,)))
 
 
 def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):
