@@ -159,6 +159,6 @@ class DeferredFree:
                 if any(device._is_capturing(stream) for device, stream in streams):
                     self.freed.append(freed)  # try again when the caller's capture has ended
                 else:
-                    marks = [order.event(queue) for queue in queues]
+                    marks = [order.mark(queue).event for queue in queues]
                     marks += [device._mark(stream) for device, stream in streams]
                     self._deferred.append((freed, marks))

@@ -263,7 +263,7 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         order.leave(self.compute)
         if stream is not None:
-            self._wait(Mark(self, "compute", order.event(self.compute)), stream)
+            self._wait(order.mark(self.compute), stream)
         elif self.defers and not self._synchronize(self._endless, ("compute",)):
             raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
 
@@ -472,7 +472,7 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         command_list = self.mesh_state.thread.command_list
         if command_list is None:
-            mark = Mark(self, queue, self.mesh_state.order.event(self.queues[queue]))
+            mark = Mark(self, queue, self.mesh_state.order.mark(self.queues[queue]).event)
         else:
             mark = Mark(self, queue, self._mark(queue))
             command_list.marked(mark)

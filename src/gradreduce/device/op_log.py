@@ -354,8 +354,7 @@ class OpLog:
         def mark() -> None:
             for queue in queues:
                 try:  # a backend makes its device current: this thread has none yet
-                    event = queue.device.mesh_state.order.new_event(queue)
-                    made.append(Mark(queue.device, queue.name, event))
+                    made.append(queue.device.mesh_state.order.new_mark(queue))
                 except Exception:  # noqa: S112  # a failed device cannot be queried
                     continue
             for device in devices:

@@ -121,15 +121,16 @@ class Order:
         If a wait fails, nothing was changed. If the command fails or is interrupted, it counts as
         submitted.
         """
-        self._locked(works[0].queue, partial(self._run, command, works))
+        self._locked(works[0].queue, self._run, command, works)
 
-    def _locked(self, queue: DeviceQueue, call: Callable[[], object]) -> None:
+    def _locked(self, queue: DeviceQueue, call: Callable[..., object], *arguments: object) -> None:
         """Makes a call under the lock; raises if the mesh fails before."""
         if not self._mesh_state.is_guarded:
             with self.lock:
-                call()
+                call(*arguments)
         else:
-            while not acquired_in_time(self.lock, _LOOK_SECONDS, call):
+            work = partial(call, *arguments)
+            while not acquired_in_time(self.lock, _LOOK_SECONDS, work):
                 self._mesh_state.check_usable(queue.device)
 
     def _run(self, command: Command, works: Sequence[Work]) -> None:
@@ -221,17 +222,17 @@ class Order:
 
         self._locked(queue, wait)
 
-    def event(self, queue: DeviceQueue) -> Any:
-        """Returns an event at the present end of a queue; takes no lock."""
+    def mark(self, queue: DeviceQueue) -> Mark:
+        """Returns a mark of the present end of a queue; takes no lock."""
         covered, mark = self._waits.marks.get(queue, (-1, None))
-        return mark.event if mark and covered == queue.submitted else self.new_event(queue)
+        return mark if mark and covered == queue.submitted else self.new_mark(queue)
 
-    def new_event(self, queue: DeviceQueue) -> Any:
-        """Like ``event``, also while work is submitted again that is not counted one by one."""
+    def new_mark(self, queue: DeviceQueue) -> Mark:
+        """Like ``mark``, also while work is submitted again that is not counted one by one."""
         submitted = queue.submitted  # read first: another thread may submit work meanwhile
         mark = Mark(queue.device, queue.name, queue.device._mark(queue.name))
         self._waits.marks[queue] = submitted, mark
-        return mark.event
+        return mark
 
     def last_event(self, queue: DeviceQueue) -> Any:
         """Returns the event of the queue's last mark, or None."""
@@ -250,12 +251,11 @@ class Order:
 
     def add_work(self, *queues: DeviceQueue) -> None:
         """Records that queues got work that is no operation on Buffers."""
+        self._locked(queues[0], self._count, queues)
 
-        def count() -> None:
-            for queue in queues:
-                queue.submitted += 1
-
-        self._locked(queues[0], count)
+    def _count(self, queues: Iterable[DeviceQueue]) -> None:
+        for queue in queues:
+            queue.submitted += 1
 
     def add_uses(self, blocks: Iterable[Block], queues: Sequence[DeviceQueue]) -> None:
         """Records that the present work of these queues may use the blocks."""
@@ -272,7 +272,10 @@ class Order:
 
     def enter(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-        self.add_work(queue)
+        self._locked(queue, self._enter, queue)
+
+    def _enter(self, queue: DeviceQueue) -> None:
+        queue.submitted += 1
         queue.entered = queue.submitted
 
     def leave(self, queue: DeviceQueue) -> None:
@@ -294,7 +297,7 @@ class Order:
         """Makes the compute queue of each block's GPU wait for all other uses of the block."""
         used = [block for block in blocks if block.uses is not None]
         if used:
-            self._locked(used[0].queue, partial(self._settle, used))
+            self._locked(used[0].queue, self._settle, used)
 
     def _settle(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -340,7 +343,6 @@ class RepeatedWork:
         if order.version != self._seen:
             self._settle()
         try:
-            order.add_work(*queues)
             command()
             order.add_work(*queues)
         except BaseException:

@@ -96,7 +96,7 @@ def marks_of(devices: Iterable[Device]) -> list[Mark]:
     for device in devices:
         for name, queue in device.queues.items():
             if queue not in events:
-                events[queue] = device.mesh_state.order.new_event(queue)
+                events[queue] = device.mesh_state.order.new_mark(queue).event
             marks.append(Mark(device, name, events[queue]))
     return marks
 

@@ -198,14 +198,12 @@ class CudaDevice(Device):
         return self.gpu.is_capturing(stream)
 
     def _mark(self, queue: User) -> Any:
-        return self.gpu.event(self._users_stream(queue))
-
-    def _users_stream(self, user: User) -> Stream:
-        return self._stream(cast("Queue", user)) if isinstance(user, str) else user
+        return self.gpu.event(self._stream(queue) if queue in QUEUES else queue)
 
     def _wait(self, mark: Mark, queue: User) -> None:
+        stream = self._stream(queue) if queue in QUEUES else queue
         with self.gpu:
-            runtime.streamWaitEvent(handle_of(self._users_stream(queue)), mark.event.ptr)
+            runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
     def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
         queues = {
@@ -513,7 +511,7 @@ class CudaDevice(Device):
         status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
         if status:
             return status
-        event = order.event(queue)  # must live until it was queried
+        event = order.mark(queue).event  # must live until it was queried
         return int(runtime.eventQuery(event.ptr))
 
     def _abandon(self, seconds: float) -> bool:
