@@ -288,7 +288,7 @@ def test_a_deadline_ends_waits_for_a_thread_that_hangs_in_the_driver():
         threads[0].start()
         assert held.wait(TEST_TIMEOUT)
         threads[1].start()
-        with pytest.raises(CollectiveError, match="the deadline for a download of .* passed"):
+        with pytest.raises(CollectiveError, match=r"the deadline for a download of .* passed"):
             device.download(buffer, deadline=0.1)
         threads[1].join(TEST_TIMEOUT)
         assert len(errors) == 1
