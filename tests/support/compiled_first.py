@@ -231,12 +231,20 @@ def variables(mesh: Mesh) -> Iterator[None]:
 
 def sums(mesh: Mesh, devices: Sequence[Device]) -> Iterator[None]:
     for dtype in ("float16", "float64", "int16"):
-        terms = [device.upload(np.ones((4, 3), dtype)) for device in devices] * 2
-        for call in (gr.add_n, gr.accumulate_n):
-            call(terms)
-            yield
+        for num in (1, 2, 4):
+            terms = [device.upload(np.ones((4, 3), dtype)) for device in devices] * num
+            for call in (gr.add_n, gr.accumulate_n):
+                call(terms)
+                yield
+            for method in gr.AggregationMethod:
+                gr.aggregate(terms, method)
+                yield
+    for dtype in ("float16", "float32"):
+        rows = [slices(mesh, dtype).parts[device.index] for device in devices]
+        gr.add_n(rows)
+        yield
         for method in gr.AggregationMethod:
-            gr.aggregate(terms, method)
+            gr.aggregate([*dense(mesh, dtype).parts, *rows, *rows], method)
             yield
     rows = slices(mesh).parts[-1]
     rows.coalesce()
@@ -339,6 +347,7 @@ CALLS: dict[str, Calls] = {
     "scaled sync steps": lambda mesh: sync_steps(mesh, "float32", loss_scale=4.0),
     "variables": variables,
     "sums": lambda mesh: sums(mesh, mesh.devices[-1:]),
+    "sums over devices": lambda mesh: sums(mesh, mesh.devices),
     "clipping": clipping,
     "adam": lambda mesh: optimizers(mesh, gr.AdamOptimizer, "float32"),
     "momentum with masters": lambda mesh: optimizers(mesh, with_masters, "float16"),
@@ -359,7 +368,6 @@ CALLS: dict[str, Calls] = {
 # Of these, a call may compile after its first launch, but not a second time: it adds on one device
 # what others have added, or gathers rows of what it has reduced.
 LATE: dict[str, Calls] = {
-    "sums over devices": lambda mesh: sums(mesh, mesh.devices),
     "rows by adam": lambda mesh: optimizers(mesh, gr.AdamOptimizer, "float32", sparse=True),
     "rows by momentum with masters": lambda mesh: optimizers(
         mesh, with_masters, "float16", sparse=True
