@@ -121,7 +121,7 @@ class CenterState(Center):
         self, optimizer: Optimizer, centers: Sequence[Variable], config: PushConfig
     ) -> None:
         """Compiles the kernels of a push to these variables and creates their slots."""
-        optimizer._compile(centers, "plain", "global")
+        optimizer._compile(centers, "global")
         for center in centers if config.gamma is not None else ():
             center.devices[0].prepare(ops.DISTANCE_SCALE, (center.dtype.name,))
         self.written_by_update(optimizer, centers)
