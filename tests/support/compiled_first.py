@@ -287,8 +287,9 @@ def agn(
     yield
     step = gr.Variable(0, "step", trainable=False, device=mesh)
     if worker is mesh:
-        optimizer.apply_gradients([(dense(mesh, "float16"), one), (dense(mesh, "float16"), two)])
-        yield
+        for given in ([slices] * sparse) + [dense]:
+            optimizer.apply_gradients([(given(mesh, "float16"), var) for var in (one, two)])
+            yield
     rows = gr.IndexedSlices(np.ones((2, 3), np.float16), [1, 2])
     whole = np.ones((4, 3), np.float16)
     for given in (whole, whole, *[rows, rows, rows, whole] * sparse):

@@ -753,6 +753,7 @@ class Optimizer(NotCopied):
         others: Sequence[Buffer] = (),
         *,
         over_processes: bool = False,
+        compile_more: Callable[[Sequence[Variable]], object] = list,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -762,6 +763,7 @@ class Optimizer(NotCopied):
             plan: the plan of these variables, if there is one.
             others: without a plan, what the call writes besides the variables and their slots.
             over_processes: whether arrays and IndexedSlices are averaged over processes.
+            compile_more: called with the variables of sparse gradients before the first launch.
         """
         plain = None if plan is None or over_processes else plan.plain(gradients)
         if plain is not None:
@@ -772,6 +774,7 @@ class Optimizer(NotCopied):
             if isinstance(grad, IndexedSlices) or getattr(grad, "is_sparse", False)
         ]
         self._compile(sparse, sparse=True)
+        compile_more(sparse)
         self._compile([] if plan else variables)
         found = to_variables(
             gradients, variables, self.cross_device_ops, over_processes=over_processes
