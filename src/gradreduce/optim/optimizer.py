@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
-
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
@@ -726,7 +724,7 @@ class Optimizer(NotCopied):
         """Makes masters of dry-run rows, and updates the rows."""
         grads: Sequence[Part] = [row[-1] for row in rows]
         if sparse:
-            slices = [IndexedSlices.of(row[-1], np.arange(2), row[-1].shape) for row in rows]
+            slices = [IndexedSlices(row[-1], [0, 1], row[-1].shape) for row in rows]
             grads = densified(slices) if self._densifies else slices
         masters = [row for row in rows if row[1].dtype is not row[0].dtype]
         ops.pack([row[1] for row in masters], [row[0] for row in masters], device=at)
