@@ -90,22 +90,20 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
 def compile_parts(
     key: Hashable,
     parts: Sequence[Part],
-    work: Callable[[DryRunMesh, list[Part]], object],
+    work: Callable[[DryRunMesh], object],
     others: Sequence[Device] = (),
 ) -> None:
-    """Compiles the kernels of ``work(dry_run, parts)``, called with dry-run copies of ``parts``.
+    """Compiles the kernels of work on ``parts``; see ``compile_ahead``.
 
     Args:
         key: what the kernels depend on besides the parts and devices.
         parts: the operands of the work, on devices of one mesh.
-        work: see ``compile_ahead``.
+        work: works on ``dry_run_parts`` of the parts.
         others: other devices of the work.
     """
     devices = (*others, *[buffer_of(part).device for part in parts])
     kinds = tuple([(type(part), part.dtype, buffer_of(part).size > 0) for part in parts])
-    compile_ahead(
-        devices, (key, kinds), lambda dry_run: work(dry_run, dry_run_parts(dry_run, parts))
-    )
+    compile_ahead(devices, (key, kinds), work)
 
 
 def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
@@ -483,7 +481,7 @@ def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
             compile_parts(
                 ("aggregate", method, tree),
                 placed,
-                lambda _, parts: _sum(parts, method, tree=tree),
+                lambda dry_run: _sum(dry_run_parts(dry_run, placed), method, tree=tree),
             )
         return from_buffer(_sum(placed, method, tree=tree), kind)
 

@@ -333,8 +333,8 @@ def compile_alone(
         reduce: reduces a dry-run copy of the request.
     """
 
-    def work(dry_run: DryRunMesh, parts: list[Part]) -> None:
-        dry = _dry_run_request(dry_run, request, parts)
+    def work(dry_run: DryRunMesh) -> None:
+        dry = dry_run_request(dry_run, request)
         copy_to_out([dry], [reduce(dry, dry_run)])
 
     key = ("alone", key, request.out is not None)
@@ -343,10 +343,7 @@ def compile_alone(
 
 def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
     """Makes a copy of a request on dry-run devices."""
-    return _dry_run_request(dry_run, request, dry_run_parts(dry_run, request.value.parts))
-
-
-def _dry_run_request(dry_run: DryRunMesh, request: Request, parts: Sequence[Part]) -> Request:
+    parts = dry_run_parts(dry_run, request.value.parts)
     out = None if request.out is None else tuple(map(dry_run.buffer, request.out))
     return Request(PerReplica.of(parts), dry_run.devices_like(request.devices), out)
 
