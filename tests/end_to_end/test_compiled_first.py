@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.compiled_first import CALLS, LATE, check_compiled_first
+from support.compiled_first import CALLS, check_compiled_first
 from support.meshes import MeshCase
 from support.thread_group import run_processes
 
@@ -16,13 +16,6 @@ import gradreduce as gr
 def test_no_call_compiles_after_its_first_launch(name, placement, peer_access):
     with MeshCase(placement, peer_access).open() as mesh:
         check_compiled_first(mesh, CALLS[name])
-
-
-@pytest.mark.parametrize("placement", [(0,), (0, 0, 1), (0, 1, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", LATE)
-def test_a_second_call_compiles_nothing(name, placement):
-    with MeshCase(placement).open() as mesh:
-        check_compiled_first(mesh, LATE[name], late=True)
 
 
 @pytest.mark.parametrize("name", ["nccl", "copies", "groups of processes", "destinations"])

@@ -49,7 +49,7 @@ def compile_ahead(
 
 
 def compile_rows(
-    what: str,
+    what: Hashable,
     launch: Callable[[list[list[Buffer]], Device], object],
     dtypes: Set[tuple[DType, ...]],
     device: Device,

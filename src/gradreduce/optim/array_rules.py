@@ -9,7 +9,7 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream
-from gradreduce.backends.compile_ahead import compile_rows
+from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
 
@@ -27,30 +27,25 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
     Args:
         apply: ``apply(variable, slots, gradient)`` changes the first two in place. The arguments
             are NumPy or CuPy arrays. For a variable with a master, ``variable`` is the master.
+            It is not called in a dry run.
         names: the names of the slots.
         job: the job of the update.
     """
-    compile_rows(
-        "a Python rule",
-        lambda rows, at: _computed(None, names, rows, at)(),
-        {tuple([each.dtype for each in row]) for row in job.updates},
-        job.device,
-    )
     job.begin()
     launch = _computed(apply, names, job.updates, job.device)
     return lambda _, device: launch()
 
 
 def _computed(
-    apply: OnArrays | None, names: Sequence[str], rows: Sequence[Update], device: Device
+    apply: OnArrays, names: Sequence[str], rows: Sequence[Update], device: Device
 ) -> Callable[[], None]:
-    """Runs a rule (None: a dry run, without one); returns a function that copies the results."""
+    """Runs a rule; returns a function that copies the results."""
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in rows:
         copied = _copied(row, device)
         changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
-        if apply is not None:
+        if not isinstance(device, DryRunDevice):
             _call(apply, names, [*changed, row[-1]], device)
         if len(copied) > len(changed):
             copied[0] = changed[0]  # the copy below rounds the master to its variable

@@ -13,8 +13,10 @@ from typing import Any, Self
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices, densified
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine, Pairs
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import by_name, checked, downloader, equal, optional, some_of
 from gradreduce.device import (
     Buffer,
@@ -695,18 +697,42 @@ class Optimizer(NotCopied):
             array([0., 0.], dtype=float32)
         """
         self._check_hyperparameters()
-        self._compile(variables, "plain")
+        self._compile(variables)
         self._slots.make(variables, self._slot_start)
 
-    def _compile(self, variables: Sequence[Variable], *variants: ops.Variant) -> None:
-        """Compiles variants of the rule for variables; does nothing for a Python rule."""
+    def _compile(
+        self, variables: Sequence[Variable], *others: ops.Variant, sparse: bool = False
+    ) -> None:
+        """Compiles the kernels that update variables and create their masters.
+
+        Args:
+            variables: the variables to update.
+            others: variants of the kernel of the rule, besides the plain one.
+            sparse: whether the gradients are IndexedSlices.
+        """
+        if variables:
+            compile_rows(
+                ("an update", self._rule, others, sparse, self._densifies),
+                partial(self._rehearse, others, sparse),
+                {self._slots.row_dtypes(var) for var in variables},
+                variables[0].devices[0],
+            )
+
+    def _rehearse(
+        self, others: Sequence[ops.Variant], sparse: bool, rows: Sequence[ops.Update], at: Device
+    ) -> None:
+        """Makes masters of dry-run rows, and updates the rows."""
+        grads: Sequence[Part] = [row[-1] for row in rows]
+        if sparse:
+            slices = [IndexedSlices(row[-1], [0, 1], row[-1].shape) for row in rows]
+            grads = densified(slices) if self._densifies else slices
+        masters = [row for row in rows if row[1].dtype is not row[0].dtype]
+        ops.pack([row[1] for row in masters], [row[0] for row in masters], device=at)
+        self._ready(Job([row[:-1] for row in rows], grads), (), None)()
         if (rule := self._rule) is not None:
-            kinds = {(var.dtype, self._slots.state_dtype(var)) for var in variables}
-            for dtype, state in kinds:
-                for variant in variants:
-                    variables[0].devices[0].prepare(
-                        ops.RULE_KERNELS[rule, variant], (dtype.name, state.name)
-                    )
+            for variant in others:
+                more = [[*row, row[0]] for row in rows]  # the operand that a variant has besides
+                ops.update_rows(ops.RULE_KERNELS[rule, variant], more, (), at)
 
     def _without_slots(self) -> Self:
         """Returns a new optimizer with the same rule and hyperparameters, and no slots."""
@@ -725,6 +751,7 @@ class Optimizer(NotCopied):
         others: Sequence[Buffer] = (),
         *,
         over_processes: bool = False,
+        compile_more: Callable[[Sequence[Variable]], object] = list,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -734,10 +761,19 @@ class Optimizer(NotCopied):
             plan: the plan of these variables, if there is one.
             others: without a plan, what the call writes besides the variables and their slots.
             over_processes: whether arrays and IndexedSlices are averaged over processes.
+            compile_more: called with the variables of sparse gradients before the first launch.
         """
         plain = None if plan is None or over_processes else plan.plain(gradients)
         if plain is not None:
             return plain
+        sparse = [
+            var
+            for grad, var in zip(gradients, variables, strict=True)
+            if isinstance(grad, IndexedSlices) or getattr(grad, "is_sparse", False)
+        ]
+        self._compile(sparse, sparse=True)
+        compile_more(sparse)
+        self._compile([] if plan else variables)
         found = to_variables(
             gradients, variables, self.cross_device_ops, over_processes=over_processes
         )

@@ -75,6 +75,10 @@ class Slots:
         """Returns the slot names of a variable, in the order of ``ops.Update``."""
         return (MASTER, *self.names) if self.wants_master(var) else self.names
 
+    def row_dtypes(self, var: Variable) -> tuple[DType, ...]:
+        """Returns the dtypes of an ``ops.Update`` of a variable."""
+        return (var.dtype, *[self.state_dtype(var)] * len(self.names_for(var)), var.dtype)
+
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
         """Removes slots that were created in this context if it raises before ``commit``."""

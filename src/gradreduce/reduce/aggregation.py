@@ -9,7 +9,7 @@ dense arrays first.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
 from gradreduce import ops
@@ -17,11 +17,13 @@ from gradreduce.arrays.array_methods import traceable
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
 from gradreduce.arrays.convert_gpu import Kind
-from gradreduce.arrays.distributed import DistributedValues
+from gradreduce.arrays.distributed import DistributedValues, Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.replica_context import current_device, on_current_devices
 from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
+from gradreduce.backends.compile_ahead import compile_ahead
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import (
     Buffer,
     Device,
@@ -83,6 +85,35 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
     sparse = [term for term in terms if isinstance(term, IndexedSlices)]
     made = iter(densified(sparse) if sparse else ())
     return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
+
+
+def compile_parts(
+    key: Hashable,
+    parts: Sequence[Part],
+    work: Callable[[DryRunMesh], object],
+    others: Sequence[Device] = (),
+) -> None:
+    """Compiles the kernels of work on ``parts``; see ``compile_ahead``.
+
+    Args:
+        key: what the kernels depend on besides the parts and devices.
+        parts: the operands of the work, on devices of one mesh.
+        work: works on ``dry_run_parts`` of the parts.
+        others: other devices of the work.
+    """
+    devices = (*others, *[buffer_of(part).device for part in parts])
+    kinds = tuple([(type(part), part.dtype, buffer_of(part).size > 0) for part in parts])
+    compile_ahead(devices, (key, kinds), work)
+
+
+def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
+    """Makes copies of parts on dry-run devices."""
+    return [
+        dry_run.buffer(part)
+        if isinstance(part, Buffer)
+        else IndexedSlices.of(dry_run.buffer(part.values), part.indices, part.dense_shape)
+        for part in parts
+    ]
 
 
 def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
@@ -439,17 +470,36 @@ def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
         made = _sum_directly(terms)
         if made is not None:
             return made
+    with StreamScope():
+        sparse = _any_sparse(terms)
+        placed: Sequence[Part] = (
+            [_on_current_device(term) for term in terms] if sparse else on_current_devices(terms)
+        )
+        homes = {buffer_of(term).device for term in placed}
+        is_one_launch = len(homes) == 1 and not tree and not sparse
+        if not is_one_launch and len({home.mesh_state for home in homes}) == 1:  # or it raises
+            compile_parts(
+                ("aggregate", method, tree),
+                placed,
+                lambda dry_run: _sum(dry_run_parts(dry_run, placed), method, tree=tree),
+            )
+        return from_buffer(_sum(placed, method, tree=tree), kind)
+
+
+def _sum(terms: Sequence[Part], method: AggregationMethod, *, tree: bool) -> Buffer:
+    """Checks that all terms agree, then sums them."""
     total = MultiDeviceSum(_AGGREGATORS[method])
+    for term in terms:
+        total.check(known_shape(term, alone=len(terms) == 1), term.dtype)
+    buffers = with_dense(terms)
+    home = buffers[0].device
+    if all([buffer.device is home for buffer in buffers]):
+        return aggregate_buffers([buffers], home, tree=tree)[0]
     if tree:
         total.use_tree()
-    with StreamScope():
-        buffers = _checked(terms, total)
-        home = buffers[0].device
-        if not [buffer for buffer in buffers if buffer.device is not home]:
-            return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
-        for buffer in buffers:
-            total.push(buffer)
-        return from_buffer(total.result(), kind)
+    for buffer in buffers:
+        total.push(buffer)
+    return total.result()
 
 
 def _sum_directly(terms: Sequence[Any]) -> Any:
@@ -467,17 +517,6 @@ def _sum_directly(terms: Sequence[Any]) -> Any:
         if term.shape != shape or term.dtype is not dtype:
             return None
     return ops.add_into_new(terms, dtype) if len(terms) > 1 else None
-
-
-def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:
-    """Checks that all terms agree, and returns them as dense Buffers."""
-    if _any_sparse(terms):
-        placed = [_on_current_device(term) for term in terms]
-    else:
-        placed = list(on_current_devices(terms))
-    for term in placed:
-        total.check(known_shape(term, alone=len(placed) == 1), term.dtype)
-    return with_dense(placed)
 
 
 @StreamScope()

@@ -24,7 +24,7 @@ from gradreduce.device.exchange import agreed
 from gradreduce.device.process_group import Description
 
 from .across_processes import AcrossProcesses, process_groups
-from .aggregation import with_dense
+from .aggregation import compile_parts, dry_run_parts, with_dense
 from .algorithm import Algorithm, Job, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
@@ -332,26 +332,18 @@ def compile_alone(
         key: what the kernels depend on besides the request.
         reduce: reduces a dry-run copy of the request.
     """
-    devices = (*request.devices, *request.value.devices)
-    parts = tuple(
-        [(type(part), part.dtype, buffer_of(part).size > 0) for part in request.value.parts]
-    )
 
     def work(dry_run: DryRunMesh) -> None:
         dry = dry_run_request(dry_run, request)
         copy_to_out([dry], [reduce(dry, dry_run)])
 
-    compile_ahead(devices, ("alone", key, len(parts), parts, request.out is not None), work)
+    key = ("alone", key, request.out is not None)
+    compile_parts(key, request.value.parts, work, request.devices)
 
 
 def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
     """Makes a copy of a request on dry-run devices."""
-    parts = [
-        dry_run.buffer(part)
-        if isinstance(part, Buffer)
-        else IndexedSlices.of(dry_run.buffer(part.values), part.indices, part.dense_shape)
-        for part in request.value.parts
-    ]
+    parts = dry_run_parts(dry_run, request.value.parts)
     out = None if request.out is None else tuple(map(dry_run.buffer, request.out))
     return Request(PerReplica.of(parts), dry_run.devices_like(request.devices), out)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gradreduce import ops
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
@@ -115,16 +114,7 @@ class CenterState(Center):
         config: PushConfig,
     ) -> None:
         """See ``Center``."""
-        self.prepare_centers(optimizer, [variables.center_of(var) for var in of], config)
-
-    def prepare_centers(
-        self, optimizer: Optimizer, centers: Sequence[Variable], config: PushConfig
-    ) -> None:
-        """Compiles the kernels of a push to these variables and creates their slots."""
-        optimizer._compile(centers, "plain", "global")
-        for center in centers if config.gamma is not None else ():
-            center.devices[0].prepare(ops.DISTANCE_SCALE, (center.dtype.name,))
-        self.written_by_update(optimizer, centers)
+        self.written_by_update(optimizer, [variables.center_of(var) for var in of])
 
     def written_by_update(
         self, optimizer: Optimizer, centers: Sequence[Variable]

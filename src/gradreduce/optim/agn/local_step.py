@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from gradreduce import ops
+from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.accumulator.state import PendingGradient, additions_of
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
@@ -22,7 +23,7 @@ from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Job, Plan
 
-from .sums import Sum, Sums, dense_sum, pending_rows
+from .sums import Sum, Sums, dense_sum, pending_rows, state_of
 
 
 class LocalStep(NamedTuple):
@@ -127,12 +128,6 @@ def _additions(
     gradients: Mapping[Variable, Colocated], sums: Sums
 ) -> tuple[list[Callable[[], None]], dict[Variable, Sum]]:
     """Returns launches that add gradients to the sums of variables, and these sums."""
-    compile_rows(
-        "sums of AGN",
-        _rehearse,
-        {(accumulate_dtype(var.dtype), var.dtype) for var in gradients},
-        next(iter(gradients)).devices[0],
-    )
     added: dict[Variable, Sum] = {}
     pending: dict[Variable, PendingGradient] = {}
     totals: list[Buffer] = []
@@ -152,6 +147,14 @@ def _additions(
     rows = additions_of(list(pending.values()))
     added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
     return [*launches, *rows.out_of_place, *rows.in_place], added
+
+
+def compile_sums(variables: Sequence[Variable]) -> None:
+    """Compiles the kernels that add gradients to sums, but not with the rule in one launch."""
+    for var in variables:
+        SPARSE.compile(state_of(var), var.dtype)
+        dtypes = {(accumulate_dtype(var.dtype), var.dtype)}
+        compile_rows("sums of AGN", _rehearse, dtypes, var.devices[0])
 
 
 def _rehearse(rows: Sequence[ops.Update], device: Device) -> None:

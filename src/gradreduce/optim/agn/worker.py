@@ -19,8 +19,8 @@ from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 
 from .center_interface import Center
-from .local_step import LocalPlan, local_step
-from .push import PushConfig
+from .local_step import LocalPlan, compile_sums, local_step
+from .push import PushConfig, compile_push
 from .worker_variables import WorkerVariables
 
 
@@ -76,15 +76,16 @@ class Worker:
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
         if plan is None:
-            for var in variables:
-                self.variables.center_of(var)
+            self._compile(variables)
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
             if retry_push:  # the retried push writes the center before the step reads gradients
                 others += self._center.written_by_push(self.variables)
-            parts = inner._colocated_gradients(gradients, variables, plan, others)
+            parts = inner._colocated_gradients(
+                gradients, variables, plan, others, compile_more=compile_sums
+            )
             if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
@@ -123,6 +124,13 @@ class Worker:
             if ends_period:
                 push()
 
+    def _compile(self, variables: Sequence[Variable]) -> None:
+        """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
+        for var in variables:
+            self.variables.center_of(var)
+        compile_push(self.inner, variables, self.config, "local")
+        compile_sums(variables if self.inner._rule is None else ())
+
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles kernels of step and push, and creates slots of worker and center.
 
@@ -130,9 +138,7 @@ class Worker:
             KeyError: the getter did not create a variable.
         """
         inner = self.inner
-        for var in variables:
-            self.variables.center_of(var)
-        inner._compile(variables, "local")
+        self._compile(variables)
         self._center.prepare(inner, self.variables, variables, self.config)
         inner.prepare(variables)
         for var in variables if self.config.gamma is not None else ():
