@@ -292,10 +292,34 @@ def test_a_deadline_ends_waits_for_a_thread_that_hangs_in_the_driver():
             device.download(buffer, deadline=0.1)
         threads[1].join(TEST_TIMEOUT)
         assert len(errors) == 1
+        with pytest.raises(CollectiveError, match="a call is still submitting work"):
+            mesh.reset(timeout=0.1)
         let_go.set()
         threads[0].join(TEST_TIMEOUT)
         mesh.reset(timeout=TEST_TIMEOUT)
         assert same(device.download(buffer), data((SIZE,)))
+
+
+def test_a_mesh_closes_while_a_thread_hangs_in_the_driver():
+    mesh = queued()
+    device, other = mesh.devices[:2]
+    used = other.upload(data((SIZE,)))
+    mesh.synchronize(deadline=TEST_TIMEOUT)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        held.set()
+        assert let_go.wait(TEST_TIMEOUT)
+
+    work = Work(other.compute, [(used,)], 1)
+    thread = threading.Thread(target=lambda: other._order(hangs, work))
+    freed = device.upload(data((SIZE,)))
+    thread.start()
+    assert held.wait(TEST_TIMEOUT)
+    del freed  # closing returns its memory to the pool
+    mesh.close()
+    let_go.set()
+    thread.join(TEST_TIMEOUT)
 
 
 def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):

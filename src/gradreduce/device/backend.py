@@ -80,7 +80,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        """Queues a copy of a host array; the array is read before this returns."""
+        """Queues a copy of a host array by ``_order``; the array is read before this returns."""
 
     @abstractmethod
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:

@@ -139,9 +139,10 @@ class DeferredFree:
         ):
             self.free(freed, home)
         else:
-            queues = [] if uses is None else list(uses.queues)
+            queues = dict.fromkeys([] if uses is None else uses.queues)
+            queues.pop(home.compute, None)  # the pool hands out memory in the order of this queue
             own = [] if freed.owned else [home.compute]
-            self._defer(freed, dict.fromkeys(queues + own), list(freed.streams), home)
+            self._defer(freed, [*queues, *own], list(freed.streams), home)
 
     def _defer(
         self, freed: FreedBlock, queues: Iterable[DeviceQueue], streams: _Streams, home: Device

@@ -23,7 +23,7 @@ from .dtypes import as_dtype
 from .kernel import Kernel, Template
 from .mesh_state import MeshState
 from .op_log import QUEUES, Record
-from .order import Work
+from .order import LOOK_SECONDS, Work
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
 from .process_group import GpuMove, Move, Parcel, bytes_of
@@ -299,7 +299,7 @@ class Device(NotCopied, Backend):
         record = Record("upload", "", self.index, -1, buffer.nbytes, queue)
         command = partial(self._upload, buffer, array, queue)
         work = Work(self.queues[queue], [(buffer,)], 1)
-        self._submit(command, record, work, is_repeated=False)
+        self._submit(command, record, work, is_ordered=True, is_repeated=False)
         return buffer
 
     def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
@@ -321,10 +321,10 @@ class Device(NotCopied, Backend):
         log = self.mesh_state.log
         generation = self.mesh_state.generation
         ordered = partial(self._order, lambda: None, Work(self.compute, [(buffer,)], 0))
-        left = wait_policy.remaining
-        if left is None:
+        look = partial(acquired_in_time, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
+        if not wait_policy.polls:
             ordered()
-        elif not acquired_in_time(self.mesh_state.order.lock, left, ordered):
+        elif not wait_policy.until(look):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         number = log.append(Record("download", "", self.index, -1, buffer.nbytes))
         host = self._download(buffer, wait_policy)

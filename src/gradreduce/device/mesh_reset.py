@@ -41,8 +41,13 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         reported = mesh_state.failure_reported.wait(rest())
         _need(reported, "some waiting threads have not returned")
         _need(mesh_state.library_finished(rest()), "the communicators are not aborted yet")
-        drained = acquired_in_time(mesh_state.launch_lock, rest(), empty_queues)
-        _need(drained, "a call is still submitting work to the devices")
+        drained: list[bool] = []
+
+        def drain() -> None:  # a thread may hang in the driver, and hold only this lock
+            drained.append(acquired_in_time(mesh_state.order.lock, rest(), empty_queues))
+
+        acquired_in_time(mesh_state.launch_lock, rest(), drain)
+        _need(True in drained, "a call is still submitting work to the devices")
         for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
         mesh_state.clear_failure()

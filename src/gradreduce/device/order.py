@@ -1,11 +1,12 @@
 """Orders the operations of different queues by the memory that they read and write.
 
-A queue waits for the last operation that wrote what it reads, and for all that used what it writes,
-if they are on other queues. Memory that only its own GPU's compute queue has used needs no entry:
-that queue runs its operations in order. When another queue uses a block, the block gets ``Uses``.
+A queue waits for the last write of each byte that it reads, and for the last write and all later
+reads of each byte that it writes, if another queue made them. Memory that only its own GPU's
+compute queue has used needs no entry: that queue runs its operations in order. When another queue
+uses a block, the block gets ``Uses``.
 
-A wait needs a mark, and a mark stands at the present end of its queue. So a wait may be for more
-than the operation that it is needed for. Work that must overlap is therefore submitted after the
+A wait needs a mark, and a mark stands at the present end of its queue. So a wait may also wait for
+later work of that queue. Work that must overlap is therefore submitted after the
 operations that wait for what was submitted before it.
 """
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .mesh_state import MeshState
 
-_LOOK_SECONDS = 20e-3
+LOOK_SECONDS = 20e-3
 _Place = tuple[Uses | DeviceQueue, int, int, bool]  # bytes with the same uses, and if written
 
 
@@ -118,8 +119,8 @@ class Order:
     def run(self, command: Command, works: Sequence[Work]) -> None:
         """Submits a command after the waits that its operands need.
 
-        If a wait fails, nothing was changed. If the command fails or is interrupted, it counts as
-        submitted.
+        If a wait of a single work fails, nothing was changed. If the command fails or is
+        interrupted, it counts as submitted.
         """
         self._locked(works[0].queue, self._run, command, works)
 
@@ -130,7 +131,7 @@ class Order:
                 call(*arguments)
         else:
             work = partial(call, *arguments)
-            while not acquired_in_time(self.lock, _LOOK_SECONDS, work):
+            while not acquired_in_time(self.lock, LOOK_SECONDS, work):
                 self._mesh_state.check_usable(queue.device)
 
     def _run(self, command: Command, works: Sequence[Work]) -> None:
@@ -267,6 +268,7 @@ class Order:
                 block.set_uses(uses)
                 if block.shared:
                     block.queue.debts.update(uses.ranges[0].writes)
+            self.version += 1
 
         self._locked(queues[0], add)
 
@@ -288,7 +290,8 @@ class Order:
             for other, use in list(queue.debts.items()):
                 if not other.has_failed:
                     self.wait(queue, other, use.count)
-                del queue.debts[other]
+                if queue.debts.get(other) is use:  # a signal handler may have used it again
+                    del queue.debts[other]
 
         if queue.debts:
             self._locked(queue, wait)

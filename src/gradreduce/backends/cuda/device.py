@@ -39,6 +39,7 @@ from gradreduce.device.command_list import Command, CommandList
 from gradreduce.device.launch_table import Tables
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
+from gradreduce.device.order import Work
 from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.uses import DeviceQueue
 from gradreduce.device.waiting import run_in_thread
@@ -318,17 +319,19 @@ class CudaDevice(Device):
             nbytes = chunk.nbytes
             if nbytes >= SMALL:
                 self._limit_pinned()
-            stream = self._stream(queue)
             with DeferInterrupts(), self.gpu:
                 pinned = pinned_memory(nbytes, self.name)
                 staged = np.frombuffer(pinned, np.uint8, nbytes)
                 staged.view(dst.dtype).reshape(chunk.shape)[...] = chunk
-                runtime.memcpyAsync(
-                    dst.address + offset, pinned.ptr, nbytes,
-                    runtime.memcpyHostToDevice, stream.ptr,
-                )  # fmt: skip
-                self._staging.add(pinned, nbytes, self.gpu.event(stream))
+                command = partial(self._upload_pinned, dst.address + offset, pinned, nbytes, queue)
+                self._order(command, Work(self.queues[queue], [(dst,)], 1))
                 self._staging.drop()
+
+    def _upload_pinned(self, address: int, pinned: Any, nbytes: int, queue: Queue) -> None:
+        stream = self._stream(queue)
+        kind = runtime.memcpyHostToDevice
+        runtime.memcpyAsync(address, pinned.ptr, nbytes, kind, stream.ptr)
+        self._staging.add(pinned, nbytes, self.gpu.event(stream))
 
     def _limit_pinned(self) -> None:
         """Waits while too much pinned memory is in use.

@@ -285,6 +285,8 @@ class NcclCollective(Collective):
     def _send(self, calls: Sequence[_Ready]) -> None:
         """Sends calls as one NCCL group; several GPUs of a process would deadlock without it."""
         if calls:
+            for each in calls:  # now: the order's lock must not be held meanwhile
+                self.connect([buffer.device for buffer in each.call.inputs])
             self._submit(partial(self._group, calls), [each.call for each in calls])
 
     def _group(self, calls: Sequence[_Ready]) -> None:

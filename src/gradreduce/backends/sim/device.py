@@ -93,6 +93,7 @@ class SimDevice(Device):
             value: complex = {"f": np.nan, "c": complex(np.nan, np.nan)}.get(kind, 0xA5)
             memory = memory if kind in "fc" else memory.view(np.uint8)
             self.submit("compute", partial(memory.fill, value))
+        if self.defers:  # this, or the end of the last owner, was submitted
             self.mesh_state.order.add_work(self.compute)
         return buffer
 
@@ -152,7 +153,6 @@ class SimDevice(Device):
     def _recycle(self, raw: Any, nbytes: int) -> None:
         if self.defers:  # work that still uses it reads NaN
             self.submit("compute", partial(raw.bytes.fill, 0xFF))
-            self.mesh_state.order.add_work(self.compute)
         self._pool.release(raw)
 
     def _trim(self) -> None:
@@ -164,7 +164,8 @@ class SimDevice(Device):
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         source = array.copy() if self.defers else array
         into = memory_of(dst).reshape(dst.shape)
-        self.submit(queue, partial(np.copyto, into, source))
+        command = partial(self.submit, queue, partial(np.copyto, into, source))
+        self._order(command, Work(self.queues[queue], [(dst,)], 1))
 
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         if not self.scheduler.finish((self.physical, "compute"), wait_policy):
