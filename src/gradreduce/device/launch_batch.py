@@ -66,11 +66,11 @@ class LaunchBatch:
         if away:
             crossing = check_all_accessible(device, {each.device for each in away}, [away])
         blocks = {row[-1].block for row in rows}
-        version = mesh_state.order.version  # read first: another thread may use a block meanwhile
+        version = mesh_state.order.version
         if version != self._seen:
             if all([each.uses is None and each.queue is device.compute for each in self._blocks]):
                 self._seen = version
             else:
                 blocks |= self._blocks
-        work = Work(device.compute, rows, kernel.num_written(scalars), blocks)
+        work = Work(device.compute, rows, kernel.num_written(scalars), blocks, version)
         device._launch(kernel, template, work, scalars, crossing)

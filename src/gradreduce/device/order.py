@@ -40,20 +40,23 @@ class Work(NamedTuple):
         queue: the queue.
         rows: the operands; in each row those that are written come first.
         num_written: the number of operands of each row that are written.
-        blocks: the blocks of all operands, if the caller knows them.
+        blocks: the blocks of all operands, if the caller knows them. Blocks that only ``queue`` has
+            used may be left out.
+        version: the order's version at which ``blocks`` was right; -1: it is always.
     """
 
     queue: DeviceQueue
     rows: Sequence[Row]
     num_written: int
     blocks: Collection[Block] = ()
+    version: int = -1
 
     def spans(self) -> list[tuple[Block, int, int, bool]]:
         """Returns the bytes that the operands span in each block, and whether they are written.
 
         Leaves out blocks that only this queue has used.
         """
-        queue, rows, num_written, _ = self
+        queue, rows, num_written, *_ = self
         written: _Spans = {}
         read: _Spans = {}
         for row in rows:
@@ -149,9 +152,10 @@ class Order:
 
     def _ready(self, work: Work) -> Use | None:
         """Queues the waits of an operation, and records it; None if they need no record."""
-        queue, rows, _, blocks = work
-        blocks = blocks or {operand.block for row in rows for operand in row}
+        queue, rows, _, blocks, version = work
         recorded = self._thread.command_list
+        if not blocks or version not in (-1, self.version) or recorded is not None:
+            blocks = {operand.block for row in rows for operand in row}
         if recorded is not None:  # each replay begins with settled blocks
             with queue.device.mesh_state.recording_commands(None):
                 self.settle([block for block in blocks if block not in recorded.blocks])
