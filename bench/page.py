@@ -194,7 +194,11 @@ def machines(found: Mapping[str, Report]) -> str:
     }
     kind = "Measured on CPUs, as fractions of the time of a peer or of a plain copy"
     gpus = sorted({each["machine"]["gpu"] for each in reports("gpu").values()})
-    gpu = f"figures of {' and '.join(gpus)} are in the tables" if gpus else "no GPU was available"
+    gpu = (
+        f"figures of {' and '.join(gpus)} are in the tables, each of the version of its date"
+        if gpus
+        else "no GPU was available"
+    )
     return f"{kind} ({'; '.join(sorted(places))}); {gpu}."
 
 
