@@ -8,12 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CaptureError,
+    DeviceMismatchError,
+    NotCopied,
+)
 
 from .backend import Backend
 from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
@@ -459,9 +465,12 @@ class Device(NotCopied, Backend):
         mesh_state = self.mesh_state
         mesh_state.check_usable(self)
         if (kernel, template) not in mesh_state.compiled:
+            self._prepare(kernel, template)
             usable = [each for each in self.mesh.devices if each.physical not in mesh_state.failed]
-            for device in {each.physical: each for each in usable}.values():
-                device._prepare(kernel, template)
+            for device in {each.physical: each for each in [*reversed(usable), self]}.values():
+                if device is not self:
+                    with suppress(BackendUnavailableError):  # this call does not need that device
+                        device._prepare(kernel, template)
             mesh_state.compiled[kernel, template] = None
 
     def queue_mark(self, queue: Queue = "compute") -> Mark:
