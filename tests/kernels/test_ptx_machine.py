@@ -268,6 +268,14 @@ def test_a_value_that_was_not_loaded_may_be_left_unused():
     assert found[:4].tolist() == [5, 7, 7, 7]
 
 
+def test_bits_that_were_not_written_may_be_masked_and_dropped():
+    found = run("""
+        and.b32 %r3, %r2, -65536; and.b32 %r3, %r3, 65535; st.u32 [%rd3], %r3;
+        mov.b64 %rd4, {%r1, %r2}; mov.b64 {%r4, _}, %rd4; st.u32 [%rd3+16], %r4;
+    """)
+    assert found[:8].tolist() == [0] * 4 + [0, 1, 2, 3]
+
+
 def test_wider_registers_are_filled_and_cut():
     found = run("""
         mov.u32 %r2, 0x1ff80; st.u8 [%rd3], %r2; ld.s8 %r3, [%rd3]; ld.u8 %r4, [%rd3];
@@ -283,13 +291,15 @@ REFUSED = {
                 "add.s64 %rd4, %r1, 1;", "ld.global.v3.u32 {%r2, %r3, %r4}, [%rd1];",
                 "call foo;", "mov.u32 %r2, %laneid;", "mov.f32 %f1, 0d3FF0000000000000;"],
     "unknown declaration": [".shared .align 4 .b8 x[4];"],
-    "not written": ["add.s32 %r2, %r3, 1;", "setp.eq.s32 %p1, %r1, 0; @%p1 mov.u32 %r2, 1; "
-                    "st.u32 [%rd3], %r2;", ".local .align 4 .b8 d[4]; mov.b64 %rd4, d; "
-                    "ld.local.u32 %r2, [%rd4];"],
-    "not wanted": [
-        f"setp.eq.s32 %p1, %r1, 0; @%p1 ld.u64 %rd4, [%rd1]; add.s64 %rd4, %rd4, 1; {use}"
-        for use in ("st.u32 [%rd3], %rd4;", "ld.u32 %r2, [%rd4];",
-                    "setp.eq.s64 %p2, %rd4, 0; @%p2 bra $L; $L:")
+    "not written": ["add.s32 %r2, %r3, 1;", "and.b32 %r2, %r3, %r1;", "or.b32 %r2, %r3, 0;",
+                    "setp.eq.s32 %p1, %r1, 0; @%p1 mov.u32 %r2, 1; st.u32 [%rd3], %r2;",
+                    ".local .align 4 .b8 d[4]; mov.b64 %rd4, d; ld.local.u32 %r2, [%rd4];"],
+    "bits that were not written": [
+        "and.b32 %r3, %r2, 65535; st.u32 [%rd3], %r3;",
+        "mov.b64 %rd4, {%r1, %r2}; mov.b64 {_, %r4}, %rd4; st.u32 [%rd3], %r4;",
+        *(f"setp.eq.s32 %p1, %r1, 0; @%p1 ld.u64 %rd4, [%rd1]; add.s64 %rd4, %rd4, 1; {use}"
+          for use in ("st.u32 [%rd3], %rd4;", "ld.u32 %r2, [%rd4];",
+                      "setp.eq.s64 %p2, %rd4, 0; @%p2 bra $L; $L:")),
     ],
     "outside": ["ld.u32 %r2, [%rd1+64];", "ld.u32 %r2, [%rd1+-4];", "st.u64 [%rd3+60], %rd1;",
                 "cvt.u32.u64 %r2, %rd1; cvt.u64.u32 %rd4, %r2; "

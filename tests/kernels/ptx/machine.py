@@ -20,11 +20,9 @@ SPACES = ("global", "param", "local")
 SPACE, SEGMENT, START = 60, 36, 1 << 20
 FIRST = 1 << 10  # number of the first segment: below it is space for what no launch may reach
 NOBODY, SEVERAL = -1, -2  # in place of a lane
-# The state of a register: nothing was written to it; the load of its value was not wanted; it has a
-# value. NVRTC computes with a value that was not wanted, and makes no use of the result.
-UNWRITTEN, UNWANTED, WRITTEN = 0, 1, 2
 WIDTHS = {1: np.dtype(bool), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
 VECTORS = {"v2": 2, "v4": 4}
+Read = tuple[Array, Array | None]  # values, and which of their bits are missing
 
 
 class PtxError(Exception):
@@ -158,11 +156,10 @@ class Machine:
         self._registers = {
             name: np.zeros(self.lanes.size, WIDTHS[bits]) for name, bits in widths.items()
         }
-        self._states = {name: np.zeros(self.lanes.size, np.int8) for name in self._registers}
-        # The lanes for which a source of the current instruction is UNWANTED.
-        self._unwanted: Array | np.bool_ = np.False_
-        # Of a register that was made of parts: the states of each part.
-        self._part_states: dict[str, list[Array]] = {}
+        # The bits of each register that were not written; and whether an instruction wrote it, or a
+        # load that was not wanted. NVRTC computes with such bits and makes no use of the results.
+        self._missing = {name: ~np.zeros_like(each) for name, each in self._registers.items()}
+        self._reached = {name: np.zeros(self.lanes.size, bool) for name in self._registers}
         self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
         self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
         self.executed, self.num_steps = set[int](), 0
@@ -187,15 +184,12 @@ class Machine:
     def _execute(self, instruction: Instruction, guard: Callable | None, execute: Callable,
                  lanes: Array) -> None:  # fmt: skip
         self.executed.add(instruction.start)
-        self._unwanted = np.False_
         try:
             if guard is not None:
-                chosen = guard(lanes) == instruction.guard[1]
-                self._check_wanted()
+                chosen = _used(guard(lanes)) == instruction.guard[1]
                 if instruction.name.startswith("ld"):
                     for name in _names(instruction.operands[0]):
-                        state = self._states[name]
-                        state[lanes[~chosen]] = np.maximum(state[lanes[~chosen]], UNWANTED)
+                        self._reached[name][lanes[~chosen]] = True
                 lanes = lanes[chosen]
             if lanes.size:
                 execute(lanes)
@@ -206,52 +200,51 @@ class Machine:
 
     def _source(
         self, text: str, kind: str, *, wider: bool = False, whole: bool = True
-    ) -> Callable[[Array], Array]:
-        """A function from lanes to the values of an operand; a part may be unwritten."""
+    ) -> Callable[[Array], Read]:
+        """A function that reads an operand; if not ``whole``, nothing may have written it."""
         dtype = TYPES[kind]
         if text in self._registers:
-            values, states = self._registers[text], self._states[text]
+            values, missing = self._registers[text], self._missing[text]
+            reached = self._reached[text]
             self._check_width(text, values.itemsize, dtype, wider)
 
-            def read(lanes: Array) -> Array:
-                state = states[lanes]
-                if (least := state.min()) == UNWRITTEN and whole:
+            def read(lanes: Array) -> Read:
+                found, lost = values[lanes], missing[lanes]
+                if lost.any() and whole and not reached[lanes].all():
                     raise PtxError(f"a read of {text}, which was not written")
-                if least != WRITTEN:
-                    self._unwanted = self._unwanted | (state != WRITTEN)
-                found = values[lanes]
                 if found.dtype.itemsize > dtype.itemsize:
-                    found = found.astype(f"u{dtype.itemsize}")
-                return found.view(dtype)
+                    narrow = f"u{dtype.itemsize}"
+                    found, lost = found.astype(narrow), lost.astype(narrow)
+                return found.view(dtype), lost if lost.any() else None
 
             return read
         if text in self._symbols:
             symbol = self._symbols[text]
             self._check_width(text, symbol.itemsize, dtype, False)
-            return lambda lanes: symbol[lanes].view(dtype)
+            return lambda lanes: (symbol[lanes].view(dtype), None)
         constant = np.array([_constant(text, dtype)], dtype)
-        return lambda lanes: constant
+        return lambda lanes: (constant, None)
 
     def _destination(self, text: str, kind: str, *, wider: bool = False) -> Callable:
         """A function that writes lanes of an operand; wider registers are filled by the sign."""
         if text not in self._registers:
             raise PtxError(f"{text} is no register")
-        values, states = self._registers[text], self._states[text]
+        values, missing, reached = self._registers[text], self._missing[text], self._reached[text]
         self._check_width(text, values.itemsize, TYPES[kind], wider)
         filled = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{values.itemsize}")
+        every = ~np.zeros(1, missing.dtype)
 
-        def write(lanes: Array, found: Array) -> None:
+        def write(lanes: Array, found: Array, lost: Array | None = None) -> None:
             if values.itemsize > found.itemsize:
                 found = found.astype(filled)
             values[lanes] = found.view(values.dtype)
-            states[lanes] = np.where(self._unwanted, UNWANTED, WRITTEN)
-            self._part_states.pop(text, None)
+            reached[lanes] = True
+            if lost is None:
+                missing[lanes] = 0
+            else:
+                missing[lanes] = np.where(lost, every, 0) if lost.dtype == bool else lost
 
         return write
-
-    def _check_wanted(self) -> None:
-        if self._unwanted.any():
-            raise PtxError("a use of a value whose load was not wanted")
 
     @staticmethod
     def _check_width(text: str, itemsize: int, dtype: np.dtype, wider: bool) -> None:
@@ -285,24 +278,21 @@ class Machine:
         texts[1:1] = [CARRY] * (CARRY in operation.results)
         texts += [CARRY] * (CARRY in operation.sources)
         split, wider = len(operation.results), name.startswith("cvt.")
+        # NVRTC 13 masks the bits of a register that nothing wrote.
+        masks = name.startswith("and.b") and not self._registers.keys() >= set(texts)
         kinds = operation.results + operation.sources
         pairs = list(zip(texts, kinds, strict=True))
         writes = [self._destination(*pair, wider=wider) for pair in pairs[:split]]
-        reads = [self._source(*pair, wider=wider) for pair in pairs[split:]]
+        reads = [self._source(*pair, wider=wider, whole=not masks) for pair in pairs[split:]]
 
         def execute(lanes: Array) -> None:
-            values, unwanted = [], []
-            for read in reads:
-                self._unwanted = np.False_
-                values.append(read(lanes))
-                unwanted.append(self._unwanted)
-            if any(each is not np.False_ for each in unwanted):
-                self._unwanted = np.logical_or.reduce(np.broadcast_arrays(*unwanted))
-                if name.startswith("selp"):  # of the value that is chosen
-                    self._unwanted = np.where(values[2], *unwanted[:2]) | unwanted[2]
+            values, missing = zip(*[read(lanes) for read in reads], strict=True)
             found = operation.function(*values)
+            lost = None
+            if any(each is not None for each in missing):
+                lost = _lost(name, values, missing)
             for write, each in zip(writes, found if split > 1 else (found,), strict=True):
-                write(lanes, np.asarray(each))
+                write(lanes, np.asarray(each), lost)
 
         return execute
 
@@ -322,28 +312,28 @@ class Machine:
         writes = [each != "_" and self._destination(each, part) for each in parts]
 
         def execute(lanes: Array) -> None:
-            states = self._part_states.get(of)
-            found = np.broadcast_to(read(lanes), lanes.shape).copy().view(TYPES[part])
+            found, missing = (
+                np.broadcast_to(0 if each is None else each, lanes.shape).astype(TYPES[kind])
+                for each in read(lanes)
+            )
             for place, write in enumerate(writes):
-                if states:
-                    self._unwanted = states[place][lanes] != WRITTEN
                 if write:  # "_" drops a part
-                    write(lanes, found[place :: len(writes)])
+                    each = slice(place, None, len(writes))
+                    write(lanes, found.view(TYPES[part])[each], missing.view(TYPES[part])[each])
 
         return execute
 
     def _pack(self, to: str, kind: str, parts: Sequence[str], part: str) -> Callable:
         write = self._destination(to, kind)
-        # NVRTC 13 leaves parts unwritten that nobody uses.
+        # NVRTC 13 packs parts that nothing wrote, and makes no use of them.
         reads = [self._source(each, part, whole=False) for each in parts]
-        written = np.full(self.lanes.size, WRITTEN, np.int8)  # of a constant
 
         def execute(lanes: Array) -> None:
-            found = np.empty((lanes.size, len(reads)), TYPES[part])
+            found, missing = np.zeros((2, lanes.size, len(reads)), TYPES[part])
             for place, read in enumerate(reads):
-                found[:, place] = read(lanes)
-            write(lanes, found.view(TYPES[kind])[:, 0])
-            self._part_states[to] = [self._states.get(each, written).copy() for each in parts]
+                found[:, place], lost = read(lanes)
+                missing[:, place] = 0 if lost is None else lost
+            write(lanes, found.view(TYPES[kind])[:, 0], missing.view(TYPES[kind])[:, 0])
 
         return execute
 
@@ -361,7 +351,7 @@ class Machine:
         read, by = self._source(base, "b64"), np.uint64(int(offset or 0) % 2**64)
         if rest or kind == "pred":
             raise ValueError(rest)
-        return space, kind, count, lambda lanes: read(lanes) + by
+        return space, kind, count, lambda lanes: _used(read(lanes)) + by
 
     def _load(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
         target, source = operands
@@ -370,9 +360,7 @@ class Machine:
 
         def load(lanes: Array) -> None:
             size = TYPES[kind].itemsize * count
-            address = where(lanes)
-            self._check_wanted()
-            found = self._memory.load(space, address, size, lanes).view(TYPES[kind])
+            found = self._memory.load(space, where(lanes), size, lanes).view(TYPES[kind])
             for place, write in enumerate(writes):
                 write(lanes, np.ascontiguousarray(found[:, place]))
 
@@ -386,22 +374,21 @@ class Machine:
         def store(lanes: Array) -> None:
             found = np.empty((lanes.size, count), TYPES[kind])
             for place, read in enumerate(reads):
-                found[:, place] = read(lanes)
-            address = where(lanes)
-            self._check_wanted()
-            self._memory.store(space, address, found.view(np.uint8), lanes)
+                found[:, place] = _used(read(lanes))
+            self._memory.store(space, where(lanes), found.view(np.uint8), lanes)
 
         return store
 
     def _cvta(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
         """An address of a space as a generic one, or the other way round."""
         *to, space, kind = modifiers
-        window = np.uint64(SPACES.index(space) << SPACE)
+        window = SPACES.index(space) << SPACE
         if to not in ([], ["to"]) or kind != "u64":
             raise ValueError(modifiers)
         target, source = operands
         read, write = self._source(source, kind), self._destination(target, kind)
-        return lambda lanes: write(lanes, read(lanes) - window if to else read(lanes) + window)
+        by = np.uint64((-window if to else window) % 2**64)
+        return lambda lanes: write(lanes, _used(read(lanes)) + by)
 
     def _branch(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
         target = self._labels[" ".join(operands)]
@@ -421,6 +408,26 @@ def _names(text: str, count: int | None = None) -> list[str]:
     if count and ((count > 1) != ("{" in text) or len(names) != count):
         raise ValueError(text)
     return names
+
+
+def _used(read: Read) -> Array:
+    """The values, which must not have missing bits: they decide what is stored, or where."""
+    values, lost = read
+    if lost is not None:
+        raise PtxError("a use of bits that were not written")
+    return values
+
+
+def _lost(name: str, values: Sequence[Array], missing: Sequence[Array | None]) -> Array:
+    """The missing bits of a result; if bool, the lanes of which it has none."""
+    masks = [0 if each is None else each for each in missing]
+    if name.startswith("and.b"):  # a bit that is 0 in one source is 0
+        a, b = map(np.bitwise_or, values, masks)
+        return (masks[0] | masks[1]) & a & b
+    lanes = np.broadcast_arrays(*[np.not_equal(each, 0) for each in masks])
+    if name.startswith("selp"):  # that of the value that is chosen
+        return np.where(values[2], lanes[0], lanes[1]) | lanes[2]
+    return np.logical_or.reduce(lanes)
 
 
 def _constant(text: str, dtype: np.dtype) -> object:
