@@ -18,7 +18,7 @@ from gradreduce.arrays.convert import is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
-from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
+from gradreduce.device.exchange import agreed, compare_numbers, exchange_arrays
 from gradreduce.device.process_group import Description, digest_of
 from gradreduce.optim import Optimizer
 from gradreduce.step_scaling import GradientScaling
@@ -82,16 +82,13 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
 def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
     device = step.devices[0]
-    group = device.mesh_state.process_group
-    if group is None:
-        return sums
     if sums[0] is None:
         return [None] * step.num_replicas
-    own = [device.upload(each) for each in sums]
-    shapes = [[own[0].shape] * count for count in group.counts]
-    what = {"call": "SyncStep.state_dict", "tensors": [list(own[0].shape)]}
+    shape = sums[0].shape
+    shapes = [[shape] * count for count in device.mesh_state.process_group.counts]
+    what = {"call": "SyncStep.state_dict", "tensors": [list(shape)]}
     with agreed(device, Description.of(what)):
-        return [buffer.numpy() for buffer in exchange_all(device, own, shapes)]
+        return exchange_arrays(device, sums, shapes)
 
 
 def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
@@ -158,8 +155,7 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
             f"{everywhere} replicas cannot continue it: use {before} replicas, or load a state "
             "that was saved right after the step returned True"
         )
-    group = step.devices[0].mesh_state.process_group
-    first = 0 if group is None else sum(group.counts[: group.rank])
+    first = step.devices[0].mesh_state.process_group.first_replica
     sums = found["partial_sums"][first : first + here] if count else [None] * here
     return {
         **found,
@@ -172,12 +168,9 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
 def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` in all processes if these entries of a state differ between them."""
     device = step.devices[0]
-    group = device.mesh_state.process_group
-    if group is None:
+    if device.mesh_state.process_group.size == 1:
         return
-    digests = list(map(_digest, values.values()))
-    with agreed(device, Description.of({"call": call, "tensors": []})):
-        found = exchange_numbers(device, digests, [len(digests)] * group.size)
+    found = compare_numbers(device, call, list(map(_digest, values.values())))
     for rank, theirs in enumerate(found):
         for key, one, other in zip(values, found[0], theirs, strict=True):
             if one != other:

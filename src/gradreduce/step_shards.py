@@ -36,7 +36,7 @@ from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
-from gradreduce.reduce.process_values import described, first_replica
+from gradreduce.reduce.process_values import described
 from gradreduce.step_scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
@@ -150,7 +150,7 @@ class OptimizerShards(CrossDeviceOps):
         self._optimizer, self._ops = optimizer, cross_device_ops
         self._whole, self._num_replicas = tuple(variables), num_replicas
         self._devices = variables[0].devices
-        self._first = first_replica(self._devices[0])
+        self._first = self._devices[0].mesh_state.process_group.first_replica
         self._scaling = scaling
         self._shards = plan_shards(variables, num_replicas, ops.BLOCK if scaling.acts else 1)
         self._own: dict[Shard, Variable] = {}
@@ -365,14 +365,12 @@ class OptimizerShards(CrossDeviceOps):
                 if shard in self._own:
                     slot = self._optimizer._slots.by_name[name][self._own[shard]]
                     first.copy(part, slot.buffers[0])
-                    if group is not None:
-                        sends += [(other, part) for other in group.others]
-                elif group is not None:
+                    sends += [(other, part) for other in group.others]
+                else:
                     receives.append((group.rank_of(shard.owner), part))
-        if group is not None:
-            what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
-            with agreed(first, Description.of(what, [variable.name], compared=False)):
-                exchange(first, sends, receives, "compute")
+        what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
+        with agreed(first, Description.of(what, [variable.name], compared=False)):
+            exchange(first, sends, receives, "compute")
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:

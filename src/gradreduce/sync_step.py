@@ -36,7 +36,6 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.reduce.process_values import first_replica
 from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards
@@ -166,7 +165,7 @@ class SyncStep(NotCopied):
         if self._shards is not None:
             self._shards.accumulators = self.accumulators
         optimizer.prepare(self._updated)
-        if self.devices[0].mesh_state.process_group is not None:
+        if mesh.num_processes > 1:
             copies = cross_device_ops.broadcast(
                 [PerReplica.of(each.buffers[:1], name=each.name) for each in self.variables], mesh
             )
@@ -387,26 +386,24 @@ class SyncStep(NotCopied):
         """
         device = self.devices[0]
         group = device.mesh_state.process_group
-        if group is None and checked is None:
+        if group.size == 1 and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
-        scheduled = self.optimizer._scheduled() if group is not None else {}
+        scheduled = self.optimizer._scheduled()
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
-            numbers += first_nonfinite(() if step < now else checked, first_replica(device))
-        found = [numbers]
-        if group is not None:
-            with agreed(device, self._description(with_gradients)):
-                found = exchange_numbers(device, numbers, [len(numbers)] * group.size)
-                if len({each[1] for each in found}) > 1:
-                    what = {"call": "a SyncStep", "tensors": [], **scheduled}
-                    agree(device, Description.of(what))
+            numbers += first_nonfinite(() if step < now else checked, group.first_replica)
+        with agreed(device, self._description(with_gradients)):
+            found = exchange_numbers(device, numbers)
+            if len({each[1] for each in found}) > 1:
+                what = {"call": "a SyncStep", "tensors": [], **scheduled}
+                agree(device, Description.of(what))
         earliest = min([each[0] for each in found])
         wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:
             index, replica = min(wrong)
             name = self.variables[with_gradients[index]].name
-            process = "" if group is None else f" (process {group.rank_of(replica)})"
+            process = group.label(group.rank_of(replica))
             raise FloatingPointError(
                 f"the gradient of {name!r} in replica {replica}{process} is not finite at step "
                 f"{earliest}; nothing was added"

@@ -123,3 +123,28 @@ def test_a_known_call_without_an_exchange_sends_its_notice(prepared):
 
     for posted in run_processes(2, work):
         assert len(posted) > 1 and posted[-1] == "told"
+
+
+def test_a_launched_group_of_one_process_is_like_a_mesh_of_one_process():
+    def counts(mesh):
+        values = gr.PerReplica([np.float32([1, 2]), np.float32([3, 4])], mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        with mesh.journal() as journal:
+            total = ops.reduce(gr.ReduceOp.SUM, values, mesh)
+        assert total.values[1].tolist() == [4, 6]
+        return [(each.kind, each.name, each.device, each.nbytes) for each in journal.records]
+
+    def work(group):
+        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
+            gr.ConditionalAccumulator(np.float32, device=mesh).close()
+            found = counts(mesh)
+            mesh.mesh_state.fail("for a test")
+            mesh.reset()
+            assert counts(mesh) == found
+        return found
+
+    (found,) = run_processes(1, work)
+    with gr.open_mesh(2, backend="sim") as mesh:
+        group = mesh.mesh_state.process_group
+        assert (group.rank, group.size, group.counts, group.others) == (0, 1, (2,), [])
+        assert counts(mesh) == found

@@ -8,6 +8,7 @@ A difference would cause a hang, or sums of unrelated tensors.
 from __future__ import annotations
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import proxy
 from zlib import crc32
 
 import numpy as np
@@ -122,7 +124,7 @@ class ProcessGroup(ABC):
         self.size = size
         self.timeout = timeout
         self.counts: tuple[int, ...] = (1,) * size
-        self.rounds = Rounds(self)
+        self.rounds = Rounds(proxy(self))  # a cycle would keep the group until a collection
         self._is_closed = False
         self._calls = 0
         self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
@@ -140,9 +142,27 @@ class ProcessGroup(ABC):
         """The ranks of all other processes."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
+    @property
+    def first_replica(self) -> int:
+        """The number of this process's first replica, counted over all processes."""
+        return sum(self.counts[: self.rank])
+
+    def counts_of(self, count: int) -> tuple[int, ...] | None:
+        """Returns the number of replicas of each process, if this one has ``count`` of them.
+
+        Returns None if other processes would have to know that these are not all of this one.
+        """
+        if self.size > 1 and count != self.counts[self.rank]:
+            return None
+        return (*self.counts[: self.rank], count, *self.counts[self.rank + 1 :])
+
     def rank_of(self, replica: int) -> int:
         """Returns the rank of the process that has a replica, counted over all processes."""
         return bisect_right(list(accumulate(self.counts)), replica)
+
+    def label(self, rank: int) -> str:
+        """Returns the text that names a process after its replica; empty for one process."""
+        return f" (process {rank})" if self.size > 1 else ""
 
     # -- implemented by each library --------------------------------------------------------------
 
@@ -510,6 +530,36 @@ class ProcessGroup(ABC):
         return f"{how} after {calls} calls"
 
 
+class LocalGroup(ProcessGroup):
+    """A group in which no other process takes part: one process, or a dry run of several.
+
+    Args:
+        rank: see ``ProcessGroup``.
+        counts: see ``ProcessGroup``.
+    """
+
+    def __init__(self, rank: int = 0, counts: tuple[int, ...] = (1,)) -> None:
+        super().__init__(rank, len(counts), math.inf)
+        self.counts = counts
+        self._notices: dict[str, str] = {}
+
+    def agree(self, description: Description, seconds: float) -> None:
+        """See ``ProcessGroup.agree``."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """See ``ProcessGroup.exchange``."""
+
+    def post(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post``."""
+        self._notices[key] = text
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """See ``ProcessGroup.read``."""
+        return self._notices.get(key) if rank == self.rank else None
+
+
 class ProcessError(CollectiveError):
     """Another process did not send or receive in time, or ended.
 
@@ -531,11 +581,11 @@ IN_STEP = (
 
 def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None:
     """Raises ``RuntimeError`` for an object that cannot work over several processes."""
-    group = device.mesh_state.process_group
-    if group is not None:
+    size = device.mesh_state.process_group.size
+    if size > 1:
         raise RuntimeError(
             f"{what} works inside one process only, and the mesh of {device.name} has "
-            f"{group.size} processes: {instead}, or open a mesh of this process alone by "
+            f"{size} processes: {instead}, or open a mesh of this process alone by "
             "gr.open_mesh(processes='none')"
         )
 

@@ -73,14 +73,8 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
     return planned
 
 
-def process_groups(devices: Sequence[Device]) -> ReductionGroups:
-    """Returns the replicas of each process as one group.
-
-    Args:
-        devices: the devices of this process's replicas.
-    """
-    group = devices[0].mesh_state.process_group
-    counts = (len(devices),) if group is None else group.counts
+def process_groups(counts: Sequence[int]) -> ReductionGroups:
+    """Returns the replicas of each process as one group; ``counts``: their numbers."""
     ends = accumulate(counts)
     return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
 
@@ -124,9 +118,7 @@ class AcrossProcesses(Algorithm):
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
         super().__init__(devices)
-        group = devices[0].mesh_state.process_group
-        assert group is not None
-        self._group = group
+        self._group = group = devices[0].mesh_state.process_group
         self._terms = plan_terms(
             group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
         )

@@ -40,10 +40,8 @@ def slices_of_all(
         "coalesce": coalesce,
         "tensors": [_described(parts[0])],
     }
-    group = device.mesh_state.process_group
-    assert group is not None
     with agreed(device, Description.of(what, names, compared=compared)):
-        return _received(device, parts, group.counts)
+        return _received(device, parts, device.mesh_state.process_group.counts)
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
@@ -56,7 +54,6 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
     """
     device = buffer_of(parts[0]).device
     group = device.mesh_state.process_group
-    assert group is not None
     what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
     found: list[Part] = []
     with agreed(device, Description.of(what, names, compared=False)):
@@ -105,29 +102,27 @@ def _received(
     ]
 
 
-def first_replica(device: Device) -> int:
-    """Returns the number of this process's first replica among those of all processes."""
-    group = device.mesh_state.process_group
-    return 0 if group is None else sum(group.counts[: group.rank])
-
-
-def num_replicas_of(replicas: Sequence[Buffer]) -> int:
-    """Returns the number of replicas in all processes; ``replicas`` are those of this one.
+def counts_of(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Returns the number of replicas of each process; ``devices`` are those of this one's.
 
     Raises:
-        ValueError: there is not one replica for each device of this process. Then the number of the
-            other processes is unknown.
+        ValueError: they are not all devices of this process, and there are other processes. Then
+            the numbers of these are unknown.
     """
-    group = replicas[0].device.mesh_state.process_group
-    if group is None:
-        return len(replicas)
-    if len(replicas) != group.counts[group.rank]:
+    group = devices[0].mesh_state.process_group
+    counts = group.counts_of(len(devices))
+    if counts is None:
         raise ValueError(
-            f"a value on {listed(buffer.device.name for buffer in replicas)} cannot be summed "
+            f"a value on {listed(device.name for device in devices)} cannot be summed "
             f"across processes: pass one replica for each of the {group.counts[group.rank]} "
             "devices of this process's mesh"
         )
-    return sum(group.counts)
+    return counts
+
+
+def num_replicas_of(replicas: Sequence[Buffer]) -> int:
+    """Returns the number of replicas in all processes; see ``counts_of``."""
+    return sum(counts_of([buffer.device for buffer in replicas]))
 
 
 def described(  # noqa: PLR0913  # all values on which processes must agree
@@ -142,7 +137,7 @@ def described(  # noqa: PLR0913  # all values on which processes must agree
     compared: bool = False,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
-    if gradients[0][0].device.mesh_state.process_group is None:
+    if gradients[0][0].device.mesh_state.process_group.size == 1:
         return None
     num_replicas_of(gradients[0])  # checks the devices
     what = {
