@@ -71,10 +71,8 @@ class Mesh(NotCopied):
 
         ``ReduceOp.MEAN`` divides by it.
         """
-        group = self.mesh_state.process_group
-        if len(self.devices) < group.counts[group.rank]:
-            return len(self.devices)
-        return sum(group.counts)
+        count = len(self.devices)
+        return sum(self.mesh_state.process_group.counts_of(count) or [count])
 
     @property
     def process_index(self) -> int:

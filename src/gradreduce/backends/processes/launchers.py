@@ -143,12 +143,13 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
         "version": sys.modules["gradreduce"].__version__,  # which imports this module
         **describe_gpus(mesh, group),
     }
-    group.post("open", json.dumps(here))
+    own = json.dumps(here)
+    group.post("open", own)
     end = time.monotonic() + group.timeout
     notices = []
     missing = []
     for rank in range(group.size):
-        text = _notice(group, rank, end)
+        text = own if rank == group.rank else _notice(group, rank, end)
         if text is None:
             missing.append(rank)
             continue
