@@ -36,7 +36,7 @@ from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
-from gradreduce.reduce.process_values import described
+from gradreduce.reduce.process_values import counts_of, described
 from gradreduce.step_scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
@@ -113,7 +113,6 @@ class OptimizerShards(CrossDeviceOps):
         variables: the variables of the step.
         optimizer: an optimizer with an elementwise rule.
         cross_device_ops: an ``AllReduceCrossDeviceOps``.
-        num_replicas: the number of replicas in all processes.
         scaling: scales the mean gradients.
 
     Attributes:
@@ -132,7 +131,6 @@ class OptimizerShards(CrossDeviceOps):
         variables: Sequence[Variable],
         optimizer: Optimizer,
         cross_device_ops: CrossDeviceOps,
-        num_replicas: int,
         scaling: GradientScaling,
     ) -> None:
         if not isinstance(cross_device_ops, AllReduceCrossDeviceOps) or not is_all_reduce(
@@ -148,11 +146,11 @@ class OptimizerShards(CrossDeviceOps):
                 "elementwise"
             )
         self._optimizer, self._ops = optimizer, cross_device_ops
-        self._whole, self._num_replicas = tuple(variables), num_replicas
-        self._devices = variables[0].devices
+        self._whole, self._devices = tuple(variables), variables[0].devices
+        self._num_replicas = sum(counts_of(self._devices))
         self._first = self._devices[0].mesh_state.process_group.first_replica
         self._scaling = scaling
-        self._shards = plan_shards(variables, num_replicas, ops.BLOCK if scaling.acts else 1)
+        self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
         self._own: dict[Shard, Variable] = {}
         for shard in self._shards:
             if 0 <= shard.owner - self._first < len(self._devices):

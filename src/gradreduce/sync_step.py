@@ -36,7 +36,7 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
+from gradreduce.step_checkpoint import ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards
 
@@ -156,8 +156,9 @@ class SyncStep(NotCopied):
         )
         self._shards: OptimizerShards | None = None
         if as_flag("shard_optimizer", shard_optimizer):
-            args = (self.variables, optimizer, cross_device_ops, self.num_replicas)
-            self._shards = OptimizerShards(*args, self._scaling)
+            self._shards = OptimizerShards(
+                self.variables, optimizer, cross_device_ops, self._scaling
+            )
         # The Variables that the optimizer updates.
         self._updated = self.variables if self._shards is None else self._shards.variables
         reducer = cross_device_ops if self._shards is None else self._shards
@@ -320,7 +321,10 @@ class SyncStep(NotCopied):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return saved_state(self._parts, self.num_required, output_type)
+            return saved_state(
+                self.variables, self.accumulators, self.optimizer, self._shards, self._scaling,
+                self.num_required, output_type,
+            )  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -354,14 +358,11 @@ class SyncStep(NotCopied):
             CollectiveError: the mesh has failed.
         """
         self.devices[0].mesh_state.check_process()
-        load = ready_state(self._parts, state)
+        load = ready_state(
+            self.variables, self.accumulators, self.optimizer, self._shards, self._scaling, state
+        )
         with DeferInterrupts():
             self.num_required = load()
-
-    @property
-    def _parts(self) -> StepParts:
-        parts = (self.variables, self.accumulators, self.optimizer)
-        return StepParts(*parts, self.devices, self.num_replicas, self._shards, self._scaling)
 
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""

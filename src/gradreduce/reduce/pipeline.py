@@ -382,7 +382,6 @@ def reduce_to_one(
     thread.phase = "all-reduce"
     if home.mesh_state.process_group.size > 1:  # dense values are all-reduced
         sparse = [part for part in parts if isinstance(part, IndexedSlices)]
-        num_replicas_of([part.values for part in sparse])  # checks the devices
         parts = slices_of_all(
             home, sparse, mean=mean, coalesce=coalesce,
             names=[value._name] * bool(value._name), compared=value._key is not None,

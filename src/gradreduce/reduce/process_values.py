@@ -40,8 +40,9 @@ def slices_of_all(
         "coalesce": coalesce,
         "tensors": [_described(parts[0])],
     }
+    counts = counts_of([part.values.device for part in parts])
     with agreed(device, Description.of(what, names, compared=compared)):
-        return _received(device, parts, device.mesh_state.process_group.counts)
+        return _received(device, parts, counts)
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
