@@ -235,8 +235,7 @@ class ProcessGroup(ABC):
         """
         if self._is_closed:
             return
-        self._is_closed = True
-        self._tell_end("closed its mesh")
+        self.tell_end("closed its mesh")
         seconds = self.timeout if seconds is None else min(seconds, self.timeout)
         try:
             missing = self._leave_together(seconds) if failure is None else []
@@ -260,19 +259,16 @@ class ProcessGroup(ABC):
         """
         return self.read(rank, "closed", seconds) is not None
 
-    def leave_at_exit(self, how: str) -> None:
-        """Tells the other processes that this one ends without closing its mesh.
+    def tell_end(self, how: str) -> None:
+        """Tells the other processes that this one makes no more calls; once only.
 
         Args:
-            how: how it ends, for errors of the other processes; without the name of this process.
+            how: why, for errors of the other processes; without the name of this process.
         """
         if not self._is_closed:
             self._is_closed = True
-            self._tell_end(how)
-
-    def _tell_end(self, how: str) -> None:
-        with suppress(CollectiveError):  # the others may be gone
-            self.post("closed", f"{self._calls} {how}")
+            with suppress(CollectiveError):  # the others may be gone
+                self.post("closed", f"{self._calls} {how}")
 
     def tell_failure(self, reason: str) -> None:
         """Tells the other processes why the mesh of this process has failed."""

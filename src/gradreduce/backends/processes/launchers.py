@@ -103,7 +103,7 @@ def _leave_at_exit() -> None:
     for group, process in list(_open_groups.items()):
         if process == os.getpid():  # a forked process has a copy
             with suppress(Exception):
-                group.leave_at_exit(how)
+                group.tell_end(how)
 
 
 atexit.register(_leave_at_exit)
