@@ -26,7 +26,7 @@ from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
-from gradreduce.device.exchange import agreed, exchange, telling_others
+from gradreduce.device.exchange import agreed, send_to_all, telling_others
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
@@ -354,8 +354,7 @@ class OptimizerShards(CrossDeviceOps):
         """Returns the slots of a variable, flat, on the first device."""
         first, variable = self._devices[0], self._whole[index]
         wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
+        owned: list[Parcel] = []
         group = first.mesh_state.process_group
         for shard in [shard for shard in self._shards if shard.variable == index]:
             for name, whole in zip(names, wholes, strict=True):
@@ -363,12 +362,10 @@ class OptimizerShards(CrossDeviceOps):
                 if shard in self._own:
                     slot = self._optimizer._slots.by_name[name][self._own[shard]]
                     first.copy(part, slot.buffers[0])
-                    sends += [(other, part) for other in group.others]
-                else:
-                    receives.append((group.rank_of(shard.owner), part))
+                owned.append((group.rank_of(shard.owner), part))
         what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
         with agreed(first, Description.of(what, [variable.name], compared=False)):
-            exchange(first, sends, receives, "compute")
+            send_to_all(first, owned)
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:

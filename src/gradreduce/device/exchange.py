@@ -287,6 +287,23 @@ def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:
     return min(group.timeout, max(0.0, pending_call.remaining))
 
 
+def send_to_all(
+    device: Device, owned: Sequence[tuple[int, Buffer]], queue: Queue = "compute"
+) -> None:
+    """Queues an exchange in which buffers go from their owners to all other processes.
+
+    Args:
+        device: the device of all buffers.
+        owned: the rank of each buffer's owner, and the buffer. Those of other processes are
+            overwritten.
+        queue: the queue of ``device``.
+    """
+    group = device.mesh_state.process_group
+    own = [buffer for rank, buffer in owned if rank == group.rank]
+    receives = [parcel for parcel in owned if parcel[0] != group.rank]
+    exchange(device, [(rank, buffer) for rank in group.others for buffer in own], receives, queue)
+
+
 def exchange_all(
     device: Device, own: Sequence[Buffer], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[Buffer]:
@@ -302,10 +319,9 @@ def exchange_all(
         list(own) if rank == group.rank else [device.empty(each, own[0].dtype) for each in of_rank]
         for rank, of_rank in enumerate(shapes)
     ]
-    sends = [(rank, buffer) for rank in group.others for buffer in own]
-    receives = [(rank, buffer) for rank in group.others for buffer in found[rank]]
-    exchange(device, sends, receives, "compute")
-    return [buffer for of_rank in found for buffer in of_rank]
+    owned = [(rank, buffer) for rank, of_rank in enumerate(found) for buffer in of_rank]
+    send_to_all(device, owned)
+    return [buffer for _, buffer in owned]
 
 
 def exchange_arrays(

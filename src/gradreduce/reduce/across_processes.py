@@ -26,7 +26,7 @@ from gradreduce.device import (
     accumulate_dtype,
     ensure_accessible,
 )
-from gradreduce.device.exchange import exchange
+from gradreduce.device.exchange import exchange, send_to_all
 from gradreduce.device.process_group import Parcel
 
 from .algorithm import Algorithm, Job, Steps, copy_to_all
@@ -156,16 +156,11 @@ class AcrossProcesses(Algorithm):
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""
-        device = self._device
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for job in jobs:
-            if job.inputs:
-                source = ensure_accessible(device, job.inputs[0])
-                sends += [(other, source) for other in self._group.others]
-            else:
-                receives.append((self._rank_of(job), job.outs[0]))
-        exchange(device, sends, receives, "compute")
+        owned = [
+            ensure_accessible(self._device, job.inputs[0]) if job.inputs else job.outs[0]
+            for job in jobs
+        ]
+        send_to_all(self._device, list(zip(map(self._rank_of, jobs), owned, strict=True)))
         copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
 
     def _rank_of(self, job: Job) -> int:
@@ -181,7 +176,8 @@ class AcrossProcesses(Algorithm):
         for (index, _, start, stop), groups in terms:
             self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
         if len(slices[0].ranks) == 1:
-            self._exchange_sums(jobs, slices, queue)
+            sums = [(adder, _part(jobs[job].outs[0], *cut)) for job, (adder,), *cut in slices]
+            send_to_all(self._device, sums, queue)
             yield
         for job in jobs:
             for device, out in zip(self.devices[1:], job.outs[1:], strict=True):
@@ -211,20 +207,6 @@ class AcrossProcesses(Algorithm):
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
         exchange(self._device, sends, receives, queue)
         return found
-
-    def _exchange_sums(
-        self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
-    ) -> None:
-        """Sends each slice of the sums to all other processes."""
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for index, (adder,), start, stop in slices:
-            part = _part(jobs[index].outs[0], start, stop)
-            if adder == self._group.rank:
-                sends += [(other, part) for other in self._group.others]
-            else:
-                receives.append((adder, part))
-        exchange(self._device, sends, receives, queue)
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
         """Returns the terms of this process: unchanged replicas, and sums."""

@@ -8,8 +8,8 @@ from typing import Any
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Buffer, Device, DType, to_local
-from gradreduce.device.exchange import agreed, exchange, exchange_all, exchange_numbers
-from gradreduce.device.process_group import Description, Parcel
+from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers, send_to_all
+from gradreduce.device.process_group import Description
 from gradreduce.errors import listed
 
 
@@ -64,9 +64,7 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-            sends: list[Parcel] = [(other, part) for other in group.others] * (group.rank == rank)
-            receives: list[Parcel] = [(rank, made)] * (group.rank != rank)
-            exchange(home, sends, receives, "compute")
+            send_to_all(home, [(rank, made)])
             found.append(made)
     return found
 
