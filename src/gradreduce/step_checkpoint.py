@@ -19,9 +19,8 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, compare_numbers, exchange_arrays
-from gradreduce.device.process_group import Description, digest_of
+from gradreduce.device.process_group import Description, digest_of, replica_counts
 from gradreduce.optim import Optimizer
-from gradreduce.reduce.process_values import counts_of
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
 
@@ -49,7 +48,7 @@ def saved_state(
         output_type: see ``SyncStep.state_dict``.
     """
     devices = variables[0].devices
-    num_replicas = sum(counts_of(devices))
+    num_replicas = sum(replica_counts(devices))
     download = checkpoint.downloader(None, output_type)
     owners = checkpoint.by_name(variables)
     copies = checkpoint.copies_of(owners)
@@ -80,7 +79,7 @@ def saved_state(
 
 def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
-    device, counts = devices[0], counts_of(devices)
+    device, counts = devices[0], replica_counts(devices)
     if sums[0] is None:
         return [None] * sum(counts)
     shape = sums[0].shape
@@ -155,7 +154,7 @@ def _of_own_replicas(
         before: the number of replicas when the state was saved.
         found: the validated state of the accumulator, for all processes.
     """
-    here, everywhere, count = len(devices), sum(counts_of(devices)), found["num_accumulated"]
+    here, everywhere, count = len(devices), sum(replica_counts(devices)), found["num_accumulated"]
     if count and (before != everywhere or count * here % everywhere):
         raise ValueError(
             f"the state has {count} gradients of {before} replicas that wait for an update, and "

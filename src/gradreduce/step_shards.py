@@ -27,7 +27,7 @@ from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
 from gradreduce.device.exchange import agreed, send_to_all, telling_others
-from gradreduce.device.process_group import Description, Parcel
+from gradreduce.device.process_group import Description, Parcel, replica_counts
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
 from gradreduce.optim.optimizer import SlotValues
@@ -36,7 +36,7 @@ from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
-from gradreduce.reduce.process_values import counts_of, described
+from gradreduce.reduce.process_values import described
 from gradreduce.step_scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
@@ -147,7 +147,7 @@ class OptimizerShards(CrossDeviceOps):
             )
         self._optimizer, self._ops = optimizer, cross_device_ops
         self._whole, self._devices = tuple(variables), variables[0].devices
-        self._num_replicas = sum(counts_of(self._devices))
+        self._num_replicas = sum(replica_counts(self._devices))
         self._first = self._devices[0].mesh_state.process_group.first_replica
         self._scaling = scaling
         self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)

@@ -71,8 +71,8 @@ class Mesh(NotCopied):
 
         ``ReduceOp.MEAN`` divides by it.
         """
-        count = len(self.devices)
-        return sum(self.mesh_state.process_group.counts_of(count) or [count])
+        count, group = len(self.devices), self.mesh_state.process_group
+        return sum(group.counts) if count == group.counts[group.rank] else count
 
     @property
     def process_index(self) -> int:

@@ -147,15 +147,6 @@ class ProcessGroup(ABC):
         """The number of this process's first replica, counted over all processes."""
         return sum(self.counts[: self.rank])
 
-    def counts_of(self, count: int) -> tuple[int, ...] | None:
-        """Returns the number of replicas of each process, if this one has ``count`` of them.
-
-        Returns None if other processes would have to know that these are not all of this one.
-        """
-        if self.size > 1 and count != self.counts[self.rank]:
-            return None
-        return (*self.counts[: self.rank], count, *self.counts[self.rank + 1 :])
-
     def rank_of(self, replica: int) -> int:
         """Returns the rank of the process that has a replica, counted over all processes."""
         return bisect_right(list(accumulate(self.counts)), replica)
@@ -584,6 +575,25 @@ def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None
             f"{size} processes: {instead}, or open a mesh of this process alone by "
             "gr.open_mesh(processes='none')"
         )
+
+
+def replica_counts(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Returns the number of replicas of each process; ``devices`` are those of this one's.
+
+    Raises:
+        ValueError: they are not all devices of this process, and there are other processes. Then
+            the numbers of these are unknown.
+    """
+    group = devices[0].mesh_state.process_group
+    if group.size == 1:
+        return (len(devices),)  # they may be a part of its devices
+    if len(devices) != group.counts[group.rank]:
+        raise ValueError(
+            f"a value on {listed(device.name for device in devices)} cannot be summed "
+            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
+            "devices of this process's mesh"
+        )
+    return group.counts
 
 
 def _key(number: int) -> str:

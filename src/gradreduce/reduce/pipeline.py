@@ -21,7 +21,7 @@ from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 from gradreduce.device.exchange import agreed
-from gradreduce.device.process_group import Description
+from gradreduce.device.process_group import Description, replica_counts
 
 from .across_processes import AcrossProcesses, process_groups
 from .aggregation import compile_parts, dry_run_parts, with_dense
@@ -38,7 +38,7 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import counts_of, described, num_replicas_of, slices_of_all
+from .process_values import described, num_replicas_of, slices_of_all
 from .reduction_groups import Processes, ReductionGroups
 
 # The phases of operations in the log.
@@ -572,7 +572,7 @@ def _reduce_all(
 
     In memory that peers cannot access, so that all copies and all sums occur.
     """
-    num_shares = 1 if call == "all-reduce" else sum(counts_of(devices))
+    num_shares = 1 if call == "all-reduce" else sum(replica_counts(devices))
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
@@ -612,7 +612,7 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         is_alone = devices[0].mesh_state.process_group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(counts_of(devices))
+            groups = process_groups(replica_counts(devices))
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
         remember(plans, key, found)
     return found

@@ -9,8 +9,7 @@ from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Buffer, Device, DType, to_local
 from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers, send_to_all
-from gradreduce.device.process_group import Description
-from gradreduce.errors import listed
+from gradreduce.device.process_group import Description, replica_counts
 
 
 def slices_of_all(
@@ -40,7 +39,7 @@ def slices_of_all(
         "coalesce": coalesce,
         "tensors": [_described(parts[0])],
     }
-    counts = counts_of([part.values.device for part in parts])
+    counts = replica_counts([part.values.device for part in parts])
     with agreed(device, Description.of(what, names, compared=compared)):
         return _received(device, parts, counts)
 
@@ -101,27 +100,9 @@ def _received(
     ]
 
 
-def counts_of(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Returns the number of replicas of each process; ``devices`` are those of this one's.
-
-    Raises:
-        ValueError: they are not all devices of this process, and there are other processes. Then
-            the numbers of these are unknown.
-    """
-    group = devices[0].mesh_state.process_group
-    counts = group.counts_of(len(devices))
-    if counts is None:
-        raise ValueError(
-            f"a value on {listed(device.name for device in devices)} cannot be summed "
-            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
-            "devices of this process's mesh"
-        )
-    return counts
-
-
 def num_replicas_of(replicas: Sequence[Buffer]) -> int:
-    """Returns the number of replicas in all processes; see ``counts_of``."""
-    return sum(counts_of([buffer.device for buffer in replicas]))
+    """Returns the number of replicas in all processes; see ``replica_counts``."""
+    return sum(replica_counts([buffer.device for buffer in replicas]))
 
 
 def described(  # noqa: PLR0913  # all values on which processes must agree
