@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradreduce import checkpoint, step_scaling
 from gradreduce.accumulator import ConditionalAccumulator
@@ -18,8 +18,8 @@ from gradreduce.arrays.convert import is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
-from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
-from gradreduce.device.process_group import Description, digest_of
+from gradreduce.device.exchange import agreed, compare_numbers, exchange_arrays
+from gradreduce.device.process_group import Description, digest_of, replica_counts
 from gradreduce.optim import Optimizer
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
@@ -27,77 +27,80 @@ from gradreduce.step_shards import OptimizerShards
 _FORMAT = "gradreduce SyncStep 2"
 
 
-class StepParts(NamedTuple):
-    """The parts of a ``SyncStep``.
+def saved_state(
+    variables: Sequence[Variable],
+    accumulators: Sequence[ConditionalAccumulator],
+    optimizer: Optimizer,
+    shards: OptimizerShards | None,
+    scaling: GradientScaling,
+    num_required: int,
+    output_type: str,
+) -> dict[str, Any]:
+    """Returns a snapshot of the state.
 
-    Attributes:
+    Args:
         variables: the variables of the step.
         accumulators: one for each variable.
         optimizer: the optimizer, with slots of these variables.
-        devices: the devices of this process.
-        num_replicas: the number of replicas in all processes.
         shards: the shards if ``shard_optimizer`` is True; otherwise None.
         scaling: scales the mean gradients.
+        num_required: see ``SyncStep``.
+        output_type: see ``SyncStep.state_dict``.
     """
-
-    variables: Sequence[Variable]
-    accumulators: Sequence[ConditionalAccumulator]
-    optimizer: Optimizer
-    devices: Sequence[Device]
-    num_replicas: int
-    shards: OptimizerShards | None
-    scaling: GradientScaling
-
-
-def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[str, Any]:
-    """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
+    devices = variables[0].devices
+    num_replicas = sum(replica_counts(devices))
     download = checkpoint.downloader(None, output_type)
-    owners = checkpoint.by_name(step.variables)
+    owners = checkpoint.by_name(variables)
     copies = checkpoint.copies_of(owners)
-    accumulators = {}
-    for name, accumulator in zip(owners, step.accumulators, strict=True):
-        saved = accumulators[name] = accumulator.state_dict()
+    states = {}
+    for name, accumulator in zip(owners, accumulators, strict=True):
+        saved = states[name] = accumulator.state_dict()
         # Each call adds one gradient for each replica, so the counts of all processes are known.
         for key in ("num_accumulated", "num_dropped"):
-            saved[key] = saved[key] * step.num_replicas // len(step.devices)
-    counts = [(each["global_step"], each["num_accumulated"]) for each in accumulators.values()]
-    _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
-    for saved in accumulators.values():
-        saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
-    slots = step.shards.queued_slots() if step.shards else None
+            saved[key] = saved[key] * num_replicas // len(devices)
+    counts = [(each["global_step"], each["num_accumulated"]) for each in states.values()]
+    _check_alike(devices[0], "SyncStep.state_dict", {"accumulators": counts})
+    for saved in states.values():
+        saved["partial_sums"] = _of_all_replicas(devices, saved["partial_sums"])
+    slots = shards.queued_slots() if shards else None
     state: dict[str, Any] = download(
         {
             "format": _FORMAT,
-            "num_replicas": step.num_replicas,
+            "num_replicas": num_replicas,
             "num_required": num_required,
             "variables": copies,
-            "optimizer": step.optimizer._queued_state(slots),
-            "accumulators": accumulators,
-            **step.scaling.state_dict(),
+            "optimizer": optimizer._queued_state(slots),
+            "accumulators": states,
+            **scaling.state_dict(),
         }
     )
     return state
 
 
-def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
+def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
-    device = step.devices[0]
-    group = device.mesh_state.process_group
-    if group is None:
-        return sums
+    device, counts = devices[0], replica_counts(devices)
     if sums[0] is None:
-        return [None] * step.num_replicas
-    own = [device.upload(each) for each in sums]
-    shapes = [[own[0].shape] * count for count in group.counts]
-    what = {"call": "SyncStep.state_dict", "tensors": [list(own[0].shape)]}
+        return [None] * sum(counts)
+    shape = sums[0].shape
+    shapes = [[shape] * count for count in counts]
+    what = {"call": "SyncStep.state_dict", "tensors": [list(shape)]}
     with agreed(device, Description.of(what)):
-        return [buffer.numpy() for buffer in exchange_all(device, own, shapes)]
+        return exchange_arrays(device, sums, shapes)
 
 
-def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
+def ready_state(
+    variables: Sequence[Variable],
+    accumulators: Sequence[ConditionalAccumulator],
+    optimizer: Optimizer,
+    shards: OptimizerShards | None,
+    scaling: GradientScaling,
+    state: Any,
+) -> Callable[[], int]:
     """Validates a state and allocates memory; returns a function that loads it.
 
-    The returned function returns the saved ``num_required``.
+    Args: see ``saved_state`` and ``SyncStep.load_state_dict``. The returned function returns the
+    saved ``num_required``.
 
     Raises:
         KeyError: a key is missing or unknown.
@@ -105,7 +108,7 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
         ValueError: a value has another format, shape or dtype; processes have different states; or
             the state has gradients that another number of replicas added.
     """
-    owners = checkpoint.by_name(step.variables)
+    owners, devices = checkpoint.by_name(variables), variables[0].devices
     schema = {
         "format": equal(_FORMAT),
         "num_replicas": integer(1),
@@ -116,23 +119,21 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
         **step_scaling.SCHEMA,
     }
     entries = state if isinstance(state, Mapping) else {}
-    _check_alike(step, "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
+    _check_alike(devices[0], "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
     found = checkpoint.checked("state", state, schema)
     checkpoint.check_order("state['variables']", state["variables"], owners)
-    divided = step.shards.divided if step.shards else None
-    optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
-    loads = [step.optimizer._ready_state(*optimizer)]
+    divided = shards.divided if shards else None
+    saved_optimizer = found["optimizer"], variables, "state['optimizer']", divided
+    loads = [optimizer._ready_state(*saved_optimizer)]
     num_replicas = found["num_replicas"]
-    replicas = num_replicas, partial(_of_own_replicas, step, num_replicas)
-    for accumulator, (name, saved) in zip(
-        step.accumulators, found["accumulators"].items(), strict=True
-    ):
+    replicas = num_replicas, partial(_of_own_replicas, devices, num_replicas)
+    for accumulator, (name, saved) in zip(accumulators, found["accumulators"].items(), strict=True):
         ready = accumulator_checkpoint.ready_state(
             accumulator.accumulator_ref, saved, f"state['accumulators'][{name!r}]", replicas
         )
         loads.append(ready)
     continues = any(each["num_accumulated"] for each in found["accumulators"].values())
-    loads.append(step.scaling.ready_state(found, continues=continues))
+    loads.append(scaling.ready_state(found, continues=continues))
     loads.append(checkpoint.ready_values(found["variables"], owners))
 
     def load() -> int:
@@ -143,23 +144,24 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
     return load
 
 
-def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> dict[str, Any]:
+def _of_own_replicas(
+    devices: Sequence[Device], before: int, found: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
-        step: the step that loads the state.
+        devices: the devices of this process.
         before: the number of replicas when the state was saved.
         found: the validated state of the accumulator, for all processes.
     """
-    here, everywhere, count = len(step.devices), step.num_replicas, found["num_accumulated"]
+    here, everywhere, count = len(devices), sum(replica_counts(devices)), found["num_accumulated"]
     if count and (before != everywhere or count * here % everywhere):
         raise ValueError(
             f"the state has {count} gradients of {before} replicas that wait for an update, and "
             f"{everywhere} replicas cannot continue it: use {before} replicas, or load a state "
             "that was saved right after the step returned True"
         )
-    group = step.devices[0].mesh_state.process_group
-    first = 0 if group is None else sum(group.counts[: group.rank])
+    first = devices[0].mesh_state.process_group.first_replica
     sums = found["partial_sums"][first : first + here] if count else [None] * here
     return {
         **found,
@@ -169,15 +171,11 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
     }
 
 
-def _check_alike(step: StepParts, call: str, values: Mapping[str, Any]) -> None:
+def _check_alike(device: Device, call: str, values: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` in all processes if these entries of a state differ between them."""
-    device = step.devices[0]
-    group = device.mesh_state.process_group
-    if group is None:
+    if device.mesh_state.process_group.size == 1:
         return
-    digests = list(map(_digest, values.values()))
-    with agreed(device, Description.of({"call": call, "tensors": []})):
-        found = exchange_numbers(device, digests, [len(digests)] * group.size)
+    found = compare_numbers(device, call, list(map(_digest, values.values())))
     for rank, theirs in enumerate(found):
         for key, one, other in zip(values, found[0], theirs, strict=True):
             if one != other:

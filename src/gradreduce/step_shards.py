@@ -26,8 +26,8 @@ from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
-from gradreduce.device.exchange import agreed, exchange, telling_others
-from gradreduce.device.process_group import Description, Parcel
+from gradreduce.device.exchange import agreed, send_to_all, telling_others
+from gradreduce.device.process_group import Description, Parcel, replica_counts
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
 from gradreduce.optim.optimizer import SlotValues
@@ -36,7 +36,7 @@ from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
-from gradreduce.reduce.process_values import described, first_replica
+from gradreduce.reduce.process_values import described
 from gradreduce.step_scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
@@ -113,7 +113,6 @@ class OptimizerShards(CrossDeviceOps):
         variables: the variables of the step.
         optimizer: an optimizer with an elementwise rule.
         cross_device_ops: an ``AllReduceCrossDeviceOps``.
-        num_replicas: the number of replicas in all processes.
         scaling: scales the mean gradients.
 
     Attributes:
@@ -132,7 +131,6 @@ class OptimizerShards(CrossDeviceOps):
         variables: Sequence[Variable],
         optimizer: Optimizer,
         cross_device_ops: CrossDeviceOps,
-        num_replicas: int,
         scaling: GradientScaling,
     ) -> None:
         if not isinstance(cross_device_ops, AllReduceCrossDeviceOps) or not is_all_reduce(
@@ -148,11 +146,11 @@ class OptimizerShards(CrossDeviceOps):
                 "elementwise"
             )
         self._optimizer, self._ops = optimizer, cross_device_ops
-        self._whole, self._num_replicas = tuple(variables), num_replicas
-        self._devices = variables[0].devices
-        self._first = first_replica(self._devices[0])
+        self._whole, self._devices = tuple(variables), variables[0].devices
+        self._num_replicas = sum(replica_counts(self._devices))
+        self._first = self._devices[0].mesh_state.process_group.first_replica
         self._scaling = scaling
-        self._shards = plan_shards(variables, num_replicas, ops.BLOCK if scaling.acts else 1)
+        self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
         self._own: dict[Shard, Variable] = {}
         for shard in self._shards:
             if 0 <= shard.owner - self._first < len(self._devices):
@@ -356,8 +354,7 @@ class OptimizerShards(CrossDeviceOps):
         """Returns the slots of a variable, flat, on the first device."""
         first, variable = self._devices[0], self._whole[index]
         wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
+        owned: list[Parcel] = []
         group = first.mesh_state.process_group
         for shard in [shard for shard in self._shards if shard.variable == index]:
             for name, whole in zip(names, wholes, strict=True):
@@ -365,14 +362,10 @@ class OptimizerShards(CrossDeviceOps):
                 if shard in self._own:
                     slot = self._optimizer._slots.by_name[name][self._own[shard]]
                     first.copy(part, slot.buffers[0])
-                    if group is not None:
-                        sends += [(other, part) for other in group.others]
-                elif group is not None:
-                    receives.append((group.rank_of(shard.owner), part))
-        if group is not None:
-            what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
-            with agreed(first, Description.of(what, [variable.name], compared=False)):
-                exchange(first, sends, receives, "compute")
+                owned.append((group.rank_of(shard.owner), part))
+        what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
+        with agreed(first, Description.of(what, [variable.name], compared=False)):
+            send_to_all(first, owned)
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:

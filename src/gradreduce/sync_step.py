@@ -36,8 +36,7 @@ from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_meth
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.reduce.process_values import first_replica
-from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
+from gradreduce.step_checkpoint import ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards
 
@@ -157,8 +156,9 @@ class SyncStep(NotCopied):
         )
         self._shards: OptimizerShards | None = None
         if as_flag("shard_optimizer", shard_optimizer):
-            args = (self.variables, optimizer, cross_device_ops, self.num_replicas)
-            self._shards = OptimizerShards(*args, self._scaling)
+            self._shards = OptimizerShards(
+                self.variables, optimizer, cross_device_ops, self._scaling
+            )
         # The Variables that the optimizer updates.
         self._updated = self.variables if self._shards is None else self._shards.variables
         reducer = cross_device_ops if self._shards is None else self._shards
@@ -166,7 +166,7 @@ class SyncStep(NotCopied):
         if self._shards is not None:
             self._shards.accumulators = self.accumulators
         optimizer.prepare(self._updated)
-        if self.devices[0].mesh_state.process_group is not None:
+        if mesh.num_processes > 1:
             copies = cross_device_ops.broadcast(
                 [PerReplica.of(each.buffers[:1], name=each.name) for each in self.variables], mesh
             )
@@ -321,7 +321,10 @@ class SyncStep(NotCopied):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return saved_state(self._parts, self.num_required, output_type)
+            return saved_state(
+                self.variables, self.accumulators, self.optimizer, self._shards, self._scaling,
+                self.num_required, output_type,
+            )  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -355,14 +358,11 @@ class SyncStep(NotCopied):
             CollectiveError: the mesh has failed.
         """
         self.devices[0].mesh_state.check_process()
-        load = ready_state(self._parts, state)
+        load = ready_state(
+            self.variables, self.accumulators, self.optimizer, self._shards, self._scaling, state
+        )
         with DeferInterrupts():
             self.num_required = load()
-
-    @property
-    def _parts(self) -> StepParts:
-        parts = (self.variables, self.accumulators, self.optimizer)
-        return StepParts(*parts, self.devices, self.num_replicas, self._shards, self._scaling)
 
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""
@@ -387,26 +387,24 @@ class SyncStep(NotCopied):
         """
         device = self.devices[0]
         group = device.mesh_state.process_group
-        if group is None and checked is None:
+        if group.size == 1 and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
-        scheduled = self.optimizer._scheduled() if group is not None else {}
+        scheduled = self.optimizer._scheduled()
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
-            numbers += first_nonfinite(() if step < now else checked, first_replica(device))
-        found = [numbers]
-        if group is not None:
-            with agreed(device, self._description(with_gradients)):
-                found = exchange_numbers(device, numbers, [len(numbers)] * group.size)
-                if len({each[1] for each in found}) > 1:
-                    what = {"call": "a SyncStep", "tensors": [], **scheduled}
-                    agree(device, Description.of(what))
+            numbers += first_nonfinite(() if step < now else checked, group.first_replica)
+        with agreed(device, self._description(with_gradients)):
+            found = exchange_numbers(device, numbers)
+            if len({each[1] for each in found}) > 1:
+                what = {"call": "a SyncStep", "tensors": [], **scheduled}
+                agree(device, Description.of(what))
         earliest = min([each[0] for each in found])
         wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:
             index, replica = min(wrong)
             name = self.variables[with_gradients[index]].name
-            process = "" if group is None else f" (process {group.rank_of(replica)})"
+            process = group.label(group.rank_of(replica))
             raise FloatingPointError(
                 f"the gradient of {name!r} in replica {replica}{process} is not finite at step "
                 f"{earliest}; nothing was added"

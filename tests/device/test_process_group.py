@@ -6,6 +6,7 @@ from support.thread_group import SharedQueues, ThreadGroup, run_processes
 
 import gradreduce as gr
 from gradreduce.backends.processes import launchers
+from gradreduce.device.exchange import exchange_all, exchange_numbers, telling_others
 from gradreduce.device.process_group import Description
 from gradreduce.errors import CollectiveError
 
@@ -123,3 +124,39 @@ def test_a_known_call_without_an_exchange_sends_its_notice(prepared):
 
     for posted in run_processes(2, work):
         assert len(posted) > 1 and posted[-1] == "told"
+
+
+def test_a_launched_group_of_one_process_is_like_a_mesh_of_one_process():
+    def counts(mesh):
+        values = gr.PerReplica([np.float32([1, 2]), np.float32([3, 4])], mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        with mesh.journal() as journal:
+            total = ops.reduce(gr.ReduceOp.SUM, values, mesh)
+        assert total.values[1].tolist() == [4, 6]
+        return [(each.kind, each.name, each.device, each.nbytes) for each in journal.records]
+
+    def work(group):
+        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
+            gr.ConditionalAccumulator(np.float32, device=mesh).close()
+            found = counts(mesh)
+            mesh.mesh_state.fail("for a test")
+            mesh.reset()
+            assert counts(mesh) == found
+        return found
+
+    (found,) = run_processes(1, work)
+    with gr.open_mesh(2, backend="sim") as mesh:
+        group = mesh.mesh_state.process_group
+        assert (group.rank, group.size, group.counts, group.others) == (0, 1, (2,), [])
+        assert counts(mesh) == found
+
+
+def test_one_process_exchanges_nothing_and_tells_nobody_of_an_error():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        own = mesh[0].upload(np.ones(2))
+        with mesh.journal() as journal, pytest.raises(KeyError), telling_others(mesh[0]):
+            assert exchange_all(mesh[0], [own], [[(2,)]]) == [own]
+            assert exchange_numbers(mesh[0], [3, 4]) == [[3, 4]]
+            raise KeyError
+        assert not journal.records
+        assert mesh.mesh_state.reason is None

@@ -236,7 +236,7 @@ def test_a_process_that_does_not_come_to_a_failed_step_is_not_said_to_have_ended
         dp = gr.torch.DataParallel(layers(), mesh)
         if group.rank == 1:
             if has_ended:
-                group.leave_at_exit("ended by KeyError()")
+                group.tell_end("ended by KeyError()")
             has_raised.wait()
             return ""
         with pytest.raises(ValueError, match="of the user"):

@@ -319,7 +319,7 @@ def test_what_works_in_one_process_only_raises():
             gr.AllReduceCrossDeviceOps().reduce(gr.ReduceOp.SUM, part, part)
         mesh.close()
 
-    run_processes(1, work)
+    run_processes(2, work)
 
 
 def mesh_and_ops(group, num_devices=1, **options):
@@ -511,4 +511,4 @@ def test_a_step_over_processes_cannot_be_captured():
             ops.capture(gr.ReduceOp.SUM, [(value, value)])
         mesh.close()
 
-    run_processes(1, work)
+    run_processes(2, work)

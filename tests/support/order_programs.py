@@ -556,14 +556,14 @@ def difference(program: Program, schedule: int, model: Model | None = None) -> s
         patch.object(uses, "MAX_RANGES", program.max_ranges),
         gr.open_mesh(program.placement, backend="sim", schedule_seed=schedule) as mesh,
     ):
-        mesh.mesh_state.process_group = _Loop(0, 2, 60.0)
+        alone, mesh.mesh_state.process_group = mesh.mesh_state.process_group, _Loop(0, 2, 60.0)
         found = OnMesh(program, mesh)
         seen: list[list[np.ndarray]] = [[], []]
         for phase in program.phases:
             for thread, downloaded in enumerate(_together(found, phase)):
                 seen[thread] += downloaded
         last = found.last()
-        mesh.mesh_state.process_group = None
+        mesh.mesh_state.process_group = alone
     for thread, (ours, wanted) in enumerate(zip(seen, model.seen, strict=True)):
         for number, (one, other) in enumerate(zip(ours, wanted, strict=True)):
             if not np.array_equal(one, other):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradreduce.device import Device, Mesh
-from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
+from gradreduce.device.exchange import agreed, exchange_arrays, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
@@ -57,11 +57,11 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
         AssertionError: 'w'[0] differs: 1.0 in replica 0, 7.0 in replica 1
     """
     copies, device = _copies_of(values, mesh)
-    group = None if device is None else device.mesh_state.process_group
-    if device is None or group is None:
+    if device is None:
         problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
     else:
-        rows = [_Row.of(copy, f" (process {group.rank})") for copy in copies]
+        group = device.mesh_state.process_group
+        rows = [_Row.of(copy, group.label(group.rank)) for copy in copies]
         with agreed(device, Description.of({"call": "assert_mirrored", "tensors": []})):
             problem = _difference(copies, rows, device)
     if problem is not None:
@@ -208,12 +208,10 @@ def _of_all(own: list[Any], device: Device | None) -> list[Any]:
     """Returns the entries of the lists of all processes; they are JSON values."""
     if device is None:
         return own
-    group = device.mesh_state.process_group
-    assert group is not None
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = exchange_numbers(device, [text.size], [1] * group.size)
-    found = exchange_all(device, [device.upload(text)], [[(size,)] for (size,) in sizes])
-    return [row for each in found for row in json.loads(device.download(each).tobytes())]
+    sizes = exchange_numbers(device, [text.size])
+    found = exchange_arrays(device, [text], [[(size,)] for (size,) in sizes])
+    return [row for each in found for row in json.loads(each.tobytes())]
 
 
 def _first_unequal(rows: Sequence[Sequence[int]]) -> tuple[int, int]:

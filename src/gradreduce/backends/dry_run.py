@@ -34,7 +34,7 @@ from gradreduce.device.command_list import Command
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.process_group import Description, Message, Move, Parcel, ProcessGroup
+from gradreduce.device.process_group import LocalGroup, Move, Parcel
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
@@ -47,7 +47,7 @@ class DryRunMesh:
         placement: the physical device of each logical device.
         backend: the name of the backend.
         peer_access: the pairs of physical devices that have it.
-        processes: for several processes: the rank of this one, and the number of devices of each.
+        processes: the rank of this process, and the number of devices of each process.
         compiles: see ``Device``; True for ``compile_ahead``.
 
     Attributes:
@@ -59,13 +59,12 @@ class DryRunMesh:
         placement: Sequence[int],
         backend: str,
         peer_access: bool | Set[tuple[int, int]],
-        processes: tuple[int, tuple[int, ...]] | None = None,
+        processes: tuple[int, tuple[int, ...]],
         *,
         compiles: bool = False,
     ) -> None:
         mesh_state = MeshState(backend, peer_access=peer_access)
-        if processes is not None:
-            mesh_state.process_group = DryRunGroup(*processes)
+        mesh_state.process_group = LocalGroup(*processes)
         starts = count(1)
         self._devices = [
             DryRunDevice(mesh_state, index, physical, starts)
@@ -82,10 +81,9 @@ class DryRunMesh:
         """Makes a dry-run copy of the whole of ``mesh``."""
         whole = mesh.devices[0].mesh
         group = whole.mesh_state.process_group
-        processes = None if group is None else (group.rank, group.counts)
         physical = [device.physical for device in whole.devices]
         peers = whole.mesh_state.peer_access
-        return cls(physical, whole.backend, peers, processes, compiles=compiles)
+        return cls(physical, whole.backend, peers, (group.rank, group.counts), compiles=compiles)
 
     def devices_like(self, originals: Sequence[Device]) -> tuple[DryRunDevice, ...]:
         """Returns the dry-run copies of devices."""
@@ -200,29 +198,6 @@ class DryRunDevice(Device):
 
     def _abandon(self, seconds: float) -> bool:
         return True
-
-
-class DryRunGroup(ProcessGroup):
-    """A process group whose other processes take no part."""
-
-    def __init__(self, rank: int, counts: tuple[int, ...]) -> None:
-        super().__init__(rank, len(counts), 1.0)
-        self.counts = counts
-
-    def agree(self, description: Description, seconds: float) -> None:
-        """See ``ProcessGroup.agree``."""
-
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
-    ) -> None:
-        """See ``ProcessGroup.exchange``."""
-
-    def post(self, key: str, text: str) -> None:
-        """See ``ProcessGroup.post``."""
-
-    def read(self, rank: int, key: str, seconds: float) -> str | None:
-        """See ``ProcessGroup.read``."""
-        return None
 
 
 class DryRunCollective(Collective):

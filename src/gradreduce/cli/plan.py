@@ -133,8 +133,7 @@ def _plan_of(
     **settings: Any,
 ) -> ReducePlan:
     """Plans the part of one process; ``processes``: its rank, and the devices of each process."""
-    is_alone = len(processes[1]) == 1
-    mesh = DryRunMesh(devices, "cuda", not no_peer_access, None if is_alone else processes).mesh
+    mesh = DryRunMesh(devices, "cuda", not no_peer_access, processes).mesh
     values = [
         PerReplica([device.empty(shape, dtype) for device in mesh], mesh, name=name or f"{index}")
         for index, (name, shape, dtype) in enumerate(tensors)

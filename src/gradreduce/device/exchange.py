@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,11 @@ def exchange(
     Raises:
         CollectiveError: another process did not answer in time, or ended; the mesh has failed.
     """
+    if not (sends or receives):  # in one process, or if no process sends anything
+        return
     mesh_state = device.mesh_state
     mesh_state.check_usable(device)
     group = mesh_state.process_group
-    assert group is not None, "only a mesh over several processes exchanges"
     label = mesh_state.thread.label
     queued = _exchange_by_host if group.move_on_gpu is None else _exchange_on_gpu
 
@@ -140,7 +141,8 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
     try:
         yield
     except ProcessError as error:
-        reason = _reason(group, error, group.called if label is None else str(label))
+        why = group.reason_for(error.rank) or f"process {error.rank} of {group.size} {error}"
+        reason = f"{group.called if label is None else label}: {why}"
         fail(mesh_state, reason)
         raise CollectiveError(reason) from error
     except BaseException as error:  # Ctrl-C too: the other processes wait for data that is not sent
@@ -189,7 +191,6 @@ def agree(device: Device, description: Description) -> None:
     """
     mesh_state = device.mesh_state
     group = mesh_state.process_group
-    assert group is not None, "only processes of a mesh agree"
     if mesh_state.thread.compared:
         description = description.joined(mesh_state.thread.compared)
 
@@ -206,27 +207,19 @@ def agree(device: Device, description: Description) -> None:
     _run_again_too(device, command)
 
 
-def comparing(
-    device: Device, settings: Callable[[], Mapping[str, Any]]
-) -> AbstractContextManager[None]:
+@contextmanager
+def comparing(device: Device, settings: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: this thread's calls over processes inside compare these settings, too.
 
     They join the notices of these calls. So they are compared when they are first used and when
-    they have changed; other calls wait for nothing. With one process it does nothing.
+    they have changed; other calls wait for nothing.
 
     Args:
         device: a device of the mesh.
-        settings: returns numbers, strings and booleans by name; called only over several processes.
+        settings: numbers, strings and booleans by name.
     """
-    if device.mesh_state.process_group is None:
-        return nullcontext()
-    return _comparing(device.mesh_state, tuple(settings().items()))
-
-
-@contextmanager
-def _comparing(mesh_state: MeshState, compared: tuple[tuple[str, object], ...]) -> Iterator[None]:
-    thread = mesh_state.thread
-    before, thread.compared = thread.compared, compared
+    thread = device.mesh_state.thread
+    before, thread.compared = thread.compared, tuple(settings.items())
     try:
         yield
     finally:
@@ -240,13 +233,11 @@ def agreed(device: Device, description: Description) -> Iterator[None]:
     Raises:
         InvalidArgumentError, CollectiveError: see ``agree``.
     """
-    group = device.mesh_state.process_group
-    assert group is not None, "only processes of a mesh agree"
     agree(device, description)
     with telling_others(device):
         yield
         # A call with empty tensors has no exchange that would post the kept notice.
-        _run_again_too(device, group.post_kept)
+        _run_again_too(device, device.mesh_state.process_group.post_kept)
 
 
 def _run_again_too(device: Device, command: Callable[[], None]) -> None:
@@ -261,15 +252,14 @@ def _run_again_too(device: Device, command: Callable[[], None]) -> None:
 def telling_others(device: Device) -> Iterator[None]:
     """Context manager: an error inside fails the mesh and notifies the other processes.
 
-    For work that all processes must do between two exchanges. With one process it does nothing.
+    For work that all processes must do between two exchanges.
     """
     try:
         yield
     except BaseException as error:
         mesh_state = device.mesh_state
-        group = mesh_state.process_group
-        if mesh_state.reason is None and group is not None:
-            fail(mesh_state, _stopped(group.called, error))
+        if mesh_state.reason is None:
+            fail(mesh_state, _stopped(mesh_state.process_group.called, error))
         raise
 
 
@@ -279,11 +269,14 @@ def _stopped(what: str, error: BaseException) -> str:
 
 
 def fail(mesh_state: MeshState, reason: str) -> None:
-    """Marks a mesh over several processes as failed, and tells the other processes why."""
+    """Marks a mesh over several processes as failed, and tells the other processes why.
+
+    In one process nobody waits for it, so the mesh stays usable.
+    """
     group = mesh_state.process_group
-    assert group is not None, "only a mesh over several processes has others"
-    group.tell_failure(reason)
-    mesh_state.fail(reason)
+    if group.size > 1:
+        group.tell_failure(reason)
+        mesh_state.fail(reason)
 
 
 def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:
@@ -292,6 +285,23 @@ def _seconds(mesh_state: MeshState, group: ProcessGroup) -> float:
     if pending_call is None:
         return group.timeout
     return min(group.timeout, max(0.0, pending_call.remaining))
+
+
+def send_to_all(
+    device: Device, owned: Sequence[tuple[int, Buffer]], queue: Queue = "compute"
+) -> None:
+    """Queues an exchange in which buffers go from their owners to all other processes.
+
+    Args:
+        device: the device of all buffers.
+        owned: the rank of each buffer's owner, and the buffer. Those of other processes are
+            overwritten.
+        queue: the queue of ``device``.
+    """
+    group = device.mesh_state.process_group
+    own = [buffer for rank, buffer in owned if rank == group.rank]
+    receives = [parcel for parcel in owned if parcel[0] != group.rank]
+    exchange(device, [(rank, buffer) for rank in group.others for buffer in own], receives, queue)
 
 
 def exchange_all(
@@ -305,33 +315,43 @@ def exchange_all(
         shapes: the shapes of the buffers of each process.
     """
     group = device.mesh_state.process_group
-    assert group is not None
     found = [
         list(own) if rank == group.rank else [device.empty(each, own[0].dtype) for each in of_rank]
         for rank, of_rank in enumerate(shapes)
     ]
-    sends = [(rank, buffer) for rank in group.others for buffer in own]
-    receives = [(rank, buffer) for rank in group.others for buffer in found[rank]]
-    exchange(device, sends, receives, "compute")
-    return [buffer for of_rank in found for buffer in of_rank]
+    owned = [(rank, buffer) for rank, of_rank in enumerate(found) for buffer in of_rank]
+    send_to_all(device, owned)
+    return [buffer for _, buffer in owned]
+
+
+def exchange_arrays(
+    device: Device, own: Sequence[np.ndarray], shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[np.ndarray]:
+    """Like ``exchange_all``, for arrays in host memory. The host waits."""
+    if device.mesh_state.process_group.size == 1:
+        return list(own)
+    found = exchange_all(device, [device.upload(each) for each in own], shapes)
+    return [device.download(buffer) for buffer in found]
 
 
 def exchange_numbers(
-    device: Device, numbers: Sequence[int], counts: Sequence[int]
+    device: Device, numbers: Sequence[int], counts: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Sends integers to all other processes; returns those of all processes. The host waits.
 
     Args:
         device: the device whose compute queue runs the exchange.
         numbers: the numbers of this process.
-        counts: how many numbers each process sends.
+        counts: how many numbers each process sends. Default: as many as this one.
     """
-    own = device.upload(np.array(numbers, np.int64))
-    found = exchange_all(device, [own], [[(count,)] for count in counts])
-    return [device.download(buffer).tolist() for buffer in found]
+    counts = counts or [len(numbers)] * device.mesh_state.process_group.size
+    shapes = [[(count,)] for count in counts]
+    return [
+        each.tolist() for each in exchange_arrays(device, [np.array(numbers, np.int64)], shapes)
+    ]
 
 
-def _reason(group: ProcessGroup, error: ProcessError, what: str) -> str:
-    """Describes a failed exchange: the process, the tensors, and the reason if it is known."""
-    why = group.reason_for(error.rank) if error.rank >= 0 else None
-    return f"{what}: {why or f'process {error.rank} of {group.size} {error}'}"
+def compare_numbers(device: Device, call: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Like ``exchange_numbers``; also compares the name of the call with the other processes."""
+    with agreed(device, Description.of({"call": call, "tensors": []})):
+        return exchange_numbers(device, numbers)

@@ -71,22 +71,18 @@ class Mesh(NotCopied):
 
         ``ReduceOp.MEAN`` divides by it.
         """
-        group = self.mesh_state.process_group
-        if group is None or len(self.devices) < group.counts[group.rank]:
-            return len(self.devices)
-        return sum(group.counts)
+        count, group = len(self.devices), self.mesh_state.process_group
+        return sum(group.counts) if count == group.counts[group.rank] else count
 
     @property
     def process_index(self) -> int:
         """The rank of this process; 0 if there is only one."""
-        group = self.mesh_state.process_group
-        return 0 if group is None else group.rank
+        return self.mesh_state.process_group.rank
 
     @property
     def num_processes(self) -> int:
         """The number of processes that share the work."""
-        group = self.mesh_state.process_group
-        return 1 if group is None else group.size
+        return self.mesh_state.process_group.size
 
     @property
     def backend(self) -> str:
@@ -284,11 +280,9 @@ class Mesh(NotCopied):
         if self.mesh_state.reason is not None:  # then the memory of stuck queues is kept
             self.mesh_state.failure_reported.wait(_REPORT_SECONDS)
         self.mesh_state.close()
-        group = self.mesh_state.process_group
         try:
-            if group is not None:
-                rest = None if end is None else max(0.0, end - time.monotonic())
-                group.leave(self.mesh_state.reason, rest)
+            rest = None if end is None else max(0.0, end - time.monotonic())
+            self.mesh_state.process_group.leave(self.mesh_state.reason, rest)
         finally:
             self._on_close()
             for device in self.devices[0].mesh.devices:
@@ -298,7 +292,7 @@ class Mesh(NotCopied):
         """Waits for queued exchanges, before the other processes are told that this one leaves."""
         mesh_state = self.mesh_state
         group = mesh_state.process_group
-        if group is None or group.move_on_gpu is None or mesh_state.is_closed:
+        if group.move_on_gpu is None or mesh_state.is_closed:
             return
         with suppress(CollectiveError, BackendUnavailableError):  # the mesh has failed
             deadline = group.timeout if seconds is None else min(seconds, group.timeout)
@@ -312,10 +306,9 @@ class Mesh(NotCopied):
             return
         state = self.mesh_state
         is_usable = not state.is_closed and state.reason is None
-        several = state.process_group is not None and is_usable
-        if several and isinstance(error[1], Exception | KeyboardInterrupt):
+        if is_usable and isinstance(error[1], Exception | KeyboardInterrupt):
             # Do not wait: the other processes cannot continue without this one.
-            fail(self.mesh_state, f"left its mesh by {error[1]!r}")
+            fail(state, f"left its mesh by {error[1]!r}")
         self.close()
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from .interrupts import DeferInterrupts
 from .op_log import OpLog, PackScope, Ranges, write_flight
 from .order import Order
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
-from .process_group import ProcessGroup
+from .process_group import LocalGroup, ProcessGroup
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
@@ -41,7 +41,7 @@ class MeshState:
         backend: ``"sim"`` or ``"cuda"``.
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
-        process_group: the processes whose replicas are summed; None: one process.
+        process_group: the processes whose replicas are summed; one process is a group of one.
         compiled: has each kernel with a template that is compiled for all physical devices.
         prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
@@ -69,12 +69,12 @@ class MeshState:
         capturing: the ids of the threads that capture recorded commands.
     """
 
-    process_group: ProcessGroup | None = None
     nvtx: Ranges | None = None
     flight_path = ""
 
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
         self.backend = backend
+        self.process_group: ProcessGroup = LocalGroup()  # until ``join_processes``
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
@@ -398,6 +398,6 @@ class MeshState:
 
     def _failure_error(self, reason: str) -> CollectiveError:
         then = "mesh.reset() makes it usable again"
-        if self.process_group is not None:
+        if self.process_group.size > 1:
             then = "end the processes and start them again"
         return CollectiveError(f"the mesh has failed: {reason}; {then}")

@@ -449,7 +449,7 @@ def flight_path(wanted: str) -> str:
 
 
 def write_flight(
-    path: str, mesh: str, reason: str, entries: Sequence[FlightEntry], group: ProcessGroup | None
+    path: str, mesh: str, reason: str, entries: Sequence[FlightEntry], group: ProcessGroup
 ) -> None:
     """Writes mesh, reason and entries as JSON, completely or not at all.
 
@@ -464,11 +464,11 @@ def write_flight(
         mesh: the name of the mesh.
         reason: why it failed.
         entries: the entries of its flight record.
-        group: its processes; None: one process.
+        group: its processes.
     """
     target = Path(path)
     content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
-    if group is not None:
+    if group.size > 1:
         content |= group.flight_record()
         if not _is_special(target):
             target = target.with_name(f"{target.stem}.rank{group.rank}{target.suffix}")

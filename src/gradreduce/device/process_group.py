@@ -8,6 +8,7 @@ A difference would cause a hang, or sums of unrelated tensors.
 from __future__ import annotations
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import proxy
 from zlib import crc32
 
 import numpy as np
@@ -122,7 +124,7 @@ class ProcessGroup(ABC):
         self.size = size
         self.timeout = timeout
         self.counts: tuple[int, ...] = (1,) * size
-        self.rounds = Rounds(self)
+        self.rounds = Rounds(proxy(self))  # a cycle would keep the group until a collection
         self._is_closed = False
         self._calls = 0
         self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
@@ -140,9 +142,18 @@ class ProcessGroup(ABC):
         """The ranks of all other processes."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
+    @property
+    def first_replica(self) -> int:
+        """The number of this process's first replica, counted over all processes."""
+        return sum(self.counts[: self.rank])
+
     def rank_of(self, replica: int) -> int:
         """Returns the rank of the process that has a replica, counted over all processes."""
         return bisect_right(list(accumulate(self.counts)), replica)
+
+    def label(self, rank: int) -> str:
+        """Returns the text that names a process after its replica; empty for one process."""
+        return f" (process {rank})" if self.size > 1 else ""
 
     # -- implemented by each library --------------------------------------------------------------
 
@@ -215,8 +226,7 @@ class ProcessGroup(ABC):
         """
         if self._is_closed:
             return
-        self._is_closed = True
-        self._tell_end("closed its mesh")
+        self.tell_end("closed its mesh")
         seconds = self.timeout if seconds is None else min(seconds, self.timeout)
         try:
             missing = self._leave_together(seconds) if failure is None else []
@@ -240,19 +250,16 @@ class ProcessGroup(ABC):
         """
         return self.read(rank, "closed", seconds) is not None
 
-    def leave_at_exit(self, how: str) -> None:
-        """Tells the other processes that this one ends without closing its mesh.
+    def tell_end(self, how: str) -> None:
+        """Tells the other processes that this one makes no more calls; once only.
 
         Args:
-            how: how it ends, for errors of the other processes; without the name of this process.
+            how: why, for errors of the other processes; without the name of this process.
         """
         if not self._is_closed:
             self._is_closed = True
-            self._tell_end(how)
-
-    def _tell_end(self, how: str) -> None:
-        with suppress(CollectiveError):  # the others may be gone
-            self.post("closed", f"{self._calls} {how}")
+            with suppress(CollectiveError):  # the others may be gone
+                self.post("closed", f"{self._calls} {how}")
 
     def tell_failure(self, reason: str) -> None:
         """Tells the other processes why the mesh of this process has failed."""
@@ -510,6 +517,36 @@ class ProcessGroup(ABC):
         return f"{how} after {calls} calls"
 
 
+class LocalGroup(ProcessGroup):
+    """A group in which no other process takes part: one process, or a dry run of several.
+
+    Args:
+        rank: see ``ProcessGroup``.
+        counts: see ``ProcessGroup``.
+    """
+
+    def __init__(self, rank: int = 0, counts: tuple[int, ...] = (1,)) -> None:
+        super().__init__(rank, len(counts), math.inf)
+        self.counts = counts
+        self._notices: dict[str, str] = {}
+
+    def agree(self, description: Description, seconds: float) -> None:
+        """See ``ProcessGroup.agree``."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, seconds: float
+    ) -> None:
+        """See ``ProcessGroup.exchange``."""
+
+    def post(self, key: str, text: str) -> None:
+        """See ``ProcessGroup.post``."""
+        self._notices[key] = text
+
+    def read(self, rank: int, key: str, seconds: float) -> str | None:
+        """See ``ProcessGroup.read``."""
+        return self._notices.get(key) if rank == self.rank else None
+
+
 class ProcessError(CollectiveError):
     """Another process did not send or receive in time, or ended.
 
@@ -531,13 +568,32 @@ IN_STEP = (
 
 def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None:
     """Raises ``RuntimeError`` for an object that cannot work over several processes."""
-    group = device.mesh_state.process_group
-    if group is not None:
+    size = device.mesh_state.process_group.size
+    if size > 1:
         raise RuntimeError(
             f"{what} works inside one process only, and the mesh of {device.name} has "
-            f"{group.size} processes: {instead}, or open a mesh of this process alone by "
+            f"{size} processes: {instead}, or open a mesh of this process alone by "
             "gr.open_mesh(processes='none')"
         )
+
+
+def replica_counts(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Returns the number of replicas of each process; ``devices`` are those of this one's.
+
+    Raises:
+        ValueError: they are not all devices of this process, and there are other processes. Then
+            the numbers of these are unknown.
+    """
+    group = devices[0].mesh_state.process_group
+    if group.size == 1:
+        return (len(devices),)  # they may be a part of its devices
+    if len(devices) != group.counts[group.rank]:
+        raise ValueError(
+            f"a value on {listed(device.name for device in devices)} cannot be summed "
+            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
+            "devices of this process's mesh"
+        )
+    return group.counts
 
 
 def _key(number: int) -> str:

@@ -133,9 +133,6 @@ def to_variables(
         TypeError: a gradient is not an array.
     """
     placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
-    if over_processes:
-        for grad, var in zip(placed, variables, strict=True):
-            _check_whole(grad, var)
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
     if over_processes:
         placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
@@ -154,30 +151,29 @@ def to_variables(
 
 def device_over_processes(variables: Iterable[Variable]) -> Device | None:
     """Returns a device of a variable on a mesh of several processes; None if there is none."""
-    devices = [each.devices[0] for each in variables if _process_group(each) is not None]
-    return devices[0] if devices else None
+    return next((each.devices[0] for each in variables if _process_group(each).size > 1), None)
 
 
-def _process_group(var: Variable) -> ProcessGroup | None:
+def _process_group(var: Variable) -> ProcessGroup:
     return var._buffers[0].device.mesh_state.process_group
 
 
-def _check_whole(grad: GradientValue, var: Variable) -> None:
-    """Raises unless a gradient is reduced, or its variable is on all devices of the mesh."""
-    group = _process_group(var)
-    if group is None or isinstance(grad, Mirrored):
-        return
-    count, wanted = len(var.devices), group.counts[group.rank]
-    if count != wanted:
+def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
+    """Returns a gradient of this process as an equal one for each of its replicas.
+
+    Raises:
+        ValueError: it is not reduced, and its variable is on a part of the devices of the mesh.
+    """
+    group, count = _process_group(var), len(var.devices)
+    if group.size == 1 or isinstance(grad, Mirrored):
+        return grad
+    if count != group.counts[group.rank]:
         raise ValueError(
             f"the gradient of {var!r} cannot be averaged over the processes: the variable is on "
-            f"{count} of the {wanted} devices of this process's mesh; create it with device=mesh"
+            f"{count} of the {group.counts[group.rank]} devices of this process's mesh; create it "
+            "with device=mesh"
         )
-
-
-def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
-    """Returns a gradient of this process as an equal one for each of its replicas."""
-    if not isinstance(grad, Part) or _process_group(var) is None:
+    if not isinstance(grad, Part):
         return grad
     home = buffer_of(grad).device
     parts = [grad if home is device else _copied(grad, device) for device in var.devices]

@@ -361,10 +361,9 @@ class Optimizer(NotCopied):
         over_processes &= whole is not None
         with (
             deadline_scope("apply_gradients", seconds, devices),
-            comparing(
-                whole or devices[0],
-                lambda: {**self._compared(), **self._history.compared(self._scheduled)},
-            ),
+            comparing(whole, {**self._compared(), **self._history.compared(self._scheduled)})
+            if whole is not None
+            else nullcontext(),
         ):
             count = ready_count(global_step)
             parts = self._colocated_gradients(

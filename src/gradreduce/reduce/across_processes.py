@@ -26,7 +26,7 @@ from gradreduce.device import (
     accumulate_dtype,
     ensure_accessible,
 )
-from gradreduce.device.exchange import exchange
+from gradreduce.device.exchange import exchange, send_to_all
 from gradreduce.device.process_group import Parcel
 
 from .algorithm import Algorithm, Job, Steps, copy_to_all
@@ -73,14 +73,8 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
     return planned
 
 
-def process_groups(devices: Sequence[Device]) -> ReductionGroups:
-    """Returns the replicas of each process as one group.
-
-    Args:
-        devices: the devices of this process's replicas.
-    """
-    group = devices[0].mesh_state.process_group
-    counts = (len(devices),) if group is None else group.counts
+def process_groups(counts: Sequence[int]) -> ReductionGroups:
+    """Returns the replicas of each process as one group; ``counts``: their numbers."""
     ends = accumulate(counts)
     return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
 
@@ -124,9 +118,7 @@ class AcrossProcesses(Algorithm):
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
         super().__init__(devices)
-        group = devices[0].mesh_state.process_group
-        assert group is not None
-        self._group = group
+        self._group = group = devices[0].mesh_state.process_group
         self._terms = plan_terms(
             group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
         )
@@ -164,16 +156,11 @@ class AcrossProcesses(Algorithm):
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""
-        device = self._device
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for job in jobs:
-            if job.inputs:
-                source = ensure_accessible(device, job.inputs[0])
-                sends += [(other, source) for other in self._group.others]
-            else:
-                receives.append((self._rank_of(job), job.outs[0]))
-        exchange(device, sends, receives, "compute")
+        owned = [
+            ensure_accessible(self._device, job.inputs[0]) if job.inputs else job.outs[0]
+            for job in jobs
+        ]
+        send_to_all(self._device, list(zip(map(self._rank_of, jobs), owned, strict=True)))
         copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
 
     def _rank_of(self, job: Job) -> int:
@@ -189,7 +176,8 @@ class AcrossProcesses(Algorithm):
         for (index, _, start, stop), groups in terms:
             self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
         if len(slices[0].ranks) == 1:
-            self._exchange_sums(jobs, slices, queue)
+            sums = [(adder, _part(jobs[job].outs[0], *cut)) for job, (adder,), *cut in slices]
+            send_to_all(self._device, sums, queue)
             yield
         for job in jobs:
             for device, out in zip(self.devices[1:], job.outs[1:], strict=True):
@@ -219,20 +207,6 @@ class AcrossProcesses(Algorithm):
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
         exchange(self._device, sends, receives, queue)
         return found
-
-    def _exchange_sums(
-        self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
-    ) -> None:
-        """Sends each slice of the sums to all other processes."""
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for index, (adder,), start, stop in slices:
-            part = _part(jobs[index].outs[0], start, stop)
-            if adder == self._group.rank:
-                sends += [(other, part) for other in self._group.others]
-            else:
-                receives.append((adder, part))
-        exchange(self._device, sends, receives, queue)
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
         """Returns the terms of this process: unchanged replicas, and sums."""

@@ -153,7 +153,7 @@ def _distributed(
         return entry
     if not isinstance(entry, DistributedValues):
         return _alone(entry, f"value {index}", mesh or named_mesh(destination))
-    is_copied = len(entry.devices) > 1 or entry.devices[0].mesh_state.process_group is not None
+    is_copied = len(entry.devices) * entry.devices[0].mesh_state.process_group.size > 1
     if reduce_op is ReduceOp.SUM and is_copied:
         raise ValueError(
             f"{entry._name_of(index)} is a Mirrored, whose replicas are equal: SUM would add its "
@@ -199,7 +199,7 @@ def as_reduced(
     form = value._form
     value._discard_copies()
     # Another process may have the same shape with another order of axes.
-    several = value.devices[0].mesh_state.process_group is not None
+    several = value.devices[0].mesh_state.process_group.size > 1
     if form is None or not elementwise or several:
         return value, None
     if out is not None and not (
@@ -470,7 +470,7 @@ def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
             part = IndexedSlices.of(rows, value.indices, value.dense_shape)
             return PerReplica.of([part], value.kind)
         home = current_device(mesh)
-        form = axis_order(value) if home.mesh_state.process_group is None else None
+        form = axis_order(value)
         lying = value if form is None else in_order(value, form)
         return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
     except (TypeError, ValueError) as error:

@@ -586,10 +586,9 @@ def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
     """Returns the values of the process with this rank."""
     parts = [request.value.parts[0] for request in requests]
-    group = requests[0].devices[0].mesh_state.process_group if requests else None
-    size = 1 if group is None else group.size
+    size = requests[0].devices[0].mesh_state.process_group.size if requests else 1
     if rank >= size:
         raise ValueError(f"process={rank} must be less than {size}, the number of processes")
-    if group is None:
+    if size == 1:
         return parts
     return broadcast_from(rank, parts, names_of(requests, range(len(requests))))

@@ -21,7 +21,7 @@ from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 from gradreduce.device.exchange import agreed
-from gradreduce.device.process_group import Description
+from gradreduce.device.process_group import Description, replica_counts
 
 from .across_processes import AcrossProcesses, process_groups
 from .aggregation import compile_parts, dry_run_parts, with_dense
@@ -38,7 +38,7 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, first_replica, num_replicas_of, slices_of_all
+from .process_values import described, num_replicas_of, slices_of_all
 from .reduction_groups import Processes, ReductionGroups
 
 # The phases of operations in the log.
@@ -187,7 +187,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         compile_reduction(settings, devices, *pair, call=call, counts=counts)
     flat: list[FlatPlan] = []
-    first, num_before = first_replica(devices[0]), 0
+    first, num_before = devices[0].mesh_state.process_group.first_replica, 0
     for owner, share in enumerate(shares):
         here = slice(owner - first, owner - first + 1) if owner >= first else slice(0)
         of_call = {
@@ -253,7 +253,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     differ: one device may be all devices of one process, but a part of those of another.
     """
     dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
-    if not any(dense) or requests[0].devices[0].mesh_state.process_group is None:
+    if not any(dense) or requests[0].devices[0].mesh_state.process_group.size == 1:
         return requests
     values = [
         request.value._with_parts(with_dense(request.value.parts))
@@ -380,9 +380,8 @@ def reduce_to_one(
     value, thread, mean = request.value, home.mesh_state.thread, reduce_op is ReduceOp.MEAN
     parts: Sequence[Part] = value.parts
     thread.phase = "all-reduce"
-    if home.mesh_state.process_group is not None:  # dense values are all-reduced
+    if home.mesh_state.process_group.size > 1:  # dense values are all-reduced
         sparse = [part for part in parts if isinstance(part, IndexedSlices)]
-        num_replicas_of([part.values for part in sparse])  # checks the devices
         parts = slices_of_all(
             home, sparse, mean=mean, coalesce=coalesce,
             names=[value._name] * bool(value._name), compared=value._key is not None,
@@ -573,11 +572,7 @@ def _reduce_all(
 
     In memory that peers cannot access, so that all copies and all sums occur.
     """
-    mesh_state = devices[0].mesh_state
-    num_shares = 1
-    if call != "all-reduce":
-        group = mesh_state.process_group
-        num_shares = len(devices) if group is None else sum(group.counts)
+    num_shares = 1 if call == "all-reduce" else sum(replica_counts(devices))
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
@@ -614,10 +609,10 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     found: Algorithm | None = plans.get(key)
     if found is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
-        is_alone = devices[0].mesh_state.process_group is None
+        is_alone = devices[0].mesh_state.process_group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(devices)
+            groups = process_groups(replica_counts(devices))
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
         remember(plans, key, found)
     return found

@@ -198,8 +198,7 @@ def dry_run_of(
     physical = tuple([device.physical for device in mesh])
     for each in operations:
         add_traffic(traffic, each, physical)
-    group, sent = mesh.mesh_state.process_group, traffic.sent
-    num_ranks = len(set(physical)) * (1 if group is None else group.size)
+    sent, num_ranks = traffic.sent, len(set(physical)) * mesh.num_processes
     plan = ReducePlan(
         **vars(Counts.of(log.records)),
         packs=tuple(packs),

@@ -8,9 +8,8 @@ from typing import Any
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Buffer, Device, DType, to_local
-from gradreduce.device.exchange import agreed, exchange, exchange_all, exchange_numbers
-from gradreduce.device.process_group import Description, Parcel
-from gradreduce.errors import listed
+from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers, send_to_all
+from gradreduce.device.process_group import Description, replica_counts
 
 
 def slices_of_all(
@@ -40,10 +39,9 @@ def slices_of_all(
         "coalesce": coalesce,
         "tensors": [_described(parts[0])],
     }
-    group = device.mesh_state.process_group
-    assert group is not None
+    counts = replica_counts([part.values.device for part in parts])
     with agreed(device, Description.of(what, names, compared=compared)):
-        return _received(device, parts, group.counts)
+        return _received(device, parts, counts)
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
@@ -56,7 +54,6 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
     """
     device = buffer_of(parts[0]).device
     group = device.mesh_state.process_group
-    assert group is not None
     what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
     found: list[Part] = []
     with agreed(device, Description.of(what, names, compared=False)):
@@ -66,9 +63,7 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-            sends: list[Parcel] = [(other, part) for other in group.others] * (group.rank == rank)
-            receives: list[Parcel] = [(rank, made)] * (group.rank != rank)
-            exchange(home, sends, receives, "compute")
+            send_to_all(home, [(rank, made)])
             found.append(made)
     return found
 
@@ -105,29 +100,9 @@ def _received(
     ]
 
 
-def first_replica(device: Device) -> int:
-    """Returns the number of this process's first replica among those of all processes."""
-    group = device.mesh_state.process_group
-    return 0 if group is None else sum(group.counts[: group.rank])
-
-
 def num_replicas_of(replicas: Sequence[Buffer]) -> int:
-    """Returns the number of replicas in all processes; ``replicas`` are those of this one.
-
-    Raises:
-        ValueError: there is not one replica for each device of this process. Then the number of the
-            other processes is unknown.
-    """
-    group = replicas[0].device.mesh_state.process_group
-    if group is None:
-        return len(replicas)
-    if len(replicas) != group.counts[group.rank]:
-        raise ValueError(
-            f"a value on {listed(buffer.device.name for buffer in replicas)} cannot be summed "
-            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
-            "devices of this process's mesh"
-        )
-    return sum(group.counts)
+    """Returns the number of replicas in all processes; see ``replica_counts``."""
+    return sum(replica_counts([buffer.device for buffer in replicas]))
 
 
 def described(  # noqa: PLR0913  # all values on which processes must agree
@@ -142,7 +117,7 @@ def described(  # noqa: PLR0913  # all values on which processes must agree
     compared: bool = False,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
-    if gradients[0][0].device.mesh_state.process_group is None:
+    if gradients[0][0].device.mesh_state.process_group.size == 1:
         return None
     num_replicas_of(gradients[0])  # checks the devices
     what = {

@@ -9,7 +9,7 @@ from gradreduce.device import Buffer
 
 from .arguments import Request, batches_of
 from .pipeline import Settings, plan_requests, reduce_batch
-from .process_values import first_replica, num_replicas_of
+from .process_values import num_replicas_of
 
 
 def reduced_shares(
@@ -54,7 +54,8 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     values, plan = plan_requests(
         settings, ReduceOp.SUM, requests, positions, False, call="all-gather"
     )
-    num_replicas, first = num_replicas_of(values[0]), first_replica(requests[0].devices[0])
+    num_replicas = num_replicas_of(values[0])
+    first = requests[0].devices[0].mesh_state.process_group.first_replica
     results = [
         request.out or tuple([_empty_whole(part, num_replicas) for part in parts])
         for request, parts in zip(requests, values, strict=True)

@@ -145,7 +145,7 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         trained = [[each for each in row if each[1].requires_grad] for row in named]
         _check_parameters(named, trained)
         options = {"broadcast_buffers": broadcast_buffers, "check_replicas": check_replicas}
-        with comparing(mesh[0], lambda: {**options, **_frozen_or_not(named[0])}):
+        with comparing(mesh[0], {**options, **_frozen_or_not(named[0])}):
             broadcast_state(replicas, mesh, ops)
         self._mesh, self._cross_device_ops = mesh, ops
         self._reducer = Reducer(

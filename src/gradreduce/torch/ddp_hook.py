@@ -111,7 +111,7 @@ def checked_mesh(cross_device_ops: Any) -> Any:
             f"{mesh!r} has {len(mesh.devices)} devices in this process; DDP and FSDP have one "
             f"in each: {how}"
         )
-    if mesh.mesh_state.process_group is None and dist.get_world_size() > 1:
+    if mesh.num_processes == 1 and dist.get_world_size() > 1:
         raise ValueError(f"{mesh!r} has one of {dist.get_world_size()} processes only: {how}")
     return mesh
 

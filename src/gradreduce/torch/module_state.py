@@ -11,8 +11,7 @@ import torch
 from gradreduce.arrays.assert_mirrored import assert_mirrored
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import agreed, exchange_numbers, telling_others
-from gradreduce.device.process_group import Description
+from gradreduce.device.exchange import compare_numbers, telling_others
 from gradreduce.errors import listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -51,7 +50,7 @@ def load_state(
     strict: bool,
 ) -> Any:
     """Loads a state into all replicas of all processes, or into none; see ``DataParallel``."""
-    first, group = replicas[0], mesh.mesh_state.process_group
+    first = replicas[0]
     before = copy.deepcopy(first.state_dict())
     result = error = None
     try:
@@ -60,11 +59,9 @@ def load_state(
                 result = first.load_state_dict(state, strict=strict)
             except Exception as raised:  # the other processes are told in the exchange
                 error = raised
-            if group is None:
-                failed = [0] * (error is not None)
-            else:
-                rows = exchanged(mesh, "DataParallel.load_state_dict", [error is not None])
-                failed = [rank for rank, (has_failed,) in enumerate(rows) if has_failed]
+            what = "DataParallel.load_state_dict"
+            rows = compare_numbers(mesh[0], what, [error is not None])
+            failed = [rank for rank, (has_failed,) in enumerate(rows) if has_failed]
     except BaseException:
         first.load_state_dict(before)
         raise
@@ -92,10 +89,8 @@ def check_alike(replicas: Sequence[Any], mesh: Mesh) -> None:
     """
     sums = [int(each) for each in [_checksum(replica) for replica in replicas]]
     is_alike = len(set(sums)) == 1
-    if mesh.mesh_state.process_group is not None:
-        rows = exchanged(mesh, "comparison of replicas", [sums[0], is_alike])
-        is_alike = all(row == [sums[0], True] for row in rows)
-    if is_alike:
+    rows = compare_numbers(mesh[0], "comparison of replicas", [sums[0], is_alike])
+    if all(row == [sums[0], True] for row in rows):
         return
     try:
         assert_mirrored(list(replicas), mesh)  # compares NaNs as equal
@@ -105,14 +100,6 @@ def check_alike(replicas: Sequence[Any], mesh: Mesh) -> None:
             "dp.parameters(), and load a state by dp.load_state_dict(...), which writes all "
             "replicas"
         ) from None
-
-
-def exchanged(mesh: Mesh, call: str, numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers of all processes, each of which sends as many."""
-    group = mesh.mesh_state.process_group
-    assert group is not None
-    with agreed(mesh[0], Description.of({"call": call, "tensors": []})):
-        return exchange_numbers(mesh[0], numbers, [len(numbers)] * group.size)
 
 
 def _checksum(module: Any) -> Any:

@@ -25,7 +25,6 @@ import torch
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import Mesh, attach_again
 from gradreduce.device.exchange import fail
-from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -84,8 +83,8 @@ class Reducer:
         self._round = 0  # the number of the round, equal in all processes
         self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
         self._is_repeated = False  # whether others wait in this round, which has failed here
-        group = mesh.mesh_state.process_group
-        self._number = 0 if group is None else group.rounds.add_owner()
+        self._group = mesh.mesh_state.process_group
+        self._number = self._group.rounds.add_owner()
         self._handles = [  # remove the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
             for replica, parameters in zip(self._replicas, replicas, strict=True)
@@ -222,10 +221,8 @@ class Reducer:
         if not is_last:
             replica.finish()
             return
-        group = self.mesh.mesh_state.process_group
         with self._dropping_if_failed():
-            if group is not None:
-                group.rounds.note_computed(self._number, self._round)
+            self._group.rounds.note_computed(self._number, self._round)
             if self._buckets or len(self.sparse) == len(self._names):
                 self._finish()
             else:
@@ -266,21 +263,20 @@ class Reducer:
         if not errors and not self._is_interrupted:
             return
         why = f"was interrupted{''.join(errors[:1])}"
-        group = self.mesh.mesh_state.process_group
-        if group is not None and self.mesh.mesh_state.reason is None:
+        if self._group.size > 1 and self.mesh.mesh_state.reason is None:
             with self._dropping_if_failed():
-                self._settle(group, why)
+                self._settle(why)
         for replica in self._replicas:
             replica.forget_used()
         self._reset()
 
-    def _settle(self, group: ProcessGroup, why: str) -> None:
+    def _settle(self, why: str) -> None:
         """Ends an interrupted round together with the other processes; fails if they cannot."""
         for bucket in self._buckets:
             bucket.step.attaches = False  # the gradients may be those of the next step already
         launched = sum([bucket.is_launched for bucket in self._buckets])
         try:
-            most = group.rounds.drop(self._number, self._round, launched)
+            most = self._group.rounds.drop(self._number, self._round, launched)
         except CollectiveError as error:
             self._drop_round(f"{why}: {error}")
             return
@@ -376,9 +372,8 @@ class Reducer:
 
     def _drop_round(self, why: str) -> None:
         """Drops a round. A mesh over several processes fails, because their rounds differ."""
-        mesh_state = self.mesh.mesh_state
-        group = mesh_state.process_group
-        if group is not None and mesh_state.reason is None:
+        mesh_state, group = self.mesh.mesh_state, self._group
+        if mesh_state.reason is None:
             fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
         for replica in self._replicas:
             replica.drop()

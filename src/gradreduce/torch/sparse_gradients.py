@@ -9,9 +9,8 @@ import torch
 
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.device import Mesh
+from gradreduce.device.exchange import compare_numbers
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
-
-from .module_state import exchanged
 
 
 def sparse_indices(module: Any, trained: Sequence[tuple[str, Any]]) -> list[int]:
@@ -63,9 +62,7 @@ def _found_anywhere(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[boo
     found = [
         any([each.grad is not None for each in column]) for column in zip(*parameters, strict=True)
     ]
-    if mesh.mesh_state.process_group is None:
-        return found
-    rows = exchanged(mesh, "DataParallel: sparse gradients without rows", found)
+    rows = compare_numbers(mesh[0], "DataParallel: sparse gradients without rows", found)
     return [any(column) for column in zip(*rows, strict=True)]
 
 

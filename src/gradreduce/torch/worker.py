@@ -109,8 +109,7 @@ def worker_of(mesh: Mesh) -> Worker:
     with _workers_lock.lock:
         worker = _workers.get(mesh.mesh_state)
         if worker is None:
-            several = mesh.mesh_state.process_group is not None
-            worker = _workers[mesh.mesh_state] = Worker(in_thread=several)
+            worker = _workers[mesh.mesh_state] = Worker(in_thread=mesh.num_processes > 1)
         return worker
 
 

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from gradreduce.device import Mesh
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.process_group import ProcessGroup
+from gradreduce.device.process_group import LocalGroup, ProcessGroup
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, install_hint
 
@@ -79,7 +79,7 @@ def check_processes(processes: Any, process_group: Any, communicator: Any) -> No
 def join_processes(
     mesh: Mesh, processes: str | None, process_group: Any, communicator: Any, timeout: float | None
 ) -> None:
-    """Connects a new mesh with other processes, if the arguments of ``open_mesh`` say so.
+    """Gives a new mesh the process group that the arguments of ``open_mesh`` name, and connects it.
 
     Raises:
         BackendUnavailableError: the launcher has not started this process, or a library is missing.
@@ -88,8 +88,6 @@ def join_processes(
     """
     on_gpus = mesh.backend == "cuda"
     group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)
-    if group is None:
-        return
     try:
         _meet(mesh, group)
     except BaseException as error:
@@ -105,7 +103,7 @@ def _leave_at_exit() -> None:
     for group, process in list(_open_groups.items()):
         if process == os.getpid():  # a forked process has a copy
             with suppress(Exception):
-                group.leave_at_exit(how)
+                group.tell_end(how)
 
 
 atexit.register(_leave_at_exit)
@@ -129,8 +127,7 @@ def telling_processes(
         seconds = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
         with suppress(Exception):  # raise the first error
             group = _opened(processes, process_group, communicator, seconds, on_gpus=False)
-            if group is not None:
-                group.leave_unopened(_reason_of(error))
+            group.leave_unopened(_reason_of(error))
         raise
 
 
@@ -146,12 +143,13 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
         "version": sys.modules["gradreduce"].__version__,  # which imports this module
         **describe_gpus(mesh, group),
     }
-    group.post("open", json.dumps(here))
+    own = json.dumps(here)
+    group.post("open", own)
     end = time.monotonic() + group.timeout
     notices = []
     missing = []
     for rank in range(group.size):
-        text = _notice(group, rank, end)
+        text = own if rank == group.rank else _notice(group, rank, end)
         if text is None:
             missing.append(rank)
             continue
@@ -219,13 +217,13 @@ def _opened(
     seconds: float | None,
     *,
     on_gpus: bool,
-) -> ProcessGroup | None:
-    """Returns the group of a launcher or library; None: this process only."""
+) -> ProcessGroup:
+    """Returns the group of a launcher or library, or one of this process only."""
     launcher = detect(os.environ) if processes == "auto" else processes
     timeout = _FOREVER if seconds is None else seconds
     if isinstance(process_group, ProcessGroup):
         return process_group
-    group: ProcessGroup | None = None
+    group: ProcessGroup = LocalGroup()
     if process_group is not None:
         group = _imported("torch_group", "torch").TorchGroup(process_group, timeout)
     elif communicator is not None:
