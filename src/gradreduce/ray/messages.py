@@ -24,6 +24,7 @@ from gradreduce.device import (
     Device,
     DType,
     LaunchBatch,
+    accumulate_dtype,
     as_dtype,
     can_access,
     flat_layout,
@@ -239,6 +240,13 @@ class Layout:
         """Copies the small tensors of a message to the flat Buffers."""
         for flat, array in zip(packs, message.packed, strict=True):
             flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)
+
+
+def compile_packing(variables: Sequence[Variable], device: Device, *others: DType) -> None:
+    """Compiles the kernels that pack variables, masters, sums, and tensors of other dtypes."""
+    dtypes = {each for var in variables for each in (var.dtype, accumulate_dtype(var.dtype))}
+    pairs = {(each, each) for each in (*dtypes, *others)}
+    compile_rows("pack", ops.pack_to_rows, pairs, device)
 
 
 def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
