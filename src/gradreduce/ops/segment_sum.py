@@ -102,7 +102,7 @@ def segment_sum_command(
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
 ) -> Callable[[], None]:
-    """Uploads plans, compiles, and returns a function that launches.
+    """Uploads plans, and returns a function that launches.
 
     The launch writes the sum of the rows in segment s to ``outs[t][into[t][s]]`` for every tensor
     t. A caller can allocate the memory of several launches before the first launch.
@@ -145,7 +145,6 @@ def segment_sum_command(
     home = device or outs[0].device
     launches: dict[_Key, list[list[Buffer]]] = {}
     for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
-        home.prepare(SEGMENT_SUM, key[:2])
         launches.setdefault(key, []).append([*row, *uploaded])
 
     def launch() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
+from gradreduce.device.buffer import same_dtypes
 from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import Arrays, Template
 
@@ -263,20 +264,6 @@ def update_rows(
     faster; then all rows must have the same dtypes, and are updated on the compute queue of
     ``device``.
     """
-    for launched in [rows] if writer is not None else _alike(kernel, rows):
+    for launched in [rows] if writer is not None else same_dtypes(rows):
         template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
-        if writer is None:
-            device.launch(kernel, template, launched, all_scalars)
-        else:
-            writer.launch(kernel, template, launched, all_scalars)
-
-
-def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
-    """Groups rows by launch: equal dtypes, and all or none with a master."""
-    # By id: hashing a dtype is slow.
-    if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
-        return [list(rows)]
-    groups: dict[tuple[str, str, int], list[Update]] = {}
-    for row in rows:
-        groups.setdefault((*kernel.template_of(row), len(row)), []).append(row)
-    return list(groups.values())
+        (writer or device).launch(kernel, template, launched, all_scalars)

@@ -129,10 +129,8 @@ class SimDevice(Device):
         if type(array) is not np.ndarray:
             array = np.asarray(array)
         flags = array.flags
-        if flags.carray and not self.defers:  # contiguous in C's order, aligned and writable
-            return self._share(array, address, True)
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address, False)
+            return self._share(array, address, flags.writeable)
         as_dtype(array.dtype)
         return self.upload(array)
 
