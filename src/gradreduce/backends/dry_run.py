@@ -68,11 +68,9 @@ class DryRunMesh:
             mesh_state.process_group = DryRunGroup(*processes)
         starts = count(1)
         self._devices = [
-            DryRunDevice(mesh_state, index, physical, starts)
+            DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
             for index, physical in enumerate(placement)
         ]
-        for device in self._devices:
-            device.compiles = compiles
         collective = cache(lambda: DryRunCollective(mesh_state))
         self.mesh = Mesh(self._devices, mesh_state, collective, lambda: None)
         self._blocks: dict[int, Block] = {}
@@ -120,9 +118,12 @@ class DryRunDevice(Device):
         index: int,
         physical: int,
         starts: Iterator[int],
+        *,
+        compiles: bool,
     ) -> None:
         super().__init__(mesh_state, index, physical)
         mesh_state.order.is_needed = False
+        self.compiles = compiles
         self._starts = starts
 
     def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:

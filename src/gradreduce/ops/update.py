@@ -145,8 +145,6 @@ def _reference(
     rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
 ) -> None:
     """Runs the NumPy reference of a rule in one variant."""
-    if not table:
-        return
     acc_dtype = accumulate_dtype(table[0][0].dtype)
     converted = [acc_dtype.type(scalar) for scalar in scalars]
     block = partial(form.block, rule.step, converted)

@@ -272,8 +272,7 @@ class SimDevice(Device):
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
         """See ``Backend.run_on_host``; runs the NumPy reference."""
-        plain = not (self.defers or self.options.strict or self.options.build)
-        if not plain:
+        if self.defers or self.options.strict or self.options.build:
             return False
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
