@@ -318,7 +318,7 @@ class Decay(gr.Optimizer):
         variable -= gradient
 
 
-# Without sums of generators: their terms, and so their kernels, become known one by one.
+# Without sums of generators; see ``compile_ahead``.
 CALLS: dict[str, Calls] = {
     "nccl": lambda mesh: all_reduce(mesh, all_reduce_alg="nccl", num_packs=2),
     "copies": lambda mesh: all_reduce(mesh, all_reduce_alg="hierarchical_copy", num_packs=0),
