@@ -90,9 +90,7 @@ def add_into_new(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     device = first.device
     out = device.allocate(first.shape, dtype)
     row = [out, *terms]
-    to = of = ELEMENT_OF[dtype]
-    if first.dtype is not dtype:
-        of = ELEMENT_OF[first.dtype]
+    to, of = ELEMENT_OF[dtype], ELEMENT_OF[first.dtype]
     if to.viewed is not None:
         row = as_elements(row)
     device.launch_into_new(ADD_N, _template(to.name, of.name, len(terms)), row, (len(terms),))

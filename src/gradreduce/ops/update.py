@@ -31,10 +31,7 @@ Update = Sequence[Buffer]
 
 Variant = Literal["plain", "local", "global"]
 
-# Elements of a block; the simulation splits launches into blocks of this size.
-# SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
-# 2026-11: 2^15 10.3, 15.5, 34.2 ms, 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own
-# SGD in blocks of 2^15 8.7.
+# The most elements of small rows in one block; the simulation passes larger rows in such parts.
 BLOCK_SIZE = 1 << 17
 # Rows below this size are concatenated: the copies take less time than a NumPy call for each row.
 SMALL_SIZE = 1 << 11
@@ -225,7 +222,7 @@ def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
 
 
 def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
-    """Splits large rows into blocks and combines small ones; returns blocks and sizes."""
+    """Combines small rows to blocks; returns blocks and sizes."""
     blocks: list[tuple[list[Arrays], int]] = []
     small: list[Arrays] = []
     length = 0
@@ -237,12 +234,8 @@ def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
                 small, length = [], 0
             small.append(row)
             length += size
-        elif size <= BLOCK_SIZE:
-            blocks.append(([row], size))
         else:
-            for start in range(0, size, BLOCK_SIZE):
-                part = [operand[start : start + BLOCK_SIZE] for operand in row]
-                blocks.append(([part], part[0].size))
+            blocks.append(([row], size))
     if small:
         blocks.append((small, length))
     return blocks

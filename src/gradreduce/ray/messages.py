@@ -159,8 +159,7 @@ class Layout:
         outs: list[Buffer] = []
         terms: list[Buffer] = []
         packs = self.packs(device)
-        dtypes = {(flat.dtype, flat.dtype) for flat in packs}
-        compile_rows("pack", ops.pack_to_rows, dtypes, device)
+        compile_packing([], device, *[flat.dtype for flat in packs])
         for (_, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             outs += flat.parts(layout.offsets, layout.spans)
             terms += [buffers[index] for index in indices]

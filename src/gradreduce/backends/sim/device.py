@@ -126,8 +126,7 @@ class SimDevice(Device):
         If work is deferred it is always copied: its owner may change it after the call returns.
         """
         self.mesh_state.check_usable(self)
-        if type(array) is not np.ndarray:
-            array = np.asarray(array)
+        array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:
             return self._share(array, address, flags.writeable)
@@ -320,7 +319,6 @@ def memory_of(buffer: Buffer) -> np.ndarray:
         whole = whole.reshape(-1)
     if buffer.array is block.raw:
         buffer.flat = whole  # the buffer keeps the memory alive by its array
-    if buffer.nbytes == block.nbytes and buffer.dtype is whole.dtype:
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
     return part.view(buffer.dtype)
