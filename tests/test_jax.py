@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.compiled_first import check_compiled_first
 from support.exact_data import exact_data, same
 from support.hanging_devices import TEST_TIMEOUT, resume, stall
 from support.processes import run
@@ -559,3 +560,14 @@ def test_the_example_reaches_the_goal_and_computes_the_same_in_two_processes(exa
     done = run("mpi", 2, script, "--devices", "2")
     assert done.returncode == 0, done.text
     assert table(done.text)["digest of the weights"] == rows["digest of the weights"]
+
+
+def test_no_call_compiles_after_its_first_launch(jax, sharded):
+    def calls(mesh):
+        for dtype in ("bfloat16", "float32", "int8"):
+            for op in (SUM, gr.ReduceOp.MEAN):
+                gr.jax.all_reduce({"w": sharded("rows", dtype)}, op, mesh=mesh)
+                yield
+
+    with gr.open_mesh(N, backend="sim") as mesh:
+        check_compiled_first(mesh, calls)

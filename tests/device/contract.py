@@ -12,7 +12,7 @@ import pytest
 from support.exact_data import exact_data
 
 from gradreduce.backends import open_mesh
-from gradreduce.device import Buffer, Device, Mesh, as_dtype, element_of
+from gradreduce.device import ELEMENT_OF, Buffer, Device, Mesh, as_dtype
 from gradreduce.ops.add_n import ADD_N
 
 QUEUES = ("compute", "transfer")
@@ -90,5 +90,5 @@ def unmapped(buffer: Buffer) -> Buffer:
 
 def add(device: Device, out: Buffer, *terms: Buffer, **options) -> None:
     """``out = terms[0] + terms[1] + …`` as one launch, without the checks of ``ops``."""
-    name = element_of(out.dtype).name
+    name = ELEMENT_OF[out.dtype].name
     device.launch(ADD_N, (name, name, 0), [(out, *terms)], (len(terms),), **options)

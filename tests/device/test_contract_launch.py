@@ -26,12 +26,12 @@ from support.meshes import refused
 
 from gradreduce.backends.sim import host_compile
 from gradreduce.device import (
+    ELEMENT_OF,
     Buffer,
     Device,
     Record,
     accumulate_dtype,
     can_access,
-    element_of,
 )
 from gradreduce.device.uses import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
@@ -45,9 +45,9 @@ def test_a_launch_writes_its_first_operands_and_no_other(one_gpu_mesh, dtype, qu
     device, other = one_gpu_mesh.devices
     terms = [uploaded(device, 1, dtype=dtype), uploaded(other, 2, dtype=dtype)]
     out = device.empty((SIZE,), dtype)
-    name, lanes = element_of(dtype).name, element_of(dtype).lanes
+    name, lanes = ELEMENT_OF[dtype].name, ELEMENT_OF[dtype].lanes
     rows = [
-        [operand.view(0, (SIZE * lanes,), element_of(dtype).viewed) for operand in (out, *terms)]
+        [operand.view(0, (SIZE * lanes,), ELEMENT_OF[dtype].viewed) for operand in (out, *terms)]
     ]
     with one_gpu_mesh.journal() as journal:
         device.launch(ADD_N, (name, name, 2), rows, (2,), queue=queue)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.exact_data import DTYPES
 
-from gradreduce.device import accumulate_dtype, as_dtype, element_of, mean_dtype
-from gradreduce.device.dtypes import BFLOAT16, C_TYPES, ELEMENTS
+from gradreduce.device import accumulate_dtype, as_dtype, mean_dtype
+from gradreduce.device.dtypes import BFLOAT16, C_TYPES, ELEMENT_OF, ELEMENTS
 
 NAMES = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -44,7 +44,7 @@ def test_a_dtype_may_be_a_name_a_type_or_a_dtype(name):
 def test_other_spellings_of_a_dtype(alias, name):
     found = as_dtype(alias)
     assert found == as_dtype(name)
-    assert element_of(found) == element_of(as_dtype(name))
+    assert ELEMENT_OF[found] == ELEMENT_OF[as_dtype(name)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_mean_of_integers_is_a_float_as_in_tensorflow(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_element_has_the_bytes_and_the_sum_of_its_dtype(dtype):
-    element = element_of(dtype)
+    element = ELEMENT_OF[dtype]
     seen = dtype if element.viewed is None else element.viewed
     assert seen.name == element.name
     assert seen.itemsize * element.lanes == dtype.itemsize
@@ -111,7 +111,7 @@ def test_an_element_has_the_bytes_and_the_sum_of_its_dtype(dtype):
 
 
 def test_every_element_is_used():
-    assert {element_of(dtype).name for dtype in DTYPES} == set(ELEMENTS)
+    assert {ELEMENT_OF[dtype].name for dtype in DTYPES} == set(ELEMENTS)
 
 
 def test_a_kernel_can_be_told_the_sign_of_an_integer():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ray_actors.actor_world import load
+from support import compiled_first
 
 import gradreduce as gr
 
@@ -238,3 +239,31 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     assert client.ask("begun") == [3]
     client.states[0].end(3)
     assert client.ask("begun") == []
+
+
+@pytest.mark.parametrize("distance_scale", [None, 0.5])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: gr.MomentumOptimizer(0.1, 0.9),
+        lambda: gr.AdamOptimizer(master_dtype="float32"),
+        lambda: compiled_first.Decay("decay"),
+    ],
+    ids=["momentum", "masters", "python"],
+)
+@pytest.mark.parametrize("where", ["worker", "actor"])
+def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, rule, distance_scale):
+    """Neither in the worker nor in the actor, which compile for themselves."""
+
+    def calls(mesh):
+        actor, worker = (mesh, other) if where == "actor" else (other, mesh)
+        monkeypatch.setattr(modules.shard.Settings, "open_device", lambda self: actor.devices[0])
+        center = gr.AGNCenter(worker)
+        center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")
+        yield from compiled_first.agn(
+            worker, rule, worker.devices[0], sparse=True, center=center,
+            distance_scale=distance_scale,
+        )  # fmt: skip
+
+    with gr.open_mesh(1, backend="sim") as watched, gr.open_mesh(1, backend="sim") as other:
+        compiled_first.check_compiled_first(watched, calls)

@@ -276,9 +276,15 @@ def sync_steps(mesh: Mesh, dtype: str, **options) -> Iterator[None]:
 
 
 def agn(
-    mesh: Mesh, inner: Callable[[], gr.Optimizer], worker, *, sparse: bool = False, **options
+    mesh: Mesh,
+    inner: Callable[[], gr.Optimizer],
+    worker,
+    *,
+    sparse: bool = False,
+    center: gr.AGNCenter | None = None,
+    **options,
 ) -> Iterator[None]:
-    getter = gr.AGNCustomGetter(worker, center=gr.AGNCenter(mesh))
+    getter = gr.AGNCustomGetter(worker, center=center or gr.AGNCenter(mesh))
     one, two = [
         gr.get_variable(name, np.ones((4, 3), np.float16), custom_getter=getter) for name in "ab"
     ]
@@ -312,7 +318,7 @@ class Decay(gr.Optimizer):
         variable -= gradient
 
 
-# Without sums of generators: their terms, and so their kernels, become known one by one.
+# Without sums of generators; see ``compile_ahead``.
 CALLS: dict[str, Calls] = {
     "nccl": lambda mesh: all_reduce(mesh, all_reduce_alg="nccl", num_packs=2),
     "copies": lambda mesh: all_reduce(mesh, all_reduce_alg="hierarchical_copy", num_packs=0),

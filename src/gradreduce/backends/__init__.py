@@ -359,9 +359,8 @@ def _open_default() -> Mesh | None:
 def _backend_from_environment() -> Backend:
     named = os.environ.get("GRADREDUCE_BACKEND", "")
     if named:
-        for backend in _BACKENDS:
-            if backend == named:
-                return backend
+        if named in _BACKENDS:
+            return named
         raise _no_backend("GRADREDUCE_BACKEND=", named)
     try:
         _cuda_backend()

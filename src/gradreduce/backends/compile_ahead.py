@@ -1,6 +1,8 @@
 """Compiles the kernels of a call before its first launch, in parallel.
 
-A dry run of the code that launches finds the kernels, so nobody has to list them.
+A dry run of the code that launches finds the kernels, so nobody has to list them. One exception: a
+sum of a generator compiles each kernel at its first launch, because its terms, and so its kernels,
+become known one by one.
 """
 
 from __future__ import annotations

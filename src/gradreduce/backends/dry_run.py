@@ -67,11 +67,9 @@ class DryRunMesh:
         mesh_state.process_group = LocalGroup(*processes)
         starts = count(1)
         self._devices = [
-            DryRunDevice(mesh_state, index, physical, starts)
+            DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
             for index, physical in enumerate(placement)
         ]
-        for device in self._devices:
-            device.compiles = compiles
         collective = cache(lambda: DryRunCollective(mesh_state))
         self.mesh = Mesh(self._devices, mesh_state, collective, lambda: None)
         self._blocks: dict[int, Block] = {}
@@ -103,12 +101,6 @@ class DryRunMesh:
         return Buffer(made, original.offset, original.shape, original.dtype)
 
 
-class _DryRunEvent:
-    """An event that is always done, because no work is queued."""
-
-    done = True
-
-
 class DryRunDevice(Device):
     """A device that checks and records calls, without memory and queues."""
 
@@ -118,9 +110,12 @@ class DryRunDevice(Device):
         index: int,
         physical: int,
         starts: Iterator[int],
+        *,
+        compiles: bool,
     ) -> None:
         super().__init__(mesh_state, index, physical)
         mesh_state.order.is_needed = False
+        self.compiles = compiles
         self._starts = starts
 
     def block(self, nbytes: int, *, start: int = 0, peer_mapped: bool = True) -> Block:
@@ -157,7 +152,7 @@ class DryRunDevice(Device):
         return self.block(nbytes)
 
     def _mark(self, queue: User) -> Event:
-        return _DryRunEvent()
+        raise NotImplementedError("nothing waits for the work of a plan")
 
     def _trim(self) -> None:
         """Does nothing, like the methods below that would write or wait."""

@@ -60,7 +60,7 @@ def _viewed(name: str, lanes: int = 1) -> Element:
     return Element(name, lanes, np.dtype(name))
 
 
-# The element that a kernel sees for each dtype: ``element_of`` without the call.
+# The element that a kernel sees for each dtype (from ``as_dtype``).
 ELEMENT_OF: dict[np.dtype, Element] = {
     **{np.dtype(f"float{bits}"): Element(f"float{bits}") for bits in (16, 32, 64)},
     **{np.dtype(f"uint{bits}"): Element(f"uint{bits}") for bits in (8, 16, 32, 64)},
@@ -128,11 +128,6 @@ def as_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}={brief(value)} must be True or False")
     return bool(value)
-
-
-def element_of(dtype: np.dtype) -> Element:
-    """Returns the element that a kernel sees for ``dtype`` (from ``as_dtype``)."""
-    return ELEMENT_OF[dtype]
 
 
 def accumulate_dtype(dtype: np.dtype) -> np.dtype:

@@ -71,8 +71,6 @@ def check_writable(operand: Buffer) -> None:
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     """Maps each physical device to the indices of its logical devices, in order."""
-    if len(devices) == 1:
-        return {devices[0].physical: (0,)}
     indices: dict[int, list[int]] = {}
     for index, device in enumerate(devices):
         indices.setdefault(device.physical, []).append(index)

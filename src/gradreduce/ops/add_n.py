@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
+from gradreduce.device import ELEMENT_OF, Buffer, Device, Kernel, Queue, Template, accumulate_dtype
 from gradreduce.device.buffer import as_elements, by_template, same_dtypes
-from gradreduce.device.dtypes import ELEMENT_OF
 from gradreduce.device.kernel import Arrays
 
 from .running_sum import add_left_to_right
@@ -91,9 +90,7 @@ def add_into_new(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
     device = first.device
     out = device.allocate(first.shape, dtype)
     row = [out, *terms]
-    to = of = ELEMENT_OF[dtype]
-    if first.dtype is not dtype:
-        of = ELEMENT_OF[first.dtype]
+    to, of = ELEMENT_OF[dtype], ELEMENT_OF[first.dtype]
     if to.viewed is not None:
         row = as_elements(row)
     device.launch_into_new(ADD_N, _template(to.name, of.name, len(terms)), row, (len(terms),))
@@ -127,7 +124,7 @@ def add_on_host(terms: Sequence[Any], device: Callable[[], Device]) -> Any:
     row = [out, *terms]
     if out.ndim != 1:
         row = [array.reshape(-1) for array in row]
-    viewed = element_of(dtype).viewed
+    viewed = ELEMENT_OF[dtype].viewed
     if viewed is not None:
         row = [array.view(viewed) for array in row]
     return out if device().run_on_host(ADD_N, row, (len(terms),)) else None

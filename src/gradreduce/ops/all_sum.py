@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.buffer import Row, by_template, same_dtypes
 from gradreduce.device.kernel import Arrays
 
@@ -61,11 +61,6 @@ ALL_SUM = Kernel(
 )
 
 
-def _template(out: str, term: str, num_inputs: int) -> Template:
-    unrolled = num_inputs in UNROLLED and term in FLOATS
-    return (out, term, num_inputs if unrolled else 0)
-
-
 def all_sum(
     outs: Sequence[Sequence[Buffer]],
     inputs: Sequence[Sequence[Buffer]],
@@ -98,5 +93,6 @@ def all_sum(
         for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
             num_inputs = num_operands - num_outs
             scalars = (num_outs, num_inputs, split, float(divisor))
-            template = _template(to, of, num_inputs)
-            (device or table[0][0].device).launch(ALL_SUM, template, table, scalars, queue=queue)
+            unrolled = num_inputs if num_inputs in UNROLLED and of in FLOATS else 0
+            at = device or table[0][0].device
+            at.launch(ALL_SUM, (to, of, unrolled), table, scalars, queue=queue)

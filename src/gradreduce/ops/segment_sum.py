@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype, element_of
+from gradreduce.device import ELEMENT_OF, Buffer, Device, Kernel, accumulate_dtype
 from gradreduce.device.buffer import as_elements
 from gradreduce.device.kernel import Arrays
 
@@ -102,7 +102,7 @@ def segment_sum_command(
     divisor: Divisor | Sequence[Divisor] = 1,
     device: Device | None = None,
 ) -> Callable[[], None]:
-    """Uploads plans, compiles, and returns a function that launches.
+    """Uploads plans, and returns a function that launches.
 
     The launch writes the sum of the rows in segment s to ``outs[t][into[t][s]]`` for every tensor
     t. A caller can allocate the memory of several launches before the first launch.
@@ -135,7 +135,7 @@ def segment_sum_command(
     for out, term, plan, index, by in zip(outs, values, segments, indices, divisors, strict=True):
         if term.size:
             own, number = (by, 1.0) if isinstance(by, np.ndarray) else (None, float(by))
-            to, of = element_of(out.dtype).name, element_of(term.dtype).name
+            to, of = ELEMENT_OF[out.dtype].name, ELEMENT_OF[term.dtype].name
             keys.append((to, of, int(index is not None), int(own is not None), number))
             operands.append(as_elements([out, term]))
             parts = (plan.order, index, own, plan.bounds)
@@ -145,7 +145,6 @@ def segment_sum_command(
     home = device or outs[0].device
     launches: dict[_Key, list[list[Buffer]]] = {}
     for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
-        home.prepare(SEGMENT_SUM, key[:2])
         launches.setdefault(key, []).append([*row, *uploaded])
 
     def launch() -> None:

@@ -64,10 +64,9 @@ def take_rows_command(
     views = dict(zip(own, uploaded, strict=True))
     launches: dict[str, list[list[Buffer]]] = {}
     for out, term, numbers in chosen:
-        word = _word(out.dtype)
+        word = _WORDS[min(out.dtype.itemsize, 8)]
         size = word.itemsize
         operands = [each.view(0, (each.nbytes // size,), word) for each in (out, term)]
-        home.prepare(TAKE_ROWS, (word.name,))
         launches.setdefault(word.name, []).append([*operands, *views[id(numbers)]])
 
     def launch() -> None:
@@ -75,7 +74,3 @@ def take_rows_command(
             home.launch(TAKE_ROWS, (name,), table, ())
 
     return launch
-
-
-def _word(dtype: np.dtype) -> np.dtype:
-    return _WORDS[min(dtype.itemsize, 8)]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
+from gradreduce.device.buffer import same_dtypes
 from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import Arrays, Template
 
@@ -30,10 +31,7 @@ Update = Sequence[Buffer]
 
 Variant = Literal["plain", "local", "global"]
 
-# Elements of a block; the simulation splits launches into blocks of this size.
-# SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
-# 2026-11: 2^15 10.3, 15.5, 34.2 ms, 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own
-# SGD in blocks of 2^15 8.7.
+# The most elements of small rows in one block; the simulation passes larger rows in such parts.
 BLOCK_SIZE = 1 << 17
 # Rows below this size are concatenated: the copies take less time than a NumPy call for each row.
 SMALL_SIZE = 1 << 11
@@ -144,8 +142,6 @@ def _reference(
     rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
 ) -> None:
     """Runs the NumPy reference of a rule in one variant."""
-    if not table:
-        return
     acc_dtype = accumulate_dtype(table[0][0].dtype)
     converted = [acc_dtype.type(scalar) for scalar in scalars]
     block = partial(form.block, rule.step, converted)
@@ -226,7 +222,7 @@ def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
 
 
 def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
-    """Splits large rows into blocks and combines small ones; returns blocks and sizes."""
+    """Combines small rows to blocks; returns blocks and sizes."""
     blocks: list[tuple[list[Arrays], int]] = []
     small: list[Arrays] = []
     length = 0
@@ -238,12 +234,8 @@ def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
                 small, length = [], 0
             small.append(row)
             length += size
-        elif size <= BLOCK_SIZE:
-            blocks.append(([row], size))
         else:
-            for start in range(0, size, BLOCK_SIZE):
-                part = [operand[start : start + BLOCK_SIZE] for operand in row]
-                blocks.append(([part], part[0].size))
+            blocks.append(([row], size))
     if small:
         blocks.append((small, length))
     return blocks
@@ -263,20 +255,6 @@ def update_rows(
     faster; then all rows must have the same dtypes, and are updated on the compute queue of
     ``device``.
     """
-    for launched in [rows] if writer is not None else _alike(kernel, rows):
+    for launched in [rows] if writer is not None else same_dtypes(rows):
         template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
-        if writer is None:
-            device.launch(kernel, template, launched, all_scalars)
-        else:
-            writer.launch(kernel, template, launched, all_scalars)
-
-
-def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
-    """Groups rows by launch: equal dtypes, and all or none with a master."""
-    # By id: hashing a dtype is slow.
-    if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
-        return [list(rows)]
-    groups: dict[tuple[str, str, int], list[Update]] = {}
-    for row in rows:
-        groups.setdefault((*kernel.template_of(row), len(row)), []).append(row)
-    return list(groups.values())
+        (writer or device).launch(kernel, template, launched, all_scalars)

@@ -5,7 +5,7 @@ Source: tf.train.Optimizer, whose public methods it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
@@ -48,6 +48,7 @@ from .checkpoint import (
 )
 from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients
 from .gradient_inputs import (
+    check_float,
     check_global_step,
     check_no_overlap,
     checked_pairs,
@@ -80,9 +81,10 @@ class Optimizer(NotCopied):
 
     Protected members for code of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
     rule, or None if ``_apply`` is called. ``_slots`` has the slots, and ``_slot_start`` returns
-    their first values. ``_hyperparameters`` and ``_settings`` name the attributes that can be set.
-    ``_next_update``, ``_compile``, ``_colocated_gradients``, ``_ready`` and ``_launch`` are the
-    parts of an update; ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
+    their first values. ``_hyperparameters`` and ``_settings`` name the attributes that can be set;
+    ``_check_hyperparameters`` checks the former. ``_next_update``, ``_rehearse``,
+    ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
+    ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
 
     Args:
         name: name of the optimizer.
@@ -699,39 +701,44 @@ class Optimizer(NotCopied):
         self._compile(variables)
         self._slots.make(variables, self._slot_start)
 
-    def _compile(
-        self, variables: Sequence[Variable], *others: ops.Variant, sparse: bool = False
-    ) -> None:
-        """Compiles the kernels that update variables and create their masters.
+    def _compile(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
+        """Compiles the kernels of an update and of new masters.
 
         Args:
             variables: the variables to update.
-            others: variants of the kernel of the rule, besides the plain one.
             sparse: whether the gradients are IndexedSlices.
         """
-        if variables:
-            compile_rows(
-                ("an update", self._rule, others, sparse, self._densifies),
-                partial(self._rehearse, others, sparse),
-                {self._slots.row_dtypes(var) for var in variables},
-                variables[0].devices[0],
-            )
+        self._rehearse(variables, ("update", sparse), partial(_rehearse_update, sparse))
 
     def _rehearse(
-        self, others: Sequence[ops.Variant], sparse: bool, rows: Sequence[ops.Update], at: Device
+        self,
+        variables: Sequence[Variable],
+        what: Hashable,
+        launch: Callable[[Self, Sequence[Variable]], object],
     ) -> None:
-        """Makes masters of dry-run rows, and updates the rows."""
-        grads: Sequence[Part] = [row[-1] for row in rows]
-        if sparse:
-            slices = [IndexedSlices(row[-1], [0, 1], row[-1].shape) for row in rows]
-            grads = densified(slices) if self._densifies else slices
-        masters = [row for row in rows if row[1].dtype is not row[0].dtype]
-        ops.pack([row[1] for row in masters], [row[0] for row in masters], device=at)
-        self._ready(Job([row[:-1] for row in rows], grads), (), None)()
-        if (rule := self._rule) is not None:
-            for variant in others:
-                more = [[*row, row[0]] for row in rows]  # the operand that a variant has besides
-                ops.update_rows(ops.RULE_KERNELS[rule, variant], more, (), at)
+        """Compiles what ``launch`` launches for variables like these.
+
+        Args:
+            variables: the variables of a call.
+            what: what the kernels depend on besides dtypes and rule.
+            launch: called with an optimizer of this rule and dry-run variables that have slots.
+        """
+
+        def work(rows: Sequence[Sequence[Buffer]], at: Device) -> None:
+            dry = self._without_slots()
+            likes = [Variable._on_buffers(row, "", trainable=True) for row in rows]
+            dry._slots.make(likes, self._slot_start)
+            launch(dry, likes)
+
+        for var in variables:
+            check_float(var)
+        if variables:
+            compile_rows(
+                (what, self._rule, self._densifies, self._slots.names, self._slots.has_masters),
+                work,
+                {(var.dtype,) for var in variables},
+                variables[0].devices[0],
+            )
 
     def _without_slots(self) -> Self:
         """Returns a new optimizer with the same rule and hyperparameters, and no slots."""
@@ -750,7 +757,7 @@ class Optimizer(NotCopied):
         others: Sequence[Buffer] = (),
         *,
         over_processes: bool = False,
-        compile_more: Callable[[Sequence[Variable]], object] = list,
+        compile_for: Callable[..., None] | None = None,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -760,7 +767,7 @@ class Optimizer(NotCopied):
             plan: the plan of these variables, if there is one.
             others: without a plan, what the call writes besides the variables and their slots.
             over_processes: whether arrays and IndexedSlices are averaged over processes.
-            compile_more: called with the variables of sparse gradients before the first launch.
+            compile_for: called instead of ``_compile``.
         """
         plain = None if plan is None or over_processes else plan.plain(gradients)
         if plain is not None:
@@ -770,9 +777,9 @@ class Optimizer(NotCopied):
             for grad, var in zip(gradients, variables, strict=True)
             if isinstance(grad, IndexedSlices) or getattr(grad, "is_sparse", False)
         ]
-        self._compile(sparse, sparse=True)
-        compile_more(sparse)
-        self._compile([] if plan else variables)
+        compile_for = compile_for or self._compile
+        compile_for(sparse, sparse=True)
+        compile_for([] if plan else variables)
         found = to_variables(
             gradients, variables, self.cross_device_ops, over_processes=over_processes
         )
@@ -847,3 +854,23 @@ class Optimizer(NotCopied):
         if (rule := self._rule) is not None:
             return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, variant], scalars, writer))
         return partial(job.end, run_python_rule(self._apply, self._slot_names, job))
+
+
+def gradients_like(
+    optimizer: Optimizer, variables: Sequence[Variable], indices: Sequence[int]
+) -> list[Part]:
+    """Returns sparse gradients of dry-run variables, as an update gets them."""
+    slices = [
+        IndexedSlices(var.buffers[0].view(0, (len(indices), 2)), indices, var.shape)
+        for var in variables
+    ]
+    return [*(densified(slices) if optimizer._densifies else slices)]
+
+
+def _rehearse_update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Updates dry-run variables."""
+    written = [row for var in variables for row in optimizer._slots.rows(var)]
+    gradients: Sequence[Part] = [row[0] for row in written]
+    if sparse:
+        gradients = gradients_like(optimizer, variables, [0, 1])
+    optimizer._ready(Job(written, gradients), (), None)()

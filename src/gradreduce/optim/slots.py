@@ -14,8 +14,6 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, as_dtype
 from gradreduce.errors import brief
 
-from .gradient_inputs import check_float
-
 MASTER = "master"  # the slot with the unrounded values of a float16 or bfloat16 variable
 
 
@@ -75,10 +73,6 @@ class Slots:
         """Returns the slot names of a variable, in the order of ``ops.Update``."""
         return (MASTER, *self.names) if self.wants_master(var) else self.names
 
-    def row_dtypes(self, var: Variable) -> tuple[DType, ...]:
-        """Returns the dtypes of an ``ops.Update`` of a variable."""
-        return (var.dtype, *[self.state_dtype(var)] * len(self.names_for(var)), var.dtype)
-
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
         """Removes slots that were created in this context if it raises before ``commit``."""
@@ -100,14 +94,10 @@ class Slots:
         """Creates the missing slots of variables.
 
         Args:
-            variables: the variables of the slots.
+            variables: the variables of the slots, of float dtypes.
             start: returns the initial value of a slot, by its name.
-
-        Raises:
-            InvalidVariableError: a variable does not have a float dtype.
         """
         for var in variables:
-            check_float(var)
             for name in self.names_for(var):
                 if var not in self.by_name[name]:
                     made = self.named(var, name, 0.0 if name == MASTER else start(name))

@@ -25,6 +25,7 @@ from gradreduce.device import (
     PackInfo,
     by_physical,
 )
+from gradreduce.device.buffer import same_dtypes
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap, device_over_processes
@@ -128,8 +129,7 @@ class Plan:
 
 def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
     """Returns a ``LaunchBatch`` of these rows, or None if they need more than one launch."""
-    kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in rows}
-    return LaunchBatch(device, rows) if len(kinds) == 1 else None
+    return LaunchBatch(device, rows) if len(same_dtypes(rows)) == 1 else None
 
 
 Rule = Callable[[Sequence[Update], Device], None]

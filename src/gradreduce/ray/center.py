@@ -27,7 +27,7 @@ from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, mapped, on_host
-from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh
+from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center
@@ -41,7 +41,7 @@ from gradreduce.optim.slots import MASTER
 from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule, description
 from .client import Client, SharedOptions
 from .lead import Origin, WorkerInfo
-from .messages import Layout, Message, specs_of
+from .messages import Layout, Message, compile_packing, specs_of
 from .shard_state import Key
 
 # Attributes of optimizers that do not belong to the rule.
@@ -230,7 +230,8 @@ class RemoteCenter(Center):
         of: Sequence[Variable],
         config: PushConfig,
     ) -> None:
-        """See ``Center``; does nothing, because the actors prepare at their first push."""
+        """See ``Center``; compiles what packs a push. The actors prepare at their first push."""
+        compile_packing(of, self.devices[0], as_dtype("int64"))
 
     def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""

@@ -24,6 +24,7 @@ from gradreduce.device import (
     Device,
     DType,
     LaunchBatch,
+    accumulate_dtype,
     as_dtype,
     can_access,
     flat_layout,
@@ -158,8 +159,7 @@ class Layout:
         outs: list[Buffer] = []
         terms: list[Buffer] = []
         packs = self.packs(device)
-        dtypes = {(flat.dtype, flat.dtype) for flat in packs}
-        compile_rows("pack", ops.pack_to_rows, dtypes, device)
+        compile_packing([], device, *[flat.dtype for flat in packs])
         for (_, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             outs += flat.parts(layout.offsets, layout.spans)
             terms += [buffers[index] for index in indices]
@@ -239,6 +239,13 @@ class Layout:
         """Copies the small tensors of a message to the flat Buffers."""
         for flat, array in zip(packs, message.packed, strict=True):
             flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)
+
+
+def compile_packing(variables: Sequence[Variable], device: Device, *others: DType) -> None:
+    """Compiles the kernels that pack variables, masters, sums, and tensors of other dtypes."""
+    dtypes = {each for var in variables for each in (var.dtype, accumulate_dtype(var.dtype))}
+    pairs = {(each, each) for each in (*dtypes, *others)}
+    compile_rows("pack", ops.pack_to_rows, pairs, device)
 
 
 def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, element_of
+from gradreduce.device import ELEMENT_OF, Buffer, Collective, DeferInterrupts, Device, Done
 from gradreduce.device.collective import CollectiveCall
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.process_group import Parcel
@@ -437,7 +437,7 @@ class NcclCollective(Collective):
 
     def _typed(self, buffer: Buffer) -> tuple[int, int]:
         """Returns the count and the NCCL type of a buffer's elements, for a sum."""
-        element = element_of(buffer.dtype)
+        element = ELEMENT_OF[buffer.dtype]
         name = _TYPES.get(element.name)
         if name is None:
             raise CollectiveError(

@@ -126,13 +126,10 @@ class SimDevice(Device):
         If work is deferred it is always copied: its owner may change it after the call returns.
         """
         self.mesh_state.check_usable(self)
-        if type(array) is not np.ndarray:
-            array = np.asarray(array)
+        array = np.asarray(array)
         flags = array.flags
-        if flags.carray and not self.defers:  # contiguous in C's order, aligned and writable
-            return self._share(array, address, True)
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address, False)
+            return self._share(array, address, flags.writeable)
         as_dtype(array.dtype)
         return self.upload(array)
 
@@ -274,8 +271,7 @@ class SimDevice(Device):
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
         """See ``Backend.run_on_host``; runs the NumPy reference."""
-        plain = not (self.defers or self.options.strict or self.options.build)
-        if not plain:
+        if self.defers or self.options.strict or self.options.build:
             return False
         self.mesh_state.check_usable(self)
         work = partial(without_warnings, kernel.reference, [row], *scalars)
@@ -323,7 +319,6 @@ def memory_of(buffer: Buffer) -> np.ndarray:
         whole = whole.reshape(-1)
     if buffer.array is block.raw:
         buffer.flat = whole  # the buffer keeps the memory alive by its array
-    if buffer.nbytes == block.nbytes and buffer.dtype is whole.dtype:
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
     return part.view(buffer.dtype)

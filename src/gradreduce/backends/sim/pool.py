@@ -102,8 +102,7 @@ class SimPool:
                 memory = Memory(wanted)
                 self.grown += 1
             self.live_bytes += memory.nbytes
-            if self.live_bytes > self._peak_bytes:
-                self._peak_bytes = self.live_bytes
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
         return memory
 
     def release(self, memory: Memory) -> None:

@@ -12,18 +12,17 @@ from itertools import islice
 from typing import NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.accumulator.state import PendingGradient, additions_of
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.backends.compile_ahead import compile_rows
-from gradreduce.device import Buffer, Device, PackInfo, accumulate_dtype, by_physical
+from gradreduce.device import Buffer, Device, PackInfo, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
-from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
 from gradreduce.optim.update_plan import Job, Plan
 
-from .sums import Sum, Sums, dense_sum, pending_rows, state_of
+from .push import PushConfig, PushedVariable, PushPlan
+from .sums import Sum, Sums, dense_sum, pending_rows
 
 
 class LocalStep(NamedTuple):
@@ -149,16 +148,37 @@ def _additions(
     return [*launches, *rows.out_of_place, *rows.in_place], added
 
 
-def compile_sums(variables: Sequence[Variable]) -> None:
-    """Compiles the kernels that add gradients to sums, but not with the rule in one launch."""
-    for var in variables:
-        SPARSE.compile(state_of(var), var.dtype)
-        dtypes = {(accumulate_dtype(var.dtype), var.dtype)}
-        compile_rows("sums of AGN", _rehearse, dtypes, var.devices[0])
+def compile_push(
+    optimizer: Optimizer,
+    variables: Sequence[Variable],
+    config: PushConfig,
+    *,
+    sparse: bool,
+    steps: bool = False,
+) -> None:
+    """Compiles the kernels of a push to variables like these.
 
+    Args:
+        optimizer: the optimizer with the rule.
+        variables: variables of a worker or a center.
+        config: settings of the push.
+        sparse: whether some gradients are rows.
+        steps: whether to compile also the kernels of the local steps before the push.
+    """
 
-def _rehearse(rows: Sequence[ops.Update], device: Device) -> None:
-    """Adds gradients to sums, and computes means as ``PushPlan`` does with the center's lock."""
-    ops.add_to_rows(rows, device)
-    merged = coalesced([total for total, _ in rows], [ops.single_row_segments(2)] * len(rows))
-    ops.pack([mean for _, mean in rows], merged, device=device)
+    def push_each_sum(dry: Optimizer, likes: Sequence[Variable]) -> None:
+        gradients: list[Sequence[Part]] = [[var.buffers[0] for var in likes]]
+        if sparse:  # new rows, more rows, rows in place, an array, and rows that are added to it
+            some, rows = [gradients_like(dry, likes, each) for each in ([0], [0, 1])]
+            gradients = [some, rows, rows, *gradients, rows]
+        sums: Sums = {}
+        for parts in gradients:
+            launches, sums, *_ = local_step(dry, likes, parts, (), sums, None)
+            for launch in launches if steps else ():
+                launch()
+            rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
+            pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
+            PushPlan(pushed, dry, config, lambda error: None).ready(())(lambda: None)
+
+    what = ("a push", config.gamma is None, sparse, steps)
+    optimizer._rehearse(variables, what, push_each_sum)

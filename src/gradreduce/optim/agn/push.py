@@ -16,7 +16,6 @@ from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.variable import Variable
 from gradreduce.device import (
     Buffer,
     Device,
@@ -44,15 +43,6 @@ class PushConfig(NamedTuple):
     period: int
     gamma: float | None
     task: str
-
-
-def compile_push(
-    optimizer: Optimizer, variables: Sequence[Variable], config: PushConfig, *others: ops.Variant
-) -> None:
-    """Compiles the kernels of a push to variables like these, and other variants of the rule."""
-    optimizer._compile(variables, "global", *others)
-    for var in variables if config.gamma is not None else ():
-        var.devices[0].prepare(ops.DISTANCE_SCALE, (var.dtype.name,))
 
 
 class PushedVariable(NamedTuple):

@@ -51,15 +51,10 @@ def pending_rows(
     var: Variable, total: SparseSum | None, gradient: IndexedSlices
 ) -> PendingGradient:
     """Prepares a sparse gradient on the first device for a sum of rows."""
-    state = state_of(var)
+    state = AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
     state.totals = [total]
     segments = ops.plan_segments(gradient.indices)
     return PendingGradient(state, (Addend(0, gradient.values, var.shape, segments),), "native")
-
-
-def state_of(var: Variable) -> AccumulatorState:
-    """Returns an empty accumulator of rows on the first device of a variable."""
-    return AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
 
 
 _NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced

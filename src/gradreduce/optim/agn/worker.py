@@ -19,8 +19,8 @@ from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 
 from .center_interface import Center
-from .local_step import LocalPlan, compile_sums, local_step
-from .push import PushConfig, compile_push
+from .local_step import LocalPlan, compile_push, local_step
+from .push import PushConfig
 from .worker_variables import WorkerVariables
 
 
@@ -75,8 +75,6 @@ class Worker:
         plan = None if retry_push else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
-        if plan is None:
-            self._compile(variables)
         devices = [device for var in variables for device in var.devices] if seconds else []
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
@@ -84,7 +82,7 @@ class Worker:
             if retry_push:  # the retried push writes the center before the step reads gradients
                 others += self._center.written_by_push(self.variables)
             parts = inner._colocated_gradients(
-                gradients, variables, plan, others, compile_more=compile_sums
+                gradients, variables, plan, others, compile_for=self._compile
             )
             if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
@@ -124,12 +122,11 @@ class Worker:
             if ends_period:
                 push()
 
-    def _compile(self, variables: Sequence[Variable]) -> None:
+    def _compile(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
         for var in variables:
             self.variables.center_of(var)
-        compile_push(self.inner, variables, self.config, "local")
-        compile_sums(variables if self.inner._rule is None else ())
+        compile_push(self.inner, variables, self.config, sparse=sparse, steps=True)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles kernels of step and push, and creates slots of worker and center.
@@ -138,9 +135,10 @@ class Worker:
             KeyError: the getter did not create a variable.
         """
         inner = self.inner
+        inner._check_hyperparameters()
         self._compile(variables)
         self._center.prepare(inner, self.variables, variables, self.config)
-        inner.prepare(variables)
+        inner._slots.make(variables, inner._slot_start)
         for var in variables if self.config.gamma is not None else ():
             # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
