@@ -329,7 +329,9 @@ class RepeatedWork:
     """
 
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
-        self._order = devices[0].mesh_state.order
+        mesh_state = devices[0].mesh_state
+        self._order = mesh_state.order
+        self._is_alone = mesh_state.process_group is None
         self._blocks = tuple(command_list.blocks)
         queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._queues = tuple(queues)
@@ -341,6 +343,12 @@ class RepeatedWork:
 
         If that fails, the blocks count as used by all queues.
         """
+        if self._is_alone:
+            self._order.locked(self._queues[0], self._run, command)
+        else:  # it may wait for other processes, without the lock
+            self._run(command)
+
+    def _run(self, command: Command) -> None:
         order, queues = self._order, self._queues
         if order.version != self._seen:
             self._settle()
