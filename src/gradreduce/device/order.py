@@ -280,12 +280,8 @@ class Order:
 
     def waited_for_caller(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-
-        def count() -> None:
-            queue.submitted += 1
-            queue.waited_for_caller = queue.submitted
-
-        self.locked(queue, count)
+        self.add_work(queue)
+        queue.waited_for_caller = queue.submitted
 
     def wait_for_shared_uses(self, queue: DeviceQueue) -> None:
         """Makes a compute queue wait for all other uses of memory that callers share.
