@@ -46,6 +46,14 @@ SMALL = {
         launched(1, "compute", (0, 8, 8)),
         launched(0, "compute", (1, *WHOLE), (0, *WHOLE)),
     ],
+    "an operation uses each of its operands": [
+        ("launch", 1, "compute", 1, (((3, 0, 8), (0, 0, 8)), ((3, 8, 8), (0, 16, 8)))),
+        launched(0, "compute", (0, 16, 8)),
+    ],
+    "an operation reads and writes the same part": [
+        launched(1, "compute", (0, 0, 8), (0, 0, 8)),
+        launched(0, "compute", (1, 0, 8), (0, 0, 8)),
+    ],
     "a second reader waits for the writer too": [
         launched(1, "compute", (3, *WHOLE), (1, *WHOLE)),
         launched(0, "compute", (0, *WHOLE)),
