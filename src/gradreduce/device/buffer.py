@@ -54,9 +54,9 @@ class Block:
         attached: for a flat buffer: the parameters whose gradients are in it (``attach``).
         shared: whether a caller may read and write the memory: a caller's array, or memory that was
             passed to a caller.
-        uses: the last uses by all queues. The compute queue of the physical device itself if only
-            it has used the block, or runs behind all other uses. Changed under the lock of
-            ``Order``.
+        uses: the last uses by all queues. It is the home (the compute queue of the physical device)
+            if only the home has used the block, or if it runs behind all other uses. Changed under
+            the lock of ``Order``.
         remains: keeps the memory after the block is freed; not set if the backend does not need it.
     """
 

@@ -1,9 +1,10 @@
 """Orders the operations of different queues by the memory that they read and write.
 
 A queue waits for the last write of each byte that it reads, and for the last write and all later
-reads of each byte that it writes, if another queue made them. Memory that only its own GPU's
-compute queue has used needs no entry: that queue runs its operations in order. When another queue
-uses a block, the block gets ``Uses``.
+reads of each byte that it writes, if another queue made them. Every block has a home: the compute
+queue of its GPU. A block that only its home has used needs no waits there, because a queue runs its
+operations in order; then ``Block.uses`` is the home. When another queue uses the block, it gets
+``Uses``: which operations of which queues used its bytes last.
 
 A wait needs a mark, and a mark stands at the present end of its queue. So a wait may also wait for
 later work of that queue. Work that must overlap is therefore submitted after the
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from .mesh_state import MeshState
 
 LOOK_SECONDS = 20e-3
-_Whole = dict[Uses | DeviceQueue, list[Block]]
-_Parts = dict[Block, list[Buffer]]
-# Blocks with the same uses; in each the first byte and one past the last; if these are written.
+_Whole = dict[Uses | DeviceQueue, list[Block]]  # blocks that are used as a whole, by their uses
+_Parts = dict[Block, list[Buffer]]  # operands that are part of a block
+# Blocks with the same uses, the same bytes of each (first, one past the last), and if written.
 _Place = tuple[list[Block], int, int, bool]
 
 
@@ -56,8 +57,8 @@ class Work(NamedTuple):
     def places(self) -> tuple[list[_Place], set[DeviceQueue]]:
         """Returns the bytes that the operation uses, and the homes of blocks that callers share.
 
-        It counts as using all bytes between its first and its last operand in a block. Leaves out
-        blocks that only this queue has used.
+        It counts as using all bytes between its first and its last operand in a block. Blocks that
+        only this queue has used are left out.
         """
         queue, rows, num_written, blocks, also_read = self
         whole: tuple[_Whole, _Whole] = defaultdict(list), defaultdict(list)
@@ -327,7 +328,7 @@ class RepeatedWork:
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         mesh_state = devices[0].mesh_state
         self._order = mesh_state.order
-        self._is_alone = mesh_state.process_group is None
+        self._is_one_process = mesh_state.process_group is None
         self._blocks = tuple(command_list.blocks)
         queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._queues = tuple(queues)
@@ -339,7 +340,7 @@ class RepeatedWork:
 
         If that fails, the blocks count as used by all queues.
         """
-        if self._is_alone:
+        if self._is_one_process:
             self._order.locked(self._queues[0], self._run, command)
         else:  # it may wait for other processes, without the lock
             self._run(command)

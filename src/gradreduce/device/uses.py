@@ -1,4 +1,4 @@
-"""The last uses of a block by the queues of several GPUs."""
+"""Which operations of which queues have used a block last; what an operation must wait for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _Range = tuple[int, _Last, _Last]
 class DeviceQueue:
     """One queue of a physical device, shared by its logical devices.
 
-    The compute queue is also the ``uses`` of each block that no other queue has used.
+    A compute queue is the home of the blocks of its GPU. It also stands for the uses of a block
+    that no other queue has used: it has the methods of ``Uses``.
 
     Attributes:
         device: one of these devices.
