@@ -287,7 +287,7 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         assert waits == written
         write()  # the first write is enough
         assert waits == written
-        assert src.block.uses is None  # as before another queue used it
+        assert src.block.uses is src.device.compute  # as before another queue used it
 
 
 def test_each_part_of_a_block_has_its_own_order(two_gpu_mesh, waits):
@@ -375,7 +375,9 @@ def test_another_gpu_waits_for_what_a_caller_has_written(two_gpu_mesh, waits):
     theirs, copied = adopted(near, data((SIZE,), seed=1)), far.empty((SIZE,), FLOAT)
     far.copy(copied, theirs)
     waits.clear()
-    near.mesh_state.order.enter(near.compute)  # simulated devices have no callers' streams
+    near.mesh_state.order.waited_for_caller(
+        near.compute
+    )  # simulated devices have no callers' streams
     for _ in range(2):  # the second waits no more
         far.copy(copied, theirs)
         assert waits == waits_of(two_gpu_mesh, [(2, "compute", 0, "compute")])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
+import numpy as np
 import pytest
-from support.order_programs import SIZE, Program, check, random_program
+from support.order_programs import DTYPE, MIX, SIZE, Program, check, random_program
+
+import gradreduce as gr
+from gradreduce.device import CommandList, RepeatedWork
 
 SHARES = 20  # of the programs of the tier exhaustive, each a test of some seconds
 WHOLE = (0, SIZE)
@@ -39,6 +45,14 @@ SMALL = {
     "a reader of several parts waits for each writer": [
         launched(1, "compute", (0, 8, 8)),
         launched(0, "compute", (1, *WHOLE), (0, *WHOLE)),
+    ],
+    "an operation uses each of its operands": [
+        ("launch", 1, "compute", 1, (((3, 0, 8), (0, 0, 8)), ((3, 8, 8), (0, 16, 8)))),
+        launched(0, "compute", (0, 16, 8)),
+    ],
+    "an operation reads and writes the same part": [
+        launched(1, "compute", (0, 0, 8), (0, 0, 8)),
+        launched(0, "compute", (1, 0, 8), (0, 0, 8)),
     ],
     "a second reader waits for the writer too": [
         launched(1, "compute", (3, *WHOLE), (1, *WHOLE)),
@@ -124,6 +138,29 @@ def test_a_small_program_has_the_values_of_its_order(name):
 @pytest.mark.whole_product
 def test_a_program_has_the_values_of_its_order(seed):
     check(random_program(seed), range(10))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_is_one_operation_for_other_threads(seed):
+    """A copy of another thread has the values from before all of its launches, or after them."""
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as mesh:
+        device, away = mesh.devices
+        near, copied = device.upload(np.ones(SIZE, DTYPE)), away.zeros((SIZE,), DTYPE)
+        commands = CommandList()
+        with mesh.mesh_state.recording_commands(commands):
+            for _ in range(2):
+                device.launch(MIX, (), [(near, near)], (1,))
+            work = RepeatedWork(mesh.devices, commands)
+        thread = Thread(target=away.copy, args=(copied, near))
+
+        def replay():
+            thread.start()
+            thread.join(0.1)
+            commands.run()
+
+        work.run(replay)
+        thread.join()
+        assert copied.numpy()[0] in (6**2, 6**4)
 
 
 @pytest.mark.exhaustive

@@ -32,7 +32,7 @@ def test_an_operation_waits_for_the_last_uses_of_its_bytes(operations, has_faile
         DeviceQueue(SimpleNamespace(physical=number, mesh_state=mesh_state), "compute")
         for number in range(3)
     ]
-    uses = Uses.by([home])
+    uses: DeviceQueue | Uses = home
     writes: list[dict] = [{home: 0} for _ in range(NBYTES)]
     reads: list[dict] = [{} for _ in range(NBYTES)]
     for number, ((start, size), place, is_written) in enumerate(operations, 1):
@@ -42,17 +42,20 @@ def test_an_operation_waits_for_the_last_uses_of_its_bytes(operations, has_faile
             used = last_of(reads[start:stop], {})
             last_of([{each: used[each] for each in used if not each.has_failed}], expected)
         end = END if stop == NBYTES else stop
-        found = counts_of(uses.before(start, end, writes=is_written))
-        uses = uses.after(start, end, Use(queue, number), writes=is_written)
+        found = counts_of(uses.before(start, end, is_written=is_written))
+        uses = uses.after(start, end, Use(queue, number), is_written=is_written)
+        queue.submitted = number
         for byte in range(start, stop):
             if is_written:
                 writes[byte], reads[byte] = {queue: number}, {}
             else:
                 reads[byte][queue] = number
+        if uses is home:  # which counts all its work, whatever it uses
+            writes, reads = [{home: number} for _ in range(NBYTES)], [{} for _ in range(NBYTES)]
         every = last_of([*writes, *reads], {})
         if number <= NUM_EXACT:
             assert found == expected
-            assert uses.queues == every
+            assert uses.counts() == every
         else:
             assert all(found[each] >= count for each, count in expected.items())
-            assert all(uses.queues[each] >= count for each, count in every.items())
+            assert all(uses.counts()[each] >= count for each, count in every.items())

@@ -150,9 +150,9 @@ class Program:
         home = first.buffer.device
         near = [device for device in self.mesh.devices if device.physical == home.physical]
         self.random.shuffle(near)
-        leader = self.random.choice(near)
+        launching = self.random.choice(near)
         outs = [Value(device.empty(first.holds.shape, FLOAT), first.holds) for device in near]
-        ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=leader)
+        ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=launching)
         self.values += outs[: self.random.randrange(1, len(outs) + 1)]
         del outs
         for device in near:  # memory without another use

@@ -12,7 +12,7 @@ import gradreduce
 
 PACKAGE = Path(gradreduce.__file__).parent
 BELOW = ("device", "backends")
-METHODS = {"queue_mark", "queue_wait", "settle", "add_work"}
+METHODS = {"queue_mark", "queue_wait", "wait_for_uses", "add_work"}
 OF_DEVICES = {"_mark", "_wait", "_order", "_submit", "compute", "queues"}  # not of ``self``
 
 
@@ -46,7 +46,7 @@ def test_nothing_above_devices_orders_queues():
         "mark = device.queue_mark('transfer')",
         "self._devices[0].queue_wait(mark)",
         "order = self._mesh_state.order",
-        "device.mesh_state.order.settle(blocks)",
+        "device.mesh_state.order.wait_for_uses(blocks)",
         "order.add_work(queue)",
         "device._order(command, work)",
         "partial(job.device._wait, mark)",

@@ -25,6 +25,7 @@ from gradreduce.device import (
     Device,
     DType,
     accumulate_dtype,
+    by_physical,
     compatible,
     ensure_accessible,
     flat_layout,
@@ -32,7 +33,6 @@ from gradreduce.device import (
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.aggregation import known_shape
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.reduce.one_device import by_gpu
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -225,7 +225,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
 def _divide(divisions: _Divisions) -> None:
     """Divides sums with one launch for each GPU, divisor and dtype."""
     for divisor, pairs in divisions.items():
-        for indices, device in by_gpu([total for total, _ in pairs]):
+        for indices in by_physical([total.device for total, _ in pairs]).values():
             totals, outs = zip(*[pairs[index] for index in indices], strict=True)
             ops.all_sum([[out] for out in outs], [[total] for total in totals],
-                        divisor=divisor, device=device)  # fmt: skip
+                        divisor=divisor, device=totals[0].device)  # fmt: skip

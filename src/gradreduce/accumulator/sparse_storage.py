@@ -25,13 +25,14 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     as_dtype,
+    by_physical,
     compatible,
     ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import concatenated_rows
-from gradreduce.reduce.one_device import by_gpu, copied_to
+from gradreduce.reduce.one_device import copied_to
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -122,9 +123,9 @@ class SparseStorage(Storage):
             if before is not None and before.slots.num_rows:
                 moved.append(before.rows)
                 outs.append(values.view(0, before.rows.shape))
-        for indices, device in by_gpu(outs):
+        for indices in by_physical([out.device for out in outs]).values():
             rows = [moved[index] for index in indices]
-            ops.pack([outs[index] for index in indices], rows, device=device)
+            ops.pack([outs[index] for index in indices], rows, device=outs[indices[0]].device)
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""

@@ -16,7 +16,7 @@ from .dtypes import ELEMENT_OF
 
 if TYPE_CHECKING:
     from .device import Device
-    from .uses import Uses
+    from .uses import DeviceQueue, Uses
 
 
 class Attached(Protocol):
@@ -54,15 +54,15 @@ class Block:
         attached: for a flat buffer: the parameters whose gradients are in it (``attach``).
         shared: whether a caller may read and write the memory: a caller's array, or memory that was
             passed to a caller.
-        queue: the compute queue of the physical device.
-        uses: the last uses by all queues; None if only ``queue`` has used the block, or comes
-            behind all other uses. Changed under the lock of ``Order``.
+        uses: the last uses by all queues. It is the home (the compute queue of the physical device)
+            if only the home has used the block, or if it runs behind all other uses. Changed under
+            the lock of ``Order``.
         remains: keeps the memory after the block is freed; not set if the backend does not need it.
     """
 
     __slots__ = (
         "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "peer_mapped",
-        "queue", "raw", "remains", "shared", "uses", "writable",
+        "raw", "remains", "shared", "uses", "writable",
     )  # fmt: skip
 
     remains: FreedBlock
@@ -81,17 +81,12 @@ class Block:
         self.gaps: dict[int, int] | None = None
         self.attached: Attached | None = None
         self.shared = not owned
-        self.queue = device.compute
-        self.uses: Uses | None = None
+        self.uses: Uses | DeviceQueue = device.compute
 
     def record_stream(self, stream: Stream) -> None:
         """Records that a caller's stream may still use the block."""
         if self.owned and hasattr(self, "remains"):
             self.remains.streams.add((self.device, stream))
-
-    def set_uses(self, uses: Uses | None) -> None:
-        """Sets ``uses``, also for the time after the block was freed."""
-        self.uses = self.remains.uses = uses
 
 
 class FreedBlock(ref[Block]):
@@ -111,7 +106,7 @@ class FreedBlock(ref[Block]):
 
     raw: Any
     nbytes: int
-    uses: Uses | None
+    uses: Uses | DeviceQueue
     streams: set[tuple[Device, Stream]]
     owned: bool
 

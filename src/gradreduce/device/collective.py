@@ -194,10 +194,7 @@ class Collective(ABC):
         thread = mesh_state.thread
         thread.num_submitted += 1  # before: a call that fails may have reached some devices
         started = time.perf_counter_ns() if mesh_state.log.num_traces else 0
-        if mesh_state.order.is_needed:
-            mesh_state.order.run(command, works)
-        else:
-            command()
+        mesh_state.order.run(command, works)
         records = [
             Record("collective", call.name, each.device.index, -1, each.nbytes, call.queue)
             for call in calls

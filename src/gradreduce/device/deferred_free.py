@@ -39,7 +39,7 @@ class DeferredFree:
         """Tracks a block, and keeps its memory until it can be freed."""
         freed = FreedBlock(block, self.freed.append)
         freed.raw, freed.nbytes = block.raw, block.nbytes
-        freed.uses, freed.streams = None, set()
+        freed.uses, freed.streams = block.uses, set()
         freed.owned = block.owned
         self.held.add(freed)
         block.remains = freed
@@ -135,11 +135,11 @@ class DeferredFree:
         if (
             freed.owned
             and not freed.streams
-            and (uses is None or home.mesh_state.order.is_behind(home.compute, uses))
+            and home.mesh_state.order.is_behind(home.compute, uses)
         ):
             self.free(freed, home)
         else:
-            queues = dict.fromkeys([] if uses is None else uses.queues)
+            queues = dict.fromkeys(uses.counts())
             queues.pop(home.compute, None)  # the pool hands out memory in the order of this queue
             own = [] if freed.owned else [home.compute]
             self._defer(freed, [*queues, *own], list(freed.streams), home)

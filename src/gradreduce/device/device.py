@@ -201,7 +201,8 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: the buffer is on another device.
         """
         self.mesh_state.check_usable(self)
-        waited = waited and buffer.block.uses is None  # our queue waits for other uses below
+        # Else our queue waits for other uses below.
+        waited = waited and buffer.block.uses is self.compute
         if stream is not None and not waited:
             self.check_stream(stream)
         if buffer.device is not self:
@@ -209,7 +210,7 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         buffer.block.shared = True
-        self.mesh_state.order.settle((buffer.block,))  # the caller may write the array
+        self.mesh_state.order.wait_for_uses((buffer.block,))  # the caller may write the array
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale
@@ -252,7 +253,7 @@ class Device(NotCopied, Backend):
         sharing = [each for each in self.mesh.devices if each.physical == self.physical]
         freed = [(each, each._deferred_free.used_by(stream)) for each in sharing if each.freed]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
-        self.mesh_state.order.enter(self.compute)
+        self.mesh_state.order.waited_for_caller(self.compute)
         for each, users in freed:
             each._deferred_free.passed(users)
             if len(each.freed) > MANY_FREED:  # otherwise each step would look at all of them again
@@ -267,7 +268,7 @@ class Device(NotCopied, Backend):
         """
         order = self.mesh_state.order
         self.mesh_state.check_usable(self)
-        order.leave(self.compute)
+        order.wait_for_shared_uses(self.compute)
         if stream is not None:
             self._wait(order.mark(self.compute), stream)
         elif self.defers and not self._synchronize(self._endless, ("compute",)):
@@ -431,9 +432,7 @@ class Device(NotCopied, Backend):
         if not rows:
             return
         blocks = {operand.block for row in rows for operand in row}
-        homes = {block.device for block in blocks}
-        is_here = len(homes) == 1 and self in homes
-        crossing = 0 if is_here else check_all_accessible(self, homes, rows)
+        crossing = check_all_accessible(self, blocks, rows)
         num_written = kernel.num_written(scalars)
         if [1 for block in blocks if not block.writable]:
             for operand in [operand for row in rows for operand in row[:num_written]]:
@@ -573,17 +572,16 @@ class Device(NotCopied, Backend):
         queue, rows = work.queue, work.rows
         record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
         command, table = self._resolved(kernel, template, rows, scalars, queue.name)
-        if table is None:
-            self._submit(command, record, work)
-        else:
-            self._submit(command, record, work, Work(queue, [(table,)], 0))
+        if table is not None and queue is not self.compute:
+            work = work._replace(also_read=(table,))
+        self._submit(command, record, work)
 
     def _submit(
         self,
         command: Command,
         record: Record,
         work: Work,
-        *more: Work,
+        *,
         is_ordered: bool = False,
         is_repeated: bool = True,
     ) -> None:
@@ -596,18 +594,17 @@ class Device(NotCopied, Backend):
             command: queues the operation, each time it is called.
             record: its record.
             work: its operands.
-            more: other memory that it uses.
             is_ordered: whether the command queues its waits itself.
             is_repeated: whether steps that are being prepared repeat it.
         """
-        log, order = self.mesh_state.log, self.mesh_state.order
+        log = self.mesh_state.log
         if log.num_traces:
             log.thread.started = time.perf_counter_ns()
         try:
-            if order.is_needed and not is_ordered:
-                order.run(command, (work, *more))
-            else:
+            if is_ordered:
                 command()
+            else:
+                self._order(command, work)
             log.thread.num_submitted += 1
         except BaseException as error:
             log.thread.num_submitted += not (self.defers and isinstance(error, Exception))
@@ -616,7 +613,4 @@ class Device(NotCopied, Backend):
 
     def _order(self, command: Command, work: Work) -> None:
         """Runs a command that uses memory, after the waits that it needs; logs nothing."""
-        if self.mesh_state.order.is_needed:
-            self.mesh_state.order.run(command, (work,))
-        else:
-            command()
+        self.mesh_state.order.run(command, (work,))

@@ -113,7 +113,7 @@ class Capture:
         """Submits the captured work; the caller has checked the devices. The host does not wait."""
         mesh_state, compute = self._mesh_state, self._device.compute
         order = mesh_state.order
-        with mesh_state.launch_lock, mesh_state.pack_scope(self._record.label, self._devices):
+        with mesh_state.pack_scope(self._record.label, self._devices):
             if self._others:
                 order.join(compute, self._others)
             if mesh_state.log.num_traces:

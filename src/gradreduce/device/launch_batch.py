@@ -34,8 +34,6 @@ class LaunchBatch:
             check_accessible(device, operand)
             check_writable(operand)
         self._is_full = all([row[0].size for row in rows])
-        self._blocks = {operand.block for operand in operands}
-        self._seen = -1  # the order's version when only the device's queue had used the blocks
 
     def launch(
         self,
@@ -62,15 +60,6 @@ class LaunchBatch:
             return
         mesh_state.check_usable(device)
         away = [*self._away, *[row[-1] for row in rows if row[-1].device is not device]]
-        crossing = 0
-        if away:
-            crossing = check_all_accessible(device, {each.device for each in away}, [away])
-        blocks = {row[-1].block for row in rows}
-        version = mesh_state.order.version
-        if version != self._seen:
-            if all([each.uses is None and each.queue is device.compute for each in self._blocks]):
-                self._seen = version
-            else:
-                blocks |= self._blocks
-        work = Work(device.compute, rows, kernel.num_written(scalars), blocks, version)
+        crossing = check_all_accessible(device, {each.block for each in away}, [away])
+        work = Work(device.compute, rows, kernel.num_written(scalars))
         device._launch(kernel, template, work, scalars, crossing)

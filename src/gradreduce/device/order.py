@@ -1,9 +1,10 @@
 """Orders the operations of different queues by the memory that they read and write.
 
 A queue waits for the last write of each byte that it reads, and for the last write and all later
-reads of each byte that it writes, if another queue made them. Memory that only its own GPU's
-compute queue has used needs no entry: that queue runs its operations in order. When another queue
-uses a block, the block gets ``Uses``.
+reads of each byte that it writes, if another queue made them. Every block has a home: the compute
+queue of its GPU. A block that only its home has used needs no waits there, because a queue runs its
+operations in order; then ``Block.uses`` is the home. When another queue uses the block, it gets
+``Uses``: which operations of which queues used its bytes last.
 
 A wait needs a mark, and a mark stands at the present end of its queue. So a wait may also wait for
 later work of that queue. Work that must overlap is therefore submitted after the
@@ -13,12 +14,14 @@ operations that wait for what was submitted before it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
-from .buffer import Block, Mark, Queue, Row
-from .uses import END, Counts, DeviceQueue, Use, Uses, counts_of
+from .buffer import Block, Buffer, Mark, Queue, Row
+from .uses import END, DeviceQueue, Use, Uses, counts_of
 from .waiting import acquired_in_time
 
 if TYPE_CHECKING:
@@ -27,10 +30,10 @@ if TYPE_CHECKING:
     from .mesh_state import MeshState
 
 LOOK_SECONDS = 20e-3
-_Place = tuple[Uses | DeviceQueue, int, int, bool]  # bytes with the same uses, and if written
-
-
-_Spans = dict[Block, tuple[int, int]]
+_Whole = dict[Uses | DeviceQueue, list[Block]]  # blocks that are used as a whole, by their uses
+_Parts = dict[Block, list[Buffer]]  # operands that are part of a block
+# Blocks with the same uses, the same bytes of each (first, one past the last), and if written.
+_Place = tuple[list[Block], int, int, bool]
 
 
 class Work(NamedTuple):
@@ -40,41 +43,60 @@ class Work(NamedTuple):
         queue: the queue.
         rows: the operands; in each row those that are written come first.
         num_written: the number of operands of each row that are written.
-        blocks: the blocks of all operands, if the caller knows them. Blocks that only ``queue`` has
-            used may be left out.
-        version: the order's version at which ``blocks`` was right; -1: it is always.
+        blocks: the blocks of all operands, if the caller knows them.
+        also_read: what the operation reads besides its operands: memory that the compute queue of
+            its GPU has written.
     """
 
     queue: DeviceQueue
     rows: Sequence[Row]
     num_written: int
-    blocks: Collection[Block] = ()
-    version: int = -1
+    blocks: Iterable[Block] = ()
+    also_read: Sequence[Buffer] = ()
 
-    def spans(self) -> list[tuple[Block, int, int, bool]]:
-        """Returns the bytes that the operands span in each block, and whether they are written.
+    def places(self) -> tuple[list[_Place], set[DeviceQueue]]:
+        """Returns the bytes that the operation uses, and the homes of blocks that callers share.
 
-        Leaves out blocks that only this queue has used.
+        It counts as using all bytes between its first and its last operand in a block. Blocks that
+        only this queue has used are left out.
         """
-        queue, rows, num_written, *_ = self
-        written: _Spans = {}
-        read: _Spans = {}
-        for row in rows:
-            for at, operand in enumerate(row):
+        queue, rows, num_written, blocks, also_read = self
+        whole: tuple[_Whole, _Whole] = defaultdict(list), defaultdict(list)
+        parts: tuple[_Parts, _Parts] = defaultdict(list), defaultdict(list)
+        homes: set[DeviceQueue] = set()
+        if blocks and {block.uses for block in blocks} == {queue}:
+            return [], homes
+        for number, operands in enumerate((*zip(*rows, strict=True), also_read)):
+            is_written = number < num_written
+            for operand in operands:
                 block = operand.block
-                if not operand.nbytes or (block.uses is None and block.queue is queue):
+                uses = block.uses
+                if uses is queue:
                     continue
-                found = written if at < num_written else read
-                start = operand.address - block.address
-                stop = start + operand.nbytes
-                if block in found:
-                    start, stop = min(start, found[block][0]), max(stop, found[block][1])
-                found[block] = start, stop
-        return [
-            (block, start, END if stop == block.nbytes else stop, found is written)
-            for found in (written, read)
-            for block, (start, stop) in found.items()
+                if operand.nbytes == block.nbytes:
+                    whole[is_written][uses].append(block)
+                else:
+                    parts[is_written][block].append(operand)
+                if block.shared:
+                    homes.add(uses.home)
+        places = [(each, 0, END, False) for each in whole[False].values()]
+        places += [(each, 0, END, True) for each in whole[True].values()]
+        spans = _spans(parts[False], False) | _spans(parts[True], True)
+        places += [
+            ([block], start, stop, written) for (block, start, stop), written in spans.items()
         ]
+        return places, homes - {queue}
+
+
+def _spans(parts: _Parts, is_written: bool) -> dict[tuple[Block, int, int], bool]:
+    """Returns the bytes of each block that its operands span."""
+    spans = {}
+    for block, operands in parts.items():
+        start = min([each.address for each in operands]) - block.address
+        stop = max([each.address + each.nbytes for each in operands]) - block.address
+        if start < stop:
+            spans[block, start, END if stop == block.nbytes else stop] = is_written
+    return spans
 
 
 class Waits:
@@ -104,6 +126,7 @@ class Order:
         version: grows before and after the uses of blocks change, because a signal handler or
             another thread may look at them meanwhile.
         lock: held while an operation is ordered and submitted.
+        waits: the waits of all threads' operations, except those in command lists.
     """
 
     def __init__(self, mesh_state: MeshState) -> None:
@@ -113,7 +136,7 @@ class Order:
         self._mesh_state = mesh_state
         self._thread = mesh_state.thread
         self._queues: dict[tuple[int, Queue], DeviceQueue] = {}
-        self._waits = Waits()
+        self.waits = Waits()
 
     def queue(self, device: Device, name: Queue) -> DeviceQueue:
         """Returns the queue of this name of the device's GPU."""
@@ -125,9 +148,12 @@ class Order:
         If a wait of a single work fails, nothing was changed. If the command fails or is
         interrupted, it counts as submitted.
         """
-        self._locked(works[0].queue, self._run, command, works)
+        if self.is_needed:
+            self.locked(works[0].queue, self._run, command, works)
+        else:
+            command()
 
-    def _locked(self, queue: DeviceQueue, call: Callable[..., object], *arguments: object) -> None:
+    def locked(self, queue: DeviceQueue, call: Callable[..., object], *arguments: object) -> None:
         """Makes a call under the lock; raises if the mesh fails before."""
         if not self._mesh_state.is_guarded:
             with self.lock:
@@ -152,49 +178,30 @@ class Order:
 
     def _ready(self, work: Work) -> Use | None:
         """Queues the waits of an operation, and records it; None if they need no record."""
-        queue, rows, _, blocks, version = work
-        recorded = self._thread.command_list
-        if not blocks or version not in (-1, self.version) or recorded is not None:
-            blocks = {operand.block for row in rows for operand in row}
-        if recorded is not None:  # each replay begins with settled blocks
+        queue, recorded = work.queue, self._thread.command_list
+        if recorded is not None:  # each replay begins with blocks that need no waits
+            blocks = {operand.block for operand in chain(*work.rows, work.also_read)}
             with queue.device.mesh_state.recording_commands(None):
-                self.settle([block for block in blocks if block not in recorded.blocks])
-            recorded.blocks.update(blocks)
-        if not [1 for block in blocks if block.uses is not None or block.queue is not queue]:
+                self.wait_for_uses(blocks - recorded.blocks)
+            recorded.blocks |= blocks
+        places, homes = work.places()
+        if not places:
             return None
-        spans = work.spans()
-        for other, count in self._counts_before(spans).items():
+        before = [Use(home, home.waited_for_caller) for home in homes]
+        for (block, *_), start, stop, is_written in places:
+            before += block.uses.before(start, stop, is_written=is_written)
+        for other, count in counts_of(before).items():
             self.wait(queue, other, count)
         use = Use(queue)
         self.version += 1
-        made: dict[_Place, Uses | None] = {}
-        for block, start, stop, writes in spans:
-            home = block.queue
-            place = block.uses or home, start, stop, writes
-            if place not in made:
-                made[place] = _after(block, use, start, stop, writes)
-            block.set_uses(made[place])
-            if block.shared and queue is not home:
-                home.debts[queue] = use
+        for together, start, stop, is_written in places:
+            uses = together[0].uses.after(start, stop, use, is_written=is_written)
+            for block in together:
+                block.uses = block.remains.uses = uses
+        for home in homes:
+            home.shared_uses[queue] = use
         self.version += 1
         return use
-
-    def _counts_before(self, spans: Iterable[tuple[Block, int, int, bool]]) -> Counts:
-        """Returns which count of each queue an operation must wait for."""
-        found: list[Use] = []
-        seen: set[_Place] = set()
-        for block, start, stop, writes in spans:
-            home, uses = block.queue, block.uses
-            place = uses or home, start, stop, writes
-            if place not in seen:
-                seen.add(place)
-                if uses is None:
-                    found.append(Use(home, home.submitted))
-                else:
-                    found += uses.before(start, stop, writes=writes)
-            if block.shared:
-                found.append(Use(home, home.entered))
-        return counts_of(found)
 
     def wait(self, queue: DeviceQueue, other: DeviceQueue, count: float) -> None:
         """Makes ``queue`` wait until ``other`` has passed ``count``, unless it does already.
@@ -207,7 +214,7 @@ class Order:
         if queue is other:
             return
         recorded = self._thread.command_list
-        waits = self._waits if recorded is None else recorded.waits
+        waits = self.waits if recorded is None else recorded.waits
         if waits.behind.get((queue, other), -1) >= count:
             return
         covered, mark = waits.marks.get(other, (-1, None))
@@ -225,102 +232,87 @@ class Order:
             for other in others:
                 self.wait(queue, other, other.submitted)
 
-        self._locked(queue, wait)
+        self.locked(queue, wait)
 
     def mark(self, queue: DeviceQueue) -> Mark:
         """Returns a mark of the present end of a queue; takes no lock."""
-        covered, mark = self._waits.marks.get(queue, (-1, None))
+        covered, mark = self.waits.marks.get(queue, (-1, None))
         return mark if mark and covered == queue.submitted else self.new_mark(queue)
 
     def new_mark(self, queue: DeviceQueue) -> Mark:
         """Like ``mark``, also while work is submitted again that is not counted one by one."""
         submitted = queue.submitted  # read first: another thread may submit work meanwhile
         mark = Mark(queue.device, queue.name, queue.device._mark(queue.name))
-        self._waits.marks[queue] = submitted, mark
+        self.waits.marks[queue] = submitted, mark
         return mark
 
-    def last_event(self, queue: DeviceQueue) -> Any:
-        """Returns the event of the queue's last mark, or None."""
-        _, mark = self._waits.marks.get(queue, (0, None))
-        return None if mark is None else mark.event
-
-    def is_behind(self, queue: DeviceQueue, uses: Uses) -> bool:
+    def is_behind(self, queue: DeviceQueue, uses: Uses | DeviceQueue) -> bool:
         """Whether later work of ``queue`` runs after all these uses."""
-        behind = self._waits.behind
+        behind = self.waits.behind
         return all(
             [
                 other is queue or behind.get((queue, other), -1) >= count
-                for other, count in uses.queues.items()
+                for other, count in uses.counts().items()
             ]
         )
 
     def add_work(self, *queues: DeviceQueue) -> None:
         """Records that queues got work that is no operation on Buffers."""
-        self._locked(queues[0], self._count, queues)
+        self.locked(queues[0], self._count, queues)
 
     def _count(self, queues: Iterable[DeviceQueue]) -> None:
         for queue in queues:
             queue.submitted += 1
 
     def add_uses(self, blocks: Iterable[Block], queues: Sequence[DeviceQueue]) -> None:
-        """Records that the present work of these queues may use the blocks."""
+        """Records that queues got work that may use the blocks."""
 
         def add() -> None:
+            self._count(queues)
             self.version += 1
-            uses = Uses.by(queues)
             for block in blocks:
-                block.set_uses(uses)
+                home = block.uses.home
+                block.uses = block.remains.uses = Uses.of_present_work(home, queues)
                 if block.shared:
-                    block.queue.debts.update(uses.ranges[0].writes)
+                    home.shared_uses.update({queue: Use(queue) for queue in queues})
             self.version += 1
 
-        self._locked(queues[0], add)
+        self.locked(queues[0], add)
 
-    def enter(self, queue: DeviceQueue) -> None:
+    def waited_for_caller(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-        self._locked(queue, self._enter, queue)
+        self.add_work(queue)
+        queue.waited_for_caller = queue.submitted
 
-    def _enter(self, queue: DeviceQueue) -> None:
-        queue.submitted += 1
-        queue.entered = queue.submitted
-
-    def leave(self, queue: DeviceQueue) -> None:
-        """Makes a compute queue wait for all other uses of its callers' memory.
+    def wait_for_shared_uses(self, queue: DeviceQueue) -> None:
+        """Makes a compute queue wait for all other uses of memory that callers share.
 
         Devices that have failed are left out: every later call would raise.
         """
 
         def wait() -> None:
-            for other, use in list(queue.debts.items()):
+            for other, use in list(queue.shared_uses.items()):
                 if not other.has_failed:
                     self.wait(queue, other, use.count)
-                if queue.debts.get(other) is use:  # a signal handler may have used it again
-                    del queue.debts[other]
+                if queue.shared_uses.get(other) is use:  # a signal handler may have used it again
+                    del queue.shared_uses[other]
 
-        if queue.debts:
-            self._locked(queue, wait)
+        if queue.shared_uses:
+            self.locked(queue, wait)
 
-    def settle(self, blocks: Iterable[Block]) -> None:
+    def wait_for_uses(self, blocks: Iterable[Block]) -> None:
         """Makes the compute queue of each block's GPU wait for all other uses of the block."""
-        used = [block for block in blocks if block.uses is not None]
+
+        def wait() -> None:
+            for uses in {block.uses for block in used}:
+                for other, count in counts_of(uses.before(0, END, is_written=True)).items():
+                    self.wait(uses.home, other, count)
+            for block in used:
+                block.uses = block.remains.uses = block.uses.home
+
+        used = [block for block in blocks if block.uses is not block.uses.home]
         if used:
-            self._locked(used[0].queue, self._settle, used)
-
-    def _settle(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            if block.uses is not None:
-                uses = block.uses.before(0, END, writes=True)
-                for other, count in counts_of(uses).items():
-                    self.wait(block.queue, other, count)
-                block.set_uses(None)
-
-
-def _after(block: Block, use: Use, start: int, stop: int, writes: bool) -> Uses | None:
-    """Returns a block's uses after an operation on these bytes."""
-    home = block.queue
-    uses = block.uses or Uses.by([home])
-    uses = uses.after(start, stop, use, writes=writes)
-    return None if use.queue is home and set(uses.queues) == {home} else uses
+            self.locked(used[0].uses.home, wait)
 
 
 class RepeatedWork:
@@ -334,7 +326,9 @@ class RepeatedWork:
     """
 
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
-        self._order = devices[0].mesh_state.order
+        mesh_state = devices[0].mesh_state
+        self._order = mesh_state.order
+        self._is_one_process = mesh_state.process_group is None
         self._blocks = tuple(command_list.blocks)
         queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._queues = tuple(queues)
@@ -346,6 +340,12 @@ class RepeatedWork:
 
         If that fails, the blocks count as used by all queues.
         """
+        if self._is_one_process:
+            self._order.locked(self._queues[0], self._run, command)
+        else:  # it may wait for other processes, without the lock
+            self._run(command)
+
+    def _run(self, command: Command) -> None:
         order, queues = self._order, self._queues
         if order.version != self._seen:
             self._settle()
@@ -353,7 +353,6 @@ class RepeatedWork:
             command()
             order.add_work(*queues)
         except BaseException:
-            order.add_work(*queues)
             order.add_uses(self._blocks, queues)
             raise
         if order.version != self._seen:  # exchanges, or other threads, have used the blocks
@@ -361,5 +360,5 @@ class RepeatedWork:
 
     def _settle(self) -> None:
         version = self._order.version  # read first: another thread may use a block meanwhile
-        self._order.settle(self._blocks)
+        self._order.wait_for_uses(self._blocks)
         self._seen = version

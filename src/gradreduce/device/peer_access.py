@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradreduce.errors import DeviceMismatchError
 
-from .buffer import Buffer, Queue, Row
+from .buffer import Block, Buffer, Queue, Row
 
 if TYPE_CHECKING:
     from .device import Device
@@ -47,20 +47,20 @@ def check_accessible(device: Device, operand: Buffer) -> None:
         raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
 
 
-def check_all_accessible(device: Device, homes: Iterable[Device], rows: Iterable[Row]) -> int:
-    """Checks all operands, which are on ``homes``; returns the bytes that cross a link."""
+def check_all_accessible(device: Device, blocks: Iterable[Block], rows: Iterable[Row]) -> int:
+    """Checks all operands, which are in these blocks; returns the bytes that cross a link."""
     here, mesh_state = device.physical, device.mesh_state
-    if all([home.physical == here and home.mesh_state is mesh_state for home in homes]):
+    homes = {block.device for block in blocks}
+    away = {home for home in homes if home.physical != here or home.mesh_state is not mesh_state}
+    if not away:
         return 0
-    operands = list(chain.from_iterable(rows))
-    peers, failed = mesh_state.peers, mesh_state.failed
-    are_peers = all(
-        [each.mesh_state is mesh_state and peers(here, each.physical) for each in homes]
+    are_peers = all([each.mesh_state is mesh_state for each in away]) and all(
+        [mesh_state.peers(here, each.physical) for each in away]
     )
-    if failed or not (are_peers and all([each.block.peer_mapped for each in operands])):
-        for operand in operands:
+    if mesh_state.failed or not (are_peers and all([block.peer_mapped for block in blocks])):
+        for operand in chain.from_iterable(rows):
             check_accessible(device, operand)
-    return sum([operand.nbytes for operand in operands if operand.device.physical != here])
+    return sum([operand.nbytes for row in rows for operand in row if operand.device in away])
 
 
 def check_writable(operand: Buffer) -> None:

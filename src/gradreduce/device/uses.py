@@ -1,11 +1,12 @@
-"""The last uses of a block by the queues of several GPUs."""
+"""Which operations of which queues have used a block last; what an operation must wait for."""
 
 from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .buffer import Queue
@@ -13,32 +14,6 @@ if TYPE_CHECKING:
 
 MAX_RANGES = 16  # of a block that are tracked separately
 END = sys.maxsize  # the end of every block's last range
-
-
-class DeviceQueue:
-    """One queue of a physical device, shared by its logical devices.
-
-    Attributes:
-        device: one of these devices.
-        name: ``compute`` or ``transfer``.
-        submitted: grows before and after each operation. So a mark that was made while another
-            thread or a signal handler was submitting one does not count as behind it.
-        entered: ``submitted`` after the queue last waited for a caller's stream.
-        debts: the last use of callers' memory by each other queue, since a caller's stream last
-            waited for this queue.
-    """
-
-    def __init__(self, device: Device, name: Queue) -> None:
-        self.device = device
-        self.name: Queue = name
-        self.submitted = 0
-        self.entered = 0
-        self.debts: dict[DeviceQueue, Use] = {}
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the physical device has failed."""
-        return self.device.physical in self.device.mesh_state.failed
 
 
 class Use:
@@ -57,82 +32,116 @@ class Use:
         self.count = count
 
 
-Counts = dict[DeviceQueue, float]
+Counts = dict["DeviceQueue", float]
+_Last = Mapping["DeviceQueue", Use]
+_Range = tuple[int, _Last, _Last]
 
 
-class Range(NamedTuple):
-    """Bytes of a block with the same last uses.
+class DeviceQueue:
+    """One queue of a physical device, shared by its logical devices.
+
+    A compute queue is the home of the blocks of its GPU. It also stands for the uses of a block
+    that no other queue has used: it has the methods of ``Uses``.
 
     Attributes:
-        start: the first byte.
-        stop: one past the last byte.
-        writes: the operations that wrote it last: one, or one of each queue if ranges were joined.
-        reads: the last operation of each queue that has read it since.
+        device: one of these devices.
+        name: ``compute`` or ``transfer``.
+        submitted: grows before and after each operation. So a mark that was made while another
+            thread or a signal handler was submitting one does not count as behind it.
+        waited_for_caller: ``submitted`` after the queue last waited for a caller's stream.
+        shared_uses: the last use by each other queue of memory that callers share, since this queue
+            last waited for these uses.
     """
 
-    start: int
-    stop: int
-    writes: Mapping[DeviceQueue, Use]
-    reads: Mapping[DeviceQueue, Use]
+    def __init__(self, device: Device, name: Queue) -> None:
+        self.device = device
+        self.name: Queue = name
+        self.submitted = 0
+        self.waited_for_caller = 0
+        self.shared_uses: dict[DeviceQueue, Use] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the physical device has failed."""
+        return self.device.physical in self.device.mesh_state.failed
+
+    @property
+    def home(self) -> DeviceQueue:
+        """See ``Uses``."""
+        return self
+
+    def before(self, start: int, stop: int, *, is_written: bool) -> list[Use]:
+        """See ``Uses.before``."""
+        return [Use(self, self.submitted)]
+
+    def after(self, start: int, stop: int, use: Use, *, is_written: bool) -> Uses | DeviceQueue:
+        """See ``Uses.after``."""
+        return Uses.of_present_work(self, [self]).after(start, stop, use, is_written=is_written)
+
+    def counts(self) -> Counts:
+        """See ``Uses.counts``."""
+        return {self: self.submitted}
 
 
 class Uses:
     """The last uses of a block that not only its GPU's compute queue has used.
 
-    Never changed: blocks with the same uses share one.
+    Never changed: blocks with the same uses share one. The block is divided into ranges. All bytes
+    of a range have the same last uses: the operations that wrote them last (one, or one of each
+    queue if ranges were joined), and the last operation of each queue that has read them since.
 
     Attributes:
-        ranges: the ranges of the block.
+        home: the compute queue of the block's GPU.
+        ranges: for each range its first byte, the writes and the reads. It ends where the next one
+            begins.
     """
 
-    __slots__ = ("ranges",)
+    __slots__ = ("home", "ranges")
 
-    def __init__(self, ranges: Iterable[Range]) -> None:
-        self.ranges = tuple(ranges)
+    def __init__(self, home: DeviceQueue, ranges: list[_Range]) -> None:
+        self.home = home
+        self.ranges = ranges
 
     @classmethod
-    def by(cls, queues: Iterable[DeviceQueue]) -> Uses:
-        """Returns uses of a whole block by the present work of these queues."""
+    def of_present_work(cls, home: DeviceQueue, queues: Iterable[DeviceQueue]) -> Uses:
+        """Returns uses of a whole block by all work that these queues have now."""
         writes = {queue: Use(queue, queue.submitted) for queue in queues}
-        return cls([Range(0, END, writes, {})])
+        return cls(home, [(0, writes, {})])
 
-    def before(self, start: int, stop: int, *, writes: bool) -> list[Use]:
+    def before(self, start: int, stop: int, *, is_written: bool) -> list[Use]:
         """Returns what an operation on these bytes must wait for.
 
         That excludes reads of a failed device: nobody uses their results, and they may never end.
         """
         found: list[Use] = []
-        for each in self.ranges:
-            if each.start < stop and start < each.stop:
-                found += each.writes.values()
-                if writes:
-                    found += [use for use in each.reads.values() if not use.queue.has_failed]
+        first, last = bisect_left(self.ranges, (start + 1,)) - 1, bisect_left(self.ranges, (stop,))
+        for _, wrote, read in self.ranges[first:last]:
+            found += wrote.values()
+            if is_written:
+                found += [use for use in read.values() if not use.queue.has_failed]
         return found
 
-    def after(self, start: int, stop: int, use: Use, *, writes: bool) -> Uses:
+    def after(self, start: int, stop: int, use: Use, *, is_written: bool) -> Uses | DeviceQueue:
         """Returns the uses after an operation on these bytes, which waits as ``before`` says."""
-        ranges: list[Range] = []
-        for each in self.ranges:
-            begin, end, wrote, read = each
-            if end <= start or stop <= begin:
-                ranges.append(each)
-                continue
-            if begin < start:
-                ranges.append(Range(begin, start, wrote, read))
-            if stop < end:
-                ranges.append(Range(stop, end, wrote, read))
-            if not writes:
-                inside = max(begin, start), min(end, stop)
-                ranges.append(Range(*inside, wrote, {**read, use.queue: use}))
-        if writes:
-            ranges.append(Range(start, stop, {use.queue: use}, {}))
-        return Uses(ranges if len(ranges) <= MAX_RANGES else [_joined(ranges)])
+        queue, ranges = use.queue, self.ranges.copy()
+        first, last = _cut(ranges, start), _cut(ranges, stop)
+        if is_written:
+            ranges[first:last] = [(start, {queue: use}, {})]
+        else:
+            ranges[first:last] = [
+                (begin, wrote, {**read, queue: use}) for begin, wrote, read in ranges[first:last]
+            ]
+        if queue is self.home and all(
+            other is queue for _, wrote, read in ranges for other in (*wrote, *read)
+        ):
+            return queue
+        return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_joined(ranges)])
 
-    @property
-    def queues(self) -> Counts:
-        """The queues that used the block last, each with the count of its last use."""
-        uses = [use for each in self.ranges for last in each[2:] for use in last.values()]
-        return counts_of(uses)
+    def counts(self) -> Counts:
+        """Returns the queues that used the block last, each with the count of its last use."""
+        return counts_of(
+            [use for each in self.ranges for last in each[1:] for use in last.values()]
+        )
 
 
 def counts_of(uses: Iterable[Use]) -> Counts:
@@ -143,13 +152,21 @@ def counts_of(uses: Iterable[Use]) -> Counts:
     return counts
 
 
-def _joined(ranges: Iterable[Range]) -> Range:
+def _cut(ranges: list[_Range], at: int) -> int:
+    """Makes a range begin at this byte; returns its index."""
+    index = bisect_left(ranges, (at,))
+    if at < END and (index == len(ranges) or ranges[index][0] != at):
+        ranges.insert(index, (at, *ranges[index - 1][1:]))
+    return index
+
+
+def _joined(ranges: Iterable[_Range]) -> _Range:
     """Returns one range for all bytes, with the last use of each queue."""
     writes: dict[DeviceQueue, Use] = {}
     reads: dict[DeviceQueue, Use] = {}
-    for each in ranges:
-        for into, last in ((writes, each.writes), (reads, each.reads)):
+    for _, wrote, read in ranges:
+        for into, last in ((writes, wrote), (reads, read)):
             for queue, use in last.items():
                 if queue not in into or into[queue].count < use.count:
                     into[queue] = use
-    return Range(0, END, writes, reads)
+    return 0, writes, reads

@@ -6,7 +6,7 @@ IndexedSlices, whose rows differ. Source: tf.distribute.ReductionToOneDevice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce import ops
@@ -84,22 +84,18 @@ def quotients(
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
-    for indices, device in by_gpu(outs):
+    for indices in by_physical([out.device for out in outs]).values():
         here, terms = [outs[index] for index in indices], [sums[index] for index in indices]
         if terms[0].dtype.kind in "iu":
-            ops.divide(here, terms, divisor, device=device)
+            ops.divide(here, terms, divisor, device=here[0].device)
         else:
             ops.all_sum(
-                [[out] for out in here], [[term] for term in terms], divisor=divisor, device=device
+                [[out] for out in here],
+                [[term] for term in terms],
+                divisor=divisor,
+                device=here[0].device,
             )
     return outs
-
-
-def by_gpu(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """Yields for each GPU the indices of its buffers, and the device that launches."""
-    devices = [buffer.device for buffer in buffers]
-    for indices in by_physical(devices).values():
-        yield indices, devices[indices[0]]
 
 
 def copied_to(

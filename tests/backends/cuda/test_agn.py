@@ -45,7 +45,7 @@ def trained(mesh, way, num_turns=10) -> list[np.ndarray]:
     kept = [each for getter, ours, _ in team for var in ours[::-1]
             for each in (getter.accumulation(var), var)]  # fmt: skip
     kept = [*team[0][2].variables(), *team[1][2].variables(), *center.variables(), *kept]
-    # The last device first: reading a leader waits for its work for others.
+    # The last device first: reading the first one waits for its work for others.
     return [buffer.numpy() for each in kept[::-1] for buffer in each.buffers[::-1]]
 
 

@@ -126,13 +126,13 @@ def test_no_wait_is_queued_twice(gpus):
 def test_a_freed_block_that_another_device_of_the_gpu_used_is_free_at_once(gpus):
     gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        leader, other = mesh.devices
-        term = leader.upload(np.ones(400, np.float32))
+        first, other = mesh.devices
+        term = first.upload(np.ones(400, np.float32))
         found = set()
         for _ in range(3):
             made = other.empty((7,), "float32")
             found.add(made.address)
-            ops.add_n([made], [[term.view(0, (7,))]], device=leader)
+            ops.add_n([made], [[term.view(0, (7,))]], device=first)
             del made
         assert len(found) == 1
         assert not other._deferred_free._deferred

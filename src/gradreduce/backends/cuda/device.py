@@ -510,8 +510,8 @@ class CudaDevice(Device):
         queue, waits for it. Recording an event waits too, so an earlier one is queried first.
         """
         order = self.mesh_state.order
-        earlier = order.last_event(queue)
-        status = 0 if earlier is None else int(runtime.eventQuery(earlier.ptr))
+        _, earlier = order.waits.marks.get(queue, (0, None))
+        status = 0 if earlier is None else int(runtime.eventQuery(earlier.event.ptr))
         if status:
             return status
         event = order.mark(queue).event  # must live until it was queried
