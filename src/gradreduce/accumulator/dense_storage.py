@@ -92,24 +92,16 @@ class DenseStorage(Storage):
         The result has the same bits as if each gradient was added by its own call. New sums of one
         device and dtype are allocated back to back, so that a take need not pack them.
         """
-        fresh = []
+        fresh = [each for each in additions if each.total is None]
         for each in additions:
             gradients = [ensure_accessible(each.device, part.values) for part in each.gradients]
             each.in_place = each.total is not None
-            if not each.in_place:
-                fresh.append(each)
-            each.steps = [gradients]
-            if len(gradients) > 1:
-                first = 0 if each.in_place else 1
-                runs = groupby(gradients[first:], attrgetter("dtype"))
-                each.steps = [gradients[:first]] * first + [list(run) for _, run in runs]
-        if len(fresh) == 1 and not fresh[0].state.over_mesh:
-            (one,) = fresh
-            one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
-        elif fresh:
-            sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
-            for each, total in zip(fresh, _allocate_flat(sums), strict=True):
-                each.total = total
+            num_first = 0 if each.in_place else 1
+            runs = groupby(gradients[num_first:], attrgetter("dtype"))
+            each.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
+        sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
+        for each, total in zip(fresh, _allocate_flat(sums), strict=True):
+            each.total = total
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""

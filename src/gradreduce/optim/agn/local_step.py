@@ -144,9 +144,9 @@ def _additions(
     for indices in by_physical([total.device for total in totals]).values():
         job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
         launches.append(partial(job.run, ops.add_to_rows))
-    rows = additions_of(list(pending.values()))
-    added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
-    return [*launches, *rows.out_of_place, *rows.in_place], added
+    rows, out_of_place, in_place = additions_of(list(pending.values()))
+    added |= {var: each.total for var, each in zip(pending, rows, strict=True)}
+    return [*launches, *out_of_place, *in_place], added
 
 
 def compile_sums(variables: Sequence[Variable]) -> None:
