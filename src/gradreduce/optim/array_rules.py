@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce import ops
@@ -13,16 +14,16 @@ from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.device import Buffer, Device
 from gradreduce.ops import Update
 
-from .update_plan import Job, Rule
+from .update_plan import Job
 
 OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
-def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
-    """Runs a Python rule on copies; returns a rule that copies the results back.
+def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Callable[[], None]:
+    """Runs a Python rule on copies; returns a function that copies the results back.
 
     Because it runs on copies, variables and slots are unchanged if it raises. No lock is held while
-    it runs. This function also calls ``job.begin``.
+    it runs. This function also runs ``job.before``.
 
     Args:
         apply: ``apply(variable, slots, gradient)`` changes the first two in place. The arguments
@@ -31,27 +32,21 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
         names: the names of the slots.
         job: the job of the update.
     """
-    job.begin()
-    launch = _computed(apply, names, job.updates, job.device)
-    return lambda _, device: launch()
-
-
-def _computed(
-    apply: OnArrays, names: Sequence[str], rows: Sequence[Update], device: Device
-) -> Callable[[], None]:
-    """Runs a rule; returns a function that copies the results."""
+    for launch in job.before:
+        launch()
+    job.before = []
     outs: list[Buffer] = []
     values: list[Buffer] = []
-    for row in rows:
-        copied = _copied(row, device)
+    for row in job.updates:
+        copied = _copied(row, job.device)
         changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
-        if not isinstance(device, DryRunDevice):
-            _call(apply, names, [*changed, row[-1]], device)
+        if not isinstance(job.device, DryRunDevice):
+            _call(apply, names, [*changed, row[-1]], job.device)
         if len(copied) > len(changed):
             copied[0] = changed[0]  # the copy below rounds the master to its variable
         outs += row[:-1]
         values += copied
-    return lambda: ops.pack(outs, values, device=device)
+    return partial(ops.pack, outs, values, device=job.device)
 
 
 def _copied(row: Update, device: Device) -> list[Buffer]:

@@ -14,15 +14,15 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, densified
+from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.autodiff.gradients import Engine, Pairs
+from gradreduce.autodiff.gradients import Engine
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import by_name, checked, downloader, equal, optional, some_of
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
     Device,
-    LaunchBatch,
     PackInfo,
     as_deadline,
     as_flag,
@@ -58,7 +58,7 @@ from .gradient_inputs import (
 )
 from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
-from .update_plan import Job, Plan, by_kernel
+from .update_plan import Job, Plan
 
 Scalars = tuple[float, ...]
 SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
@@ -469,12 +469,9 @@ class Optimizer(NotCopied):
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine,
         )  # fmt: skip
-        value, pairs = self._differentiated(gradients)
+        is_whole = self._devices is not None and current_replica() is None
+        value, pairs = gradients_of_replicas(gradients, self._devices) if is_whole else gradients()
         return (value, pairs) if return_loss else pairs
-
-    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        """Calls ``gradients``; AGN overrides this to call it for each replica."""
-        return gradients()
 
     _devices: Sequence[Device] | None = None  # of all replicas; None: those of the variables
 
@@ -728,7 +725,7 @@ class Optimizer(NotCopied):
             grads = densified(slices) if self._densifies else slices
         masters = [row for row in rows if row[1].dtype is not row[0].dtype]
         ops.pack([row[1] for row in masters], [row[0] for row in masters], device=at)
-        self._ready(Job([row[:-1] for row in rows], grads), (), None)()
+        self._ready(Job([row[:-1] for row in rows], grads), ())()
         if (rule := self._rule) is not None:
             for variant in others:
                 more = [[*row, row[0]] for row in rows]  # the operand that a variant has besides
@@ -803,7 +800,7 @@ class Optimizer(NotCopied):
         if plan.shared:
             begin_writes(plan.shared)
         scalars, powers = self._next_update(self._slots.powers)
-        ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
+        ready = [self._ready(job, scalars) for job in plan.jobs(parts)]
         self._launch(ready, plan.devices, plan.label, powers, count)
 
     def _launch(
@@ -825,26 +822,25 @@ class Optimizer(NotCopied):
         """
         mesh_state = devices[0].mesh_state
         with DeferInterrupts():
-            with mesh_state.launch_lock, mesh_state.fail_on_partial_write(devices):
-                thread = mesh_state.thread
-                before, thread.label = thread.label, label  # label_scope would take 1 µs longer
-                try:
-                    for launch in launches:
-                        launch()
-                finally:
-                    thread.label = before
+            with (
+                mesh_state.launch_lock,
+                mesh_state.fail_on_partial_write(devices),
+                mesh_state.label_scope(label),
+            ):
+                for launch in launches:
+                    launch()
                 self._slots.commit(powers)
             count()
             release_inputs()
 
     def _ready(
-        self,
-        job: Job,
-        scalars: tuple[float, ...],
-        writer: LaunchBatch | None,
-        variant: ops.Variant = "plain",
+        self, job: Job, scalars: Scalars, variant: ops.Variant = "plain"
     ) -> Callable[[], None]:
         """Returns a function that launches a job. A Python rule is computed right away."""
-        if (rule := self._rule) is not None:
-            return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, variant], scalars, writer))
-        return partial(job.end, run_python_rule(self._apply, self._slot_names, job))
+        if self._rule is None:
+            return partial(job.run, run_python_rule(self._apply, self._slot_names, job))
+        kernel = ops.RULE_KERNELS[self._rule, variant]
+        update = partial(
+            ops.update_rows, kernel, job.updates, scalars, job.device, writer=job.writer
+        )
+        return partial(job.run, update)

@@ -7,7 +7,7 @@ copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -41,6 +41,7 @@ class Plan:
         totals: for each variable, sums that the update writes too, one for each copy.
 
     Attributes:
+        totals: see above.
         shared: the variables that share memory with parameters of a PyTorch module.
         written: for each copy of each variable, the buffers that an update writes.
         devices: the device of each copy.
@@ -48,7 +49,7 @@ class Plan:
         ranges: the address ranges of the buffers in ``written``.
         rule: the compiled rule; None for a Python rule.
         indices_by_gpu: for each physical device, the indices of the copies there.
-        writers: for each physical device, the result of ``writer_of``.
+        writers: for each physical device, a ``LaunchBatch`` of ``written``, or None.
         device_over_processes: a device of a mesh of several processes; None: all have one.
     """
 
@@ -57,15 +58,15 @@ class Plan:
         variables: Sequence[Variable],
         slots: Slots,
         rule: ops.UpdateRule | None,
-        totals: Sequence[Sequence[Buffer]] = (),
+        totals: Mapping[Variable, tuple[Buffer, ...]] | None = None,
     ) -> None:
-        self.variables = tuple(variables)
+        self.variables, self.totals = tuple(variables), totals or {}
         self.label = PackInfo(range(len(variables)), names=[each.name for each in variables])
         self.shared = [var for var in variables if var._parameters]
         self.rule = rule
         self._slots = slots.by_name  # a checkpoint that is loaded later replaces this dict
         self.written = [row for var in variables for row in slots.rows(var)]
-        for row, total in zip(self.written, chain(*totals), strict=False):
+        for row, total in zip(self.written, chain(*self.totals.values()), strict=False):
             row.append(total)
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
@@ -88,14 +89,16 @@ class Plan:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
-    def jobs(self, gradients: Sequence[Part]) -> list[tuple[Job, LaunchBatch | None]]:
-        """Returns a job for each physical device, and its writer if all gradients are dense."""
-        found: list[tuple[Job, LaunchBatch | None]] = []
-        for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True):
-            written = [self.written[index] for index in indices]
-            job = Job(written, [gradients[index] for index in indices])
-            found.append((job, writer if job.is_dense else None))
-        return found
+    def jobs(self, gradients: Sequence[Part]) -> list[Job]:
+        """Returns a job for each physical device."""
+        return [
+            Job(
+                [self.written[index] for index in indices],
+                [gradients[index] for index in indices],
+                writer=writer,
+            )
+            for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True)
+        ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns gradients as Buffers if all are on their devices or on the host.
@@ -132,16 +135,6 @@ def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch |
     return LaunchBatch(device, rows) if len(kinds) == 1 else None
 
 
-Rule = Callable[[Sequence[Update], Device], None]
-
-
-def by_kernel(
-    kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
-) -> Rule:
-    """Returns a rule that launches a kernel with these scalars."""
-    return lambda rows, at: ops.update_rows(kernel, rows, scalars, at, writer=writer)
-
-
 class Job:
     """One update of the copies on one physical device, with all memory allocated.
 
@@ -149,23 +142,31 @@ class Job:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
         gradients: the gradient of each copy, on the same physical device.
+        writer: a ``LaunchBatch`` of ``written``, or None.
 
     Attributes:
         device: the device of the first copy, whose compute queue launches.
         updates: the operands of the rule, a row for each copy.
-        is_dense: whether all gradients are dense, so that ``updates`` has the order of ``written``.
+        writer: see above; None if a gradient is sparse, because ``updates`` has other rows then.
+        before: launches before the rule, which gather the rows of sparse gradients.
     """
 
-    def __init__(self, written: Sequence[Sequence[Buffer]], gradients: Sequence[Part]) -> None:
-        self.device = written[0][0].device
+    def __init__(
+        self,
+        written: Sequence[Sequence[Buffer]],
+        gradients: Sequence[Part],
+        *,
+        writer: LaunchBatch | None = None,
+    ) -> None:
+        self.device, self.writer = written[0][0].device, writer
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
-        self._before: list[Callable[[], None]] = []
+        self.before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
-        self.is_dense = len(self.updates) == len(pairs)
-        if not self.is_dense:
+        if len(self.updates) < len(pairs):
+            self.writer = None
             self._add_sparse(
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )
@@ -190,24 +191,13 @@ class Job:
         rows, wholes, plans = zip(*takes, strict=True)
         indices = [segments.indices for segments in plans]
         singles = [ops.single_row_segments(segments.num_segments) for segments in plans]
-        self._before = [
+        self.before = [
             ops.segment_sum_command(*zip(*merges, strict=True), device=device),
             ops.take_rows_command(rows, wholes, indices, device=device),
         ]
         self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=device)]
 
-    def begin(self) -> None:
-        """Gathers rows for sparse gradients."""
-        for launch in self._before:
+    def run(self, rule: Callable[[], None]) -> None:
+        """Gathers rows for sparse gradients, launches the rule, and scatters the rows back."""
+        for launch in (*self.before, rule, *self._after):
             launch()
-
-    def end(self, rule: Rule) -> None:
-        """Launches the rule, and scatters rows back."""
-        rule(self.updates, self.device)
-        for launch in self._after:
-            launch()
-
-    def run(self, rule: Rule) -> None:
-        """Updates the copies by a rule: ``begin``, then ``end``."""
-        self.begin()
-        self.end(rule)

@@ -35,7 +35,7 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def join(self, optimizer: Optimizer) -> None:
+    def join(self, optimizer: Optimizer) -> object:
         """Registers an optimizer. The first one defines the rule.
 
         Raises:

@@ -17,13 +17,10 @@ from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
-from gradreduce.autodiff.gradients import Pairs
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.errors import brief
-from gradreduce.optim.compute_gradients import gradients_of_replicas
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
 from gradreduce.optim.hyperparameters import as_count, no_attribute
 from gradreduce.optim.optimizer import Optimizer
@@ -181,11 +178,6 @@ class AGNOptimizer(Optimizer):
         """Returns the slots of worker and center variables, sorted by name."""
         found = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(found, key=lambda each: each.name)
-
-    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        if current_replica() is not None:
-            return gradients()
-        return gradients_of_replicas(gradients, self._devices)
 
     @StreamScope()
     def apply_gradients(

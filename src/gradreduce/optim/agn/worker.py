@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, copied_to, deadline_scope
+from gradreduce.device import Buffer, Device, PackInfo, copied_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.update_plan import Plan
 
 from .center_interface import Center
-from .local_step import LocalPlan, compile_sums, local_step
+from .local_step import compile_sums, fused_step, local_step
 from .push import PushConfig, compile_push
 from .worker_variables import WorkerVariables
 
@@ -54,7 +55,7 @@ class Worker:
         self.inner, self.variables, self.config = inner, variables, config
         self._center, self._resets = center, resets
         self.push_pending = False
-        self._local: LocalPlan | None = None  # the plan of the last step, if it was dense
+        self._local: Plan | None = None  # the plan of the last step, if it was dense
 
     def apply(
         self,
@@ -77,7 +78,7 @@ class Worker:
             plan = None
         if plan is None:
             self._compile(variables)
-        devices = [device for var in variables for device in var.devices] if seconds else []
+        devices = plan.devices if plan else [each for var in variables for each in var.devices]
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
@@ -89,7 +90,7 @@ class Worker:
             if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
-                self._step(variables, parts, plan, global_step)
+                self._step(variables, devices, parts, plan, global_step)
         return retry_push or not self.variables.num_steps % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
@@ -97,8 +98,9 @@ class Worker:
     def _step(
         self,
         variables: Sequence[Variable],
+        devices: Sequence[Device],
         parts: Sequence[Part],
-        plan: LocalPlan | None,
+        plan: Plan | None,
         global_step: Variable | None,
     ) -> None:
         """Runs a local step, and a push if the step is the last of its period."""
@@ -108,19 +110,26 @@ class Worker:
         ends_period = not (self.variables.num_steps + 1) % self.config.period
         if ends_period:
             push = self._ready_push(powers, variables, global_step)
-        if plan is not None and _are_dense(parts):
-            step = plan.step(parts, scalars, shared.sums)
+        label = (
+            plan.label
+            if plan
+            else PackInfo(range(len(variables)), names=[var.name for var in variables])
+        )
+        if plan is not None and {type(part) for part in parts} == {Buffer}:
+            launches, sums = fused_step(inner, plan, parts, scalars, shared.sums)
         else:
             self.prepare(variables)
-            step = local_step(inner, variables, parts, scalars, shared.sums, self._local)
+            launches, sums, plan = local_step(
+                inner, variables, parts, scalars, shared.sums, self._local
+            )
 
         def count() -> None:
             shared.num_steps += 1
             self.push_pending = ends_period  # until the push has been launched
-            shared.sums, self._local = step.sums, step.plan
+            shared.sums, self._local = sums, plan
 
         with self._center.push_scope():
-            inner._launch(step.launches, step.devices, step.label, powers, count)
+            inner._launch(launches, devices, label, powers, count)
             if ends_period:
                 push()
 
@@ -205,10 +214,6 @@ class Worker:
             self.push_pending = False
 
         self._center.pull(self.inner, self.variables, pulled)
-
-
-def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:
-    return {type(part) for part in parts} == {Buffer}
 
 
 # Names of slots that hold momentum.

@@ -21,7 +21,7 @@ class WorkerVariables:
         pulled: the value from which the distance scaling measures, on the worker's first device;
             see ``Worker._record_pull``.
         num_steps: the number of local steps.
-        last_push: the plan of the last push if it can run again, its sums, and the version of the
+        last_push: the plan of the last push if it can run again, its sums, and the slots of the
             center. Used by a center in this process.
     """
 
@@ -30,7 +30,7 @@ class WorkerVariables:
         self.sums: Sums = {}
         self.pulled: dict[Variable, Buffer] = {}
         self.num_steps = 0
-        self.last_push: tuple[PushPlan, Sums, int] | None = None
+        self.last_push: tuple[PushPlan, Sums, object] | None = None
 
     def center_of(self, var: Any) -> Variable:
         """Returns the center variable of ``var``; raises ``KeyError`` if there is none."""
