@@ -18,11 +18,9 @@ from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.errors import InvalidArgumentError
 
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, Shape, normalized, shape_of
 
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
-Shape = tuple[int, ...]
 
 
 @traceable
@@ -129,13 +127,11 @@ def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = 
     return np.ravel(a)[np.take(_positions(a.shape), read, axis, mode=mode)]
 
 
-def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
-    return np.ravel(arr)[np.take_along_axis(_positions(arr.shape), _on_host(indices), axis)]
-
-
 RULES[index_into] = _index_into
 RULES[embedding_lookup] = _embedding_lookup
 COMPOSED[np.take] = _take
-COMPOSED[np.take_along_axis] = _take_along_axis
+COMPOSED[np.take_along_axis] = lambda arr, indices, axis=-1: np.ravel(arr)[
+    np.take_along_axis(_positions(arr.shape), _on_host(indices), axis)
+]
 _by_position(np.repeat)
 _by_position(np.diagonal)

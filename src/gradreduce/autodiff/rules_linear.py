@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
 from .unsupported import no_rule
 
 
