@@ -22,11 +22,10 @@ from gradreduce.optim.hyperparameters import as_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
-from .center_interface import Center
+from .center_interface import Center, WorkerVariables
 from .checkpoint import queued_center, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
-from .worker_variables import WorkerVariables
 
 
 class CenterState(Center):

@@ -26,11 +26,11 @@ from gradreduce.optim.hyperparameters import as_count, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
+from .checkpoint import load_worker, queued_worker
 from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, step_counter
 from .worker import Worker
-from .worker_checkpoint import load_worker, queued_worker
 
 
 class AGNOptimizer(Optimizer):

@@ -19,10 +19,9 @@ from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
 
-from .center_interface import Center
+from .center_interface import Center, WorkerVariables
 from .local_step import compile_sums, fused_step, local_step
 from .push import PushConfig, compile_push
-from .worker_variables import WorkerVariables
 
 
 class Worker:
