@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from gradreduce import checkpoint
@@ -125,11 +126,7 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
         for name, value in of_var.items():
             slot = made[name][var] = slots.named(var, name)
             slot.assign(converted(value, slot.dtype))
-
-    def load() -> None:
-        slots.by_name = made
-
-    return load
+    return partial(setattr, slots, "by_name", made)
 
 
 def saved_number(value: Any) -> Any:

@@ -71,8 +71,8 @@ def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
             what = f"{name}={text_of(value)} returned {brief(found)}; it must return"
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{what} a number") from None
-    if is_decay:
-        check_decay(name, number)
+    if is_decay and not 0 <= number < 1:
+        raise ValueError(f"{name}={brief(number)} must be at least 0 and below 1")
     return number
 
 
@@ -113,12 +113,6 @@ def text_of(value: Any) -> str:
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return brief(value)
-
-
-def check_decay(name: str, value: float) -> None:
-    """Raises ``ValueError`` unless a number is at least 0 and below 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={brief(value)} must be at least 0 and below 1")
 
 
 def as_count(name: str, value: Any, *, least: int) -> int:

@@ -34,7 +34,6 @@ from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .array_rules import run_python_rule
 from .checkpoint import (
     check_fingerprints,
     fingerprint,
@@ -58,7 +57,7 @@ from .gradient_inputs import (
 )
 from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
-from .update_plan import Job, Plan
+from .update_plan import Job, Plan, run_python_rule
 
 Scalars = tuple[float, ...]
 SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
@@ -797,8 +796,7 @@ class Optimizer(NotCopied):
             parts: the gradient of each copy.
             count: increments the global step.
         """
-        if plan.shared:
-            begin_writes(plan.shared)
+        begin_writes(plan.shared)
         scalars, powers = self._next_update(self._slots.powers)
         ready = [self._ready(job, scalars) for job in plan.jobs(parts)]
         self._launch(ready, plan.devices, plan.label, powers, count)
