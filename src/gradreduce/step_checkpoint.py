@@ -65,7 +65,7 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
     slots = step.shards.queued_slots() if step.shards else None
-    state: dict[str, Any] = download(
+    return download(
         {
             "format": _FORMAT,
             "num_replicas": step.num_replicas,
@@ -76,7 +76,6 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
             **step.scaling.state_dict(),
         }
     )
-    return state
 
 
 def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:

@@ -460,8 +460,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a
                 number.
         """
-        (taken,) = take_grads(
+        taken: list[IndexedSlices | Mirrored] = take_grads(
             [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
         )
-        made: IndexedSlices | Mirrored = taken
-        return made
+        return taken[0]

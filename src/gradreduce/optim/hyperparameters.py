@@ -122,8 +122,7 @@ def as_count(name: str, value: Any, *, least: int) -> int:
         TypeError: it is not an integer.
         ValueError: it is smaller.
     """
-    count: int = integer(least)(name, value)
-    return count
+    return integer(least)(name, value)
 
 
 def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") -> AttributeError:

@@ -585,8 +585,7 @@ class Optimizer(NotCopied):
         """
         download = downloader(as_deadline(deadline), output_type)
         fingerprints = queued_fingerprints(self._slots)
-        state: dict[str, Any] = download({**self._queued_state(), "fingerprints": fingerprints})
-        return state
+        return download({**self._queued_state(), "fingerprints": fingerprints})
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.

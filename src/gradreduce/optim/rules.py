@@ -329,8 +329,9 @@ class LionOptimizer(_DecayingOptimizer):
         master_dtype: Any = None,
     ) -> None:
         super().__init__(name, lazy=lazy, master_dtype=master_dtype)
-        numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
-        self._set_numbers(**numbers, weight_decay=weight_decay)
+        self._set_numbers(
+            learning_rate=learning_rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay
+        )
 
     def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
         (lr, beta1, beta2, weight_decay), powers = super()._next_update(powers)
@@ -451,8 +452,9 @@ class RMSPropOptimizer(Optimizer):
         if as_flag("centered", centered):
             self._rule = update_rules.rmsprop_centered
         super().__init__(name, master_dtype=master_dtype)
-        numbers = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum}
-        self._set_numbers(**numbers, epsilon=epsilon)
+        self._set_numbers(
+            learning_rate=learning_rate, decay=decay, momentum=momentum, epsilon=epsilon
+        )
         _is_torch(eps_mode)
         self.eps_mode = eps_mode
 

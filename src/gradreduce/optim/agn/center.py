@@ -358,8 +358,7 @@ class AGNCenter(NotCopied):
         with center.lock:
             center.check_usable()
             copies = queued_center(center.variables, center.slots)
-        state: dict[str, Any] = download(copies)
-        return state
+        return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.

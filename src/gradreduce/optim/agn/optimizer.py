@@ -321,8 +321,7 @@ class AGNOptimizer(Optimizer):
             BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
-        state: dict[str, Any] = download(queued_worker(self._worker))
-        return state
+        return download(queued_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
