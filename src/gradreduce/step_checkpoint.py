@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradreduce import checkpoint, step_scaling
 from gradreduce.accumulator import ConditionalAccumulator
@@ -20,6 +20,7 @@ from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers
 from gradreduce.device.process_group import Description, digest_of
+from gradreduce.errors import NotCopied
 from gradreduce.optim import Optimizer
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
@@ -27,8 +28,8 @@ from gradreduce.step_shards import OptimizerShards
 _FORMAT = "gradreduce SyncStep 2"
 
 
-class StepParts(NamedTuple):
-    """The parts of a ``SyncStep``.
+class StepParts(NotCopied):
+    """The parts of a ``SyncStep`` that its state depends on.
 
     Attributes:
         variables: the variables of the step.
@@ -36,20 +37,20 @@ class StepParts(NamedTuple):
         optimizer: the optimizer, with slots of these variables.
         devices: the devices of this process.
         num_replicas: the number of replicas in all processes.
-        shards: the shards if ``shard_optimizer`` is True; otherwise None.
-        scaling: scales the mean gradients.
+        num_required: the number of gradients that an update needs.
     """
 
-    variables: Sequence[Variable]
+    variables: tuple[Variable, ...]
     accumulators: Sequence[ConditionalAccumulator]
     optimizer: Optimizer
-    devices: Sequence[Device]
+    devices: tuple[Device, ...]
     num_replicas: int
-    shards: OptimizerShards | None
-    scaling: GradientScaling
+    num_required: int
+    _shards: OptimizerShards | None = None  # if ``shard_optimizer`` is True
+    _scaling: GradientScaling  # scales the mean gradients
 
 
-def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[str, Any]:
+def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
     download = checkpoint.downloader(None, output_type)
     owners = checkpoint.by_name(step.variables)
@@ -64,16 +65,16 @@ def saved_state(step: StepParts, num_required: int, output_type: str) -> dict[st
     _check_alike(step, "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step, saved["partial_sums"])
-    slots = step.shards.queued_slots() if step.shards else None
+    slots = step._shards.queued_slots() if step._shards else None
     return download(
         {
             "format": _FORMAT,
             "num_replicas": step.num_replicas,
-            "num_required": num_required,
+            "num_required": step.num_required,
             "variables": copies,
             "optimizer": step.optimizer._queued_state(slots),
             "accumulators": accumulators,
-            **step.scaling.state_dict(),
+            **step._scaling.state_dict(),
         }
     )
 
@@ -93,10 +94,8 @@ def _of_all_replicas(step: StepParts, sums: list[Any]) -> list[Any]:
         return [buffer.numpy() for buffer in exchange_all(device, own, shapes)]
 
 
-def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
-    """Validates a state and allocates memory; returns a function that loads it.
-
-    The returned function returns the saved ``num_required``.
+def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
+    """Validates a state and allocates memory; returns functions that load it.
 
     Raises:
         KeyError: a key is missing or unknown.
@@ -118,7 +117,7 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
     _check_alike(step, "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
     found = checkpoint.checked("state", state, schema)
     checkpoint.check_order("state['variables']", state["variables"], owners)
-    divided = step.shards.divided if step.shards else None
+    divided = step._shards.divided if step._shards else None
     optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
     loads = [step.optimizer._ready_state(*optimizer)]
     num_replicas = found["num_replicas"]
@@ -131,15 +130,10 @@ def ready_state(step: StepParts, state: Any) -> Callable[[], int]:
         )
         loads.append(ready)
     continues = any(each["num_accumulated"] for each in found["accumulators"].values())
-    loads.append(step.scaling.ready_state(found, continues=continues))
+    loads.append(step._scaling.ready_state(found, continues=continues))
     loads.append(checkpoint.ready_values(found["variables"], owners))
-
-    def load() -> int:
-        for load_one in loads:
-            load_one()
-        return int(found["num_required"])
-
-    return load
+    loads.append(partial(setattr, step, "num_required", found["num_required"]))
+    return loads
 
 
 def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> dict[str, Any]:
