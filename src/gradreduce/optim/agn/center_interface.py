@@ -27,7 +27,7 @@ class WorkerVariables:
         sums: the sums of gradients since the last push. A step or push sets a new mapping; items
             are not added to, or removed from, the old one.
         pulled: the value from which the distance scaling measures, on the worker's first device;
-            see ``Worker._record_pull``.
+            see ``Worker._pulled``.
         num_steps: the number of local steps.
         last_push: the plan of the last push if it can run again, its sums, and the slots of the
             center. Used by a center in this process.

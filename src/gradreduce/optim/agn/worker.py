@@ -173,28 +173,27 @@ class Worker:
         scalars, powers_after = inner._next_update(powers)
 
         def pushed() -> None:
-            if self.config.gamma is not None:
-                self._record_pull(shared.sums)
-            self.push_pending = False
             inner._slots.powers = powers_after
             if self._resets:
                 self._reset(shared.sums)
-            shared.sums = {}
+            self._pulled(shared.sums)
             count()
 
         return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
-    def _record_pull(self, variables: Iterable[Variable]) -> None:
-        """Copies the worker's variables right after a pull or push, when they equal the center.
+    def _pulled(self, variables: Iterable[Variable]) -> None:
+        """Ends a period after a pull or push, when these variables equal the center.
 
-        ``distance_scale`` measures the distance between the center at the next push and these
-        values. A push copies the variables that it pushes; the others keep the value of an earlier
-        pull. Before the first pull or push counts the value that a variable of the worker has at
-        ``prepare`` or its first step, also if the center has another.
+        ``distance_scale`` measures the distance between the center at the next push and the values
+        that are copied here. A push copies the variables that it pushes; the others keep the value
+        of an earlier pull. Before the first pull or push counts the value that a variable of the
+        worker has at ``prepare`` or its first step, also if the center has another.
         """
-        for var in variables:
+        for var in variables if self.config.gamma is not None else ():
             kept = self.variables.pulled[var]
             kept.device.copy(kept, var.buffers[0])
+        self.variables.sums = {}
+        self.push_pending = False
 
     def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
@@ -206,12 +205,7 @@ class Worker:
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
         check_unread(self.variables.centers)
-
-        def pulled() -> None:
-            self._record_pull(self.variables.pulled)
-            self.variables.sums = {}
-            self.push_pending = False
-
+        pulled = partial(self._pulled, self.variables.pulled)
         self._center.pull(self.inner, self.variables, pulled)
 
 
