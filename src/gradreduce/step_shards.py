@@ -30,7 +30,7 @@ from gradreduce.device.exchange import agreed, exchange, telling_others
 from gradreduce.device.process_group import Description, Parcel
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
-from gradreduce.optim.optimizer import SlotValues
+from gradreduce.optim.checkpoint import SlotValues
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
