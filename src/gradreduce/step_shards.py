@@ -281,16 +281,15 @@ class OptimizerShards(CrossDeviceOps):
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
         first = self._devices[0]
-        if self._scaling.acts:
-            with telling_others(first):
-                if not self._scaling.apply(
-                    [
-                        [mean for mean in means.values() if mean.device is device]
-                        for device in self._devices
-                    ],
-                    partial(self._sums_of_all, indices),
-                ):
-                    return False
+        with telling_others(first):
+            if not self._scaling.apply(
+                [
+                    [mean for mean in means.values() if mean.device is device]
+                    for device in self._devices
+                ],
+                partial(self._sums_of_all, indices),
+            ):
+                return False
         begin_writes(self._whole)
         # If the update or the copies fail, the copies of a variable would differ.
         with (

@@ -357,8 +357,6 @@ class SyncStep(StepParts):
 
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""
-        if not self._scaling.acts:
-            return True
         rows = [mean.buffers for mean in means if mean is not None]
         with telling_others(self.devices[0]):
             return self._scaling.apply(list(zip(*rows, strict=True)))

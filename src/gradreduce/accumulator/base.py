@@ -132,7 +132,6 @@ class ConditionalAccumulatorBase(NotCopied):
             InvalidArgumentError: ``new_global_step`` does not fit in int64.
             CancelledError: the accumulator was closed.
         """
-        self._state.mesh_state.check_process()
         self._state.set_step(as_step("new_global_step", new_global_step))
 
     def close(self) -> None:

@@ -37,8 +37,6 @@ from gradreduce.reduce.one_device import by_gpu
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
 
-# Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
-_Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 _Divisions = dict[float, list[tuple[Buffer, Buffer]]]  # divisor -> sums and outputs
 
 
@@ -116,7 +114,8 @@ class DenseStorage(Storage):
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
         """See ``Storage``. Sums may be reduced or divided in place."""
         taken: dict[AccumulatorState, tuple[Part, ...]] = {}
-        batches: dict[_Batch, list[AccumulatorState]] = {}
+        # Those over meshes that are reduced together, by devices, divisor and cross_device_ops.
+        batches: dict[tuple[Any, float, CrossDeviceOps], list[AccumulatorState]] = {}
         apart: _Divisions = defaultdict(list)
         in_place: _Divisions = defaultdict(list)
         for state in states:

@@ -255,7 +255,10 @@ class Optimizer(OptimizerState):
                 if plan is None:
                     self.prepare(variables)
                     plan = Plan(variables, self._slots, self._rule)
-                self._change(plan, parts, count)
+                begin_writes(plan.shared)
+                scalars, powers = self._next_update(self._slots.powers)
+                launches = [self._ready(job, scalars) for job in plan.jobs(parts)]
+                self._launch(launches, plan.devices, plan.label, powers, count)
             self._plan = plan
             if over_processes:
                 self._history = self._history.after(self._scheduled())
@@ -529,19 +532,6 @@ class Optimizer(OptimizerState):
         """Counts an update without a variable, for a process that has no shard of any."""
         _, powers = self._next_update(self._slots.powers)
         self._slots.commit(powers)
-
-    def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
-        """Runs the rule on all copies of variables, one job for each physical device.
-
-        Args:
-            plan: the plan of the variables.
-            parts: the gradient of each copy.
-            count: increments the global step.
-        """
-        begin_writes(plan.shared)
-        scalars, powers = self._next_update(self._slots.powers)
-        ready = [self._ready(job, scalars) for job in plan.jobs(parts)]
-        self._launch(ready, plan.devices, plan.label, powers, count)
 
     def _launch(
         self,

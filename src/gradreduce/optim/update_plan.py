@@ -52,8 +52,6 @@ class Plan:
         label: names the variables in the operation log.
         ranges: the address ranges of the buffers in ``written``.
         rule: the compiled rule; None for a Python rule.
-        indices_by_gpu: for each physical device, the indices of the copies there.
-        writers: for each physical device, a ``LaunchBatch`` of ``written``, or None.
         device_over_processes: a device of a mesh of several processes; None: all have one.
     """
 
@@ -74,11 +72,11 @@ class Plan:
             row.append(total)
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
-        self.indices_by_gpu = list(by_physical(self.devices).values())
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
-        self.writers = [
-            writer_of(self.devices[indices[0]], [self.written[index] for index in indices])
-            for indices in self.indices_by_gpu
+        # For each physical device the indices of the copies there, and their ``LaunchBatch``.
+        self._groups = [
+            (indices, writer_of(self.devices[indices[0]], [self.written[each] for each in indices]))
+            for indices in by_physical(self.devices).values()
         ]
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
@@ -100,7 +98,7 @@ class Plan:
                 [gradients[index] for index in indices],
                 writer=writer,
             )
-            for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True)
+            for indices, writer in self._groups
         ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:

@@ -78,7 +78,11 @@ class CenterState(Center):
             if slots is None:
                 dtype = "float32" if own.has_masters else None
                 slots = self.slots = Slots(own.kind, own.owner, own.names, dtype)
-            elif own.rule != slots.rule:
+            elif (own.kind, own.names, own.has_masters) != (
+                slots.kind,
+                slots.names,
+                slots.has_masters,
+            ):
                 mine, theirs = own.kind.__name__, slots.kind.__name__
                 raise ValueError(
                     f"the center uses {theirs} with slots {list(slots.names)}"
