@@ -97,9 +97,13 @@ class DenseStorage(Storage):
             num_first = 0 if each.in_place else 1
             runs = groupby(gradients[num_first:], attrgetter("dtype"))
             each.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
-        sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
-        for each, total in zip(fresh, _allocate_flat(sums), strict=True):
-            each.total = total
+        if len(fresh) == 1 and not fresh[0].state.over_mesh:
+            (one,) = fresh
+            one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+        elif fresh:
+            sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
+            for each, total in zip(fresh, _allocate_flat(sums), strict=True):
+                each.total = total
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
