@@ -323,9 +323,9 @@ def take_now(
     with locked(states):
         for state in states:
             state.check_open()
-        if any(state.queue and state.first_take() for state in states):
-            return None
-        if max(state.count for state in states) < num_required:
+        if max(state.count for state in states) < num_required or any(
+            state.queue and state.first_take() for state in states
+        ):
             return None
         taken = take_locked(states)
     return _results_of(states, taken)

@@ -51,11 +51,11 @@ def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
         ValueError: it is a string that is not a number, a Variable that is not a scalar, or a decay
             that is below 0 or not below 1.
     """
-    if isinstance(value, Variable):
-        if value.shape:
-            raise ValueError(f"{name}={brief(value)} must hold one number")
+    if isinstance(value, Variable) and value.shape:
+        raise ValueError(f"{name}={brief(value)} must hold one number")
+    if isinstance(value, Variable) or callable(value):
         return value
-    return value if callable(value) else value_of(name, value, is_decay=is_decay)
+    return value_of(name, value, is_decay=is_decay)
 
 
 def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
