@@ -180,7 +180,9 @@ def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
     return {name: copied(variable.buffers[0]) for name, variable in variables.items()}
 
 
-def downloader(deadline: float | None, output_type: str = "numpy") -> Callable[[Any], Any]:
+def downloader(
+    deadline: float | None, output_type: str = "numpy"
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Returns a function that replaces the Buffers in a state by downloaded arrays.
 
     An entry may also be a function; it is called with a function that downloads a Buffer.
@@ -366,7 +368,7 @@ def equal(wanted: Any) -> Check:
     return check
 
 
-def integer(least: int, most: int = 2**63 - 1) -> Check:
+def integer(least: int, most: int = 2**63 - 1) -> Callable[[str, Any], int]:
     """Returns a check for an integer of this range."""
 
     def check(where: str, saved: Any) -> int:

@@ -20,6 +20,7 @@ from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.device import Device
 from gradreduce.device.exchange import agreed, compare_numbers, exchange_arrays
 from gradreduce.device.process_group import Description, digest_of, replica_counts
+from gradreduce.errors import NotCopied
 from gradreduce.optim import Optimizer
 from gradreduce.step_scaling import GradientScaling
 from gradreduce.step_shards import OptimizerShards
@@ -27,54 +28,55 @@ from gradreduce.step_shards import OptimizerShards
 _FORMAT = "gradreduce SyncStep 2"
 
 
-def saved_state(
-    variables: Sequence[Variable],
-    accumulators: Sequence[ConditionalAccumulator],
-    optimizer: Optimizer,
-    shards: OptimizerShards | None,
-    scaling: GradientScaling,
-    num_required: int,
-    output_type: str,
-) -> dict[str, Any]:
-    """Returns a snapshot of the state.
+class StepParts(NotCopied):
+    """The parts of a ``SyncStep`` that its state depends on.
 
-    Args:
+    Attributes:
         variables: the variables of the step.
         accumulators: one for each variable.
         optimizer: the optimizer, with slots of these variables.
-        shards: the shards if ``shard_optimizer`` is True; otherwise None.
-        scaling: scales the mean gradients.
-        num_required: see ``SyncStep``.
-        output_type: see ``SyncStep.state_dict``.
+        devices: the devices of this process.
+        num_replicas: the number of replicas in all processes.
+        num_required: the number of gradients that an update needs.
     """
-    devices = variables[0].devices
-    num_replicas = sum(replica_counts(devices))
+
+    variables: tuple[Variable, ...]
+    accumulators: Sequence[ConditionalAccumulator]
+    optimizer: Optimizer
+    devices: tuple[Device, ...]
+    num_replicas: int
+    num_required: int
+    _shards: OptimizerShards | None = None  # if ``shard_optimizer`` is True
+    _scaling: GradientScaling  # scales the mean gradients
+
+
+def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
+    """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
     download = checkpoint.downloader(None, output_type)
-    owners = checkpoint.by_name(variables)
+    owners = checkpoint.by_name(step.variables)
     copies = checkpoint.copies_of(owners)
-    states = {}
-    for name, accumulator in zip(owners, accumulators, strict=True):
-        saved = states[name] = accumulator.state_dict()
+    accumulators = {}
+    for name, accumulator in zip(owners, step.accumulators, strict=True):
+        saved = accumulators[name] = accumulator.state_dict()
         # Each call adds one gradient for each replica, so the counts of all processes are known.
         for key in ("num_accumulated", "num_dropped"):
-            saved[key] = saved[key] * num_replicas // len(devices)
-    counts = [(each["global_step"], each["num_accumulated"]) for each in states.values()]
-    _check_alike(devices[0], "SyncStep.state_dict", {"accumulators": counts})
-    for saved in states.values():
-        saved["partial_sums"] = _of_all_replicas(devices, saved["partial_sums"])
-    slots = shards.queued_slots() if shards else None
-    state: dict[str, Any] = download(
+            saved[key] = saved[key] * step.num_replicas // len(step.devices)
+    counts = [(each["global_step"], each["num_accumulated"]) for each in accumulators.values()]
+    _check_alike(step.devices[0], "SyncStep.state_dict", {"accumulators": counts})
+    for saved in accumulators.values():
+        saved["partial_sums"] = _of_all_replicas(step.devices, saved["partial_sums"])
+    slots = step._shards.queued_slots() if step._shards else None
+    return download(
         {
             "format": _FORMAT,
-            "num_replicas": num_replicas,
-            "num_required": num_required,
+            "num_replicas": step.num_replicas,
+            "num_required": step.num_required,
             "variables": copies,
-            "optimizer": optimizer._queued_state(slots),
-            "accumulators": states,
-            **scaling.state_dict(),
+            "optimizer": step.optimizer._queued_state(slots),
+            "accumulators": accumulators,
+            **step._scaling.state_dict(),
         }
     )
-    return state
 
 
 def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
@@ -89,18 +91,8 @@ def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
         return exchange_arrays(device, sums, shapes)
 
 
-def ready_state(
-    variables: Sequence[Variable],
-    accumulators: Sequence[ConditionalAccumulator],
-    optimizer: Optimizer,
-    shards: OptimizerShards | None,
-    scaling: GradientScaling,
-    state: Any,
-) -> Callable[[], int]:
-    """Validates a state and allocates memory; returns a function that loads it.
-
-    Args: see ``saved_state`` and ``SyncStep.load_state_dict``. The returned function returns the
-    saved ``num_required``.
+def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
+    """Validates a state and allocates memory; returns functions that load it.
 
     Raises:
         KeyError: a key is missing or unknown.
@@ -108,7 +100,7 @@ def ready_state(
         ValueError: a value has another format, shape or dtype; processes have different states; or
             the state has gradients that another number of replicas added.
     """
-    owners, devices = checkpoint.by_name(variables), variables[0].devices
+    owners = checkpoint.by_name(step.variables)
     schema = {
         "format": equal(_FORMAT),
         "num_replicas": integer(1),
@@ -119,49 +111,45 @@ def ready_state(
         **step_scaling.SCHEMA,
     }
     entries = state if isinstance(state, Mapping) else {}
-    _check_alike(devices[0], "SyncStep.load_state_dict", {key: entries.get(key) for key in schema})
+    values = {key: entries.get(key) for key in schema}
+    _check_alike(step.devices[0], "SyncStep.load_state_dict", values)
     found = checkpoint.checked("state", state, schema)
     checkpoint.check_order("state['variables']", state["variables"], owners)
-    divided = shards.divided if shards else None
-    saved_optimizer = found["optimizer"], variables, "state['optimizer']", divided
-    loads = [optimizer._ready_state(*saved_optimizer)]
+    divided = step._shards.divided if step._shards else None
+    optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
+    loads = [step.optimizer._ready_state(*optimizer)]
     num_replicas = found["num_replicas"]
-    replicas = num_replicas, partial(_of_own_replicas, devices, num_replicas)
-    for accumulator, (name, saved) in zip(accumulators, found["accumulators"].items(), strict=True):
+    replicas = num_replicas, partial(_of_own_replicas, step, num_replicas)
+    for accumulator, (name, saved) in zip(
+        step.accumulators, found["accumulators"].items(), strict=True
+    ):
         ready = accumulator_checkpoint.ready_state(
             accumulator.accumulator_ref, saved, f"state['accumulators'][{name!r}]", replicas
         )
         loads.append(ready)
     continues = any(each["num_accumulated"] for each in found["accumulators"].values())
-    loads.append(scaling.ready_state(found, continues=continues))
+    loads.append(step._scaling.ready_state(found, continues=continues))
     loads.append(checkpoint.ready_values(found["variables"], owners))
-
-    def load() -> int:
-        for load_one in loads:
-            load_one()
-        return int(found["num_required"])
-
-    return load
+    loads.append(partial(setattr, step, "num_required", found["num_required"]))
+    return loads
 
 
-def _of_own_replicas(
-    devices: Sequence[Device], before: int, found: Mapping[str, Any]
-) -> dict[str, Any]:
+def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
-        devices: the devices of this process.
+        step: the step that loads the state.
         before: the number of replicas when the state was saved.
         found: the validated state of the accumulator, for all processes.
     """
-    here, everywhere, count = len(devices), sum(replica_counts(devices)), found["num_accumulated"]
+    here, everywhere, count = len(step.devices), step.num_replicas, found["num_accumulated"]
     if count and (before != everywhere or count * here % everywhere):
         raise ValueError(
             f"the state has {count} gradients of {before} replicas that wait for an update, and "
             f"{everywhere} replicas cannot continue it: use {before} replicas, or load a state "
             "that was saved right after the step returned True"
         )
-    first = devices[0].mesh_state.process_group.first_replica
+    first = step.devices[0].mesh_state.process_group.first_replica
     sums = found["partial_sums"][first : first + here] if count else [None] * here
     return {
         **found,

@@ -30,7 +30,7 @@ from gradreduce.device.exchange import agreed, send_to_all, telling_others
 from gradreduce.device.process_group import Description, Parcel, replica_counts
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
-from gradreduce.optim.optimizer import SlotValues
+from gradreduce.optim.checkpoint import SlotValues
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -279,16 +279,15 @@ class OptimizerShards(CrossDeviceOps):
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
         first = self._devices[0]
-        if self._scaling.acts:
-            with telling_others(first):
-                if not self._scaling.apply(
-                    [
-                        [mean for mean in means.values() if mean.device is device]
-                        for device in self._devices
-                    ],
-                    partial(self._sums_of_all, indices),
-                ):
-                    return False
+        with telling_others(first):
+            if not self._scaling.apply(
+                [
+                    [mean for mean in means.values() if mean.device is device]
+                    for device in self._devices
+                ],
+                partial(self._sums_of_all, indices),
+            ):
+                return False
         begin_writes(self._whole)
         # If the update or the copies fail, the copies of a variable would differ.
         with (

@@ -30,13 +30,13 @@ from gradreduce.device import (
 )
 from gradreduce.device.exchange import agree, agreed, exchange_numbers, telling_others
 from gradreduce.device.process_group import Description, check_one_process, digest_of
-from gradreduce.errors import NotCopied, about, brief, listed, repeated
+from gradreduce.errors import about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.step_checkpoint import ready_state, saved_state
+from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
 from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from gradreduce.step_shards import OptimizerShards
 
@@ -57,7 +57,7 @@ class _StepAccumulator(ConditionalAccumulator):
         self.accumulator_ref.tensor = variable.name
 
 
-class SyncStep(NotCopied):
+class SyncStep(StepParts):
     """Runs synchronous data-parallel training steps on mirrored variables.
 
     Each call sums the micro-batch gradients of every replica, computes the mean of these sums
@@ -137,7 +137,7 @@ class SyncStep(NotCopied):
     ) -> None:
         self.variables = _checked_variables(variables)
         self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
-        self.devices: tuple[Device, ...] = self.variables[0].devices
+        self.devices = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer of gradreduce")
         if not isinstance(cross_device_ops, CrossDeviceOps):
@@ -154,7 +154,6 @@ class SyncStep(NotCopied):
         self._scaling = GradientScaling(
             self.variables, clip_norm, skip_nonfinite, loss_scale, check_finite
         )
-        self._shards: OptimizerShards | None = None
         if as_flag("shard_optimizer", shard_optimizer):
             self._shards = OptimizerShards(
                 self.variables, optimizer, cross_device_ops, self._scaling
@@ -257,12 +256,8 @@ class SyncStep(NotCopied):
             accumulator.accumulator_ref.check_step()
         placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            if self._scaling.checks:
-                gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
-                step = self._earliest(step, list(placed), gradients)
-            else:
-                step = self._earliest(step, list(placed))
-                gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
             accumulators = [self.accumulators[index] for index in placed]
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
                 if not apply_grads(accumulators, gradients, step):
@@ -321,10 +316,7 @@ class SyncStep(NotCopied):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return saved_state(
-                self.variables, self.accumulators, self.optimizer, self._shards, self._scaling,
-                self.num_required, output_type,
-            )  # fmt: skip
+            return saved_state(self, output_type)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -358,22 +350,19 @@ class SyncStep(NotCopied):
             CollectiveError: the mesh has failed.
         """
         self.devices[0].mesh_state.check_process()
-        load = ready_state(
-            self.variables, self.accumulators, self.optimizer, self._shards, self._scaling, state
-        )
+        loads = ready_state(self, state)
         with DeferInterrupts():
-            self.num_required = load()
+            for load in loads:
+                load()
 
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""
-        if not self._scaling.acts:
-            return True
         rows = [mean.buffers for mean in means if mean is not None]
         with telling_others(self.devices[0]):
             return self._scaling.apply(list(zip(*rows, strict=True)))
 
     def _earliest(
-        self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None = None
+        self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None
     ) -> int:
         """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
 

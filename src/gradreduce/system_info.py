@@ -163,11 +163,9 @@ def _imported(module: str) -> tuple[str | None, str]:
     """Imports a library; returns its version, and a text about a problem."""
     try:
         version = getattr(import_module(module), "__version__", "unknown")
-    except ModuleNotFoundError as error:
-        if error.name == module:
-            return None, "not installed"
-        return _installed(module), f"cannot be imported ({error})"
     except Exception as error:  # a broken library may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            return None, "not installed"
         return _installed(module), f"cannot be imported ({error})"
     return str(version), ""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator.create import create_state
+from gradreduce.accumulator.base import create_state
 from gradreduce.accumulator.state import Addend, Storage
 from gradreduce.accumulator.validate import to_sum_device
 

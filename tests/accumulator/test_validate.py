@@ -156,7 +156,7 @@ def test_names_of_operations_are_ignored(accumulator):
 
 def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
     with gr.open_mesh(3, backend="sim") as mesh:
-        monkeypatch.setattr("gradreduce.accumulator.create.default_mesh", lambda: mesh)
+        monkeypatch.setattr("gradreduce.accumulator.base.default_mesh", lambda: mesh)
         acc = gr.ConditionalAccumulator("float32")
         assert acc.accumulator_ref.devices == mesh.devices[:1]
 

@@ -20,7 +20,7 @@ from gradreduce.autodiff import rules_indexing
 from gradreduce.autodiff.accumulate_terms import TermAccumulator
 from gradreduce.autodiff.backward import _as_operand as as_operand
 from gradreduce.autodiff.backward import backward
-from gradreduce.autodiff.tape import Trace
+from gradreduce.autodiff.tape import Node, Trace, Traced
 from gradreduce.reduce.aggregation import AggregationMethod
 
 STEP = 1e-6
@@ -42,11 +42,15 @@ class Sum(TermAccumulator):
         return self.total
 
 
+def leaf(trace, value, terms):
+    return Traced(value, Node(trace, value, None, terms=terms))
+
+
 def gradients(do, operands):
     """Gradients of the weighted sum of the result of ``do``, for each operand."""
     trace = Trace()
     sums = [Sum() for _ in operands]
-    leaves = [trace.leaf(x, None, terms) for x, terms in zip(operands, sums, strict=True)]
+    leaves = [leaf(trace, x, terms) for x, terms in zip(operands, sums, strict=True)]
     loss = do(*leaves)
     one = np.ones_like(loss.value)
     backward([loss.node], one, Sum)
@@ -91,7 +95,7 @@ def test_a_traced_value_is_that_of_numpy(operation):
     for shapes in operation.shapes:
         operands = operation.operands(shapes)
         trace = Trace()
-        made = operation.do(np, *[trace.leaf(x, None, Sum()) for x in operands])
+        made = operation.do(np, *[leaf(trace, x, Sum()) for x in operands])
         wanted = operation.do(np, *operands)
         assert (made.shape, made.dtype) == (np.shape(wanted), wanted.dtype)
         np.testing.assert_allclose(made.value, wanted, rtol=1e-14, atol=0)
@@ -211,7 +215,7 @@ def held_by(operation):
     operand = operation.operands(shapes)[0] * 1.0
     trace = Trace()
     others = [StrictArray(x) for x in operation.operands(shapes)[1:]]
-    made = operation.do(np, trace.leaf(StrictArray(operand), None, Sum()), *others)
+    made = operation.do(np, leaf(trace, StrictArray(operand), Sum()), *others)
     refs = [weakref.ref(operand), weakref.ref(made.value.array)]
     node = made.node
     del operand, made, others

@@ -41,7 +41,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
     public = [getattr(gr, name) for name in gr.__all__]
     for name in dir(cls):
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
-        inherited = owner is not cls and owner in public
+        inherited = any(issubclass(base, owner) for base in cls.__mro__[1:] if base in public)
         shown = name == "__call__" or not name.startswith("_")
         if shown and not inherited and owner.__module__.startswith("gradreduce"):
             yield name, getattr(cls, name)

@@ -23,7 +23,9 @@ from .take_queue import complete_ready
 Replicas = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
-def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict[str, Any]:
+def saved_state(
+    state: AccumulatorState, download: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``ConditionalAccumulatorBase.state_dict``.
 
     Copies are queued while the lock is held, because later additions overwrite the sums. The host
@@ -52,7 +54,7 @@ def saved_state(state: AccumulatorState, download: Callable[[Any], Any]) -> dict
                 None if total is None else state.storage.save(total) for total in state.totals
             ],
         }
-    made: dict[str, Any] = download(copies)
+    made = download(copies)
     # If the mesh failed and was reset before the download, the download has raised no error.
     if state.mesh_state.has_failed(generation):
         raise CollectiveError(

@@ -37,8 +37,6 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
 
-# Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
-_Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 _Divisions = dict[float, list[tuple[Buffer, Buffer]]]  # divisor -> sums and outputs
 
 
@@ -92,17 +90,13 @@ class DenseStorage(Storage):
         The result has the same bits as if each gradient was added by its own call. New sums of one
         device and dtype are allocated back to back, so that a take need not pack them.
         """
-        fresh = []
+        fresh = [each for each in additions if each.total is None]
         for each in additions:
             gradients = [ensure_accessible(each.device, part.values) for part in each.gradients]
             each.in_place = each.total is not None
-            if not each.in_place:
-                fresh.append(each)
-            each.steps = [gradients]
-            if len(gradients) > 1:
-                first = 0 if each.in_place else 1
-                runs = groupby(gradients[first:], attrgetter("dtype"))
-                each.steps = [gradients[:first]] * first + [list(run) for _, run in runs]
+            num_first = 0 if each.in_place else 1
+            runs = groupby(gradients[num_first:], attrgetter("dtype"))
+            each.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
         if len(fresh) == 1 and not fresh[0].state.over_mesh:
             (one,) = fresh
             one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
@@ -124,7 +118,8 @@ class DenseStorage(Storage):
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
         """See ``Storage``. Sums may be reduced or divided in place."""
         taken: dict[AccumulatorState, tuple[Part, ...]] = {}
-        batches: dict[_Batch, list[AccumulatorState]] = {}
+        # Those over meshes that are reduced together, by devices, divisor and cross_device_ops.
+        batches: dict[tuple[Any, float, CrossDeviceOps], list[AccumulatorState]] = {}
         apart: _Divisions = defaultdict(list)
         in_place: _Divisions = defaultdict(list)
         for state in states:

@@ -171,15 +171,15 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     If anything fails between the first launch in place and the update of the counts, the contents
     of the sums are undefined, and their devices are marked as failed.
     """
-    additions = additions_of(pending_gradients)
-    for launch in additions.out_of_place:
+    sums, out_of_place, in_place = additions_of(pending_gradients)
+    for launch in out_of_place:
         launch()
-    kept = [each.device for each in additions.sums if each.in_place]
+    kept = [each.device for each in sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        for launch in additions.in_place:
+        for launch in in_place:
             launch()
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
-        for each in additions.sums:
+        for each in sums:
             totals[each.state][each.device_index] = each.total
         thread = current_thread().name
         for state, parts, kind in pending_gradients:
@@ -323,9 +323,9 @@ def take_now(
     with locked(states):
         for state in states:
             state.check_open()
-        if any(state.queue and state.first_take() for state in states):
-            return None
-        if max(state.count for state in states) < num_required:
+        if max(state.count for state in states) < num_required or any(
+            state.queue and state.first_take() for state in states
+        ):
             return None
         taken = take_locked(states)
     return _results_of(states, taken)

@@ -58,14 +58,10 @@ class PendingTake:
     taken: list[Taken] = field(default_factory=list)
     error: BaseException | None = None
 
-    def is_first_of(self, state: AccumulatorState) -> bool:
-        """Whether the take is first in the queue of ``state``, whose lock must be held."""
-        return state.first_take() is self
-
     def is_ready(self) -> bool:
         """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
         for state in self.states:
-            if state.closed or state.count < self.num_required or not self.is_first_of(state):
+            if state.closed or state.count < self.num_required or state.first_take() is not self:
                 return False
         return True
 
@@ -244,19 +240,7 @@ class Addition:
     steps: Sequence[Any] = ()
 
 
-@dataclass
-class Additions:
-    """Prepared additions of gradients to partial sums: memory is allocated.
-
-    Attributes:
-        sums: the sums that change.
-        out_of_place: launches that write new memory. If one fails, existing sums are unchanged.
-        in_place: launches that overwrite existing sums. If one fails, their contents are undefined.
-    """
-
-    sums: list[Addition]
-    out_of_place: list[Callable[[], None]]
-    in_place: list[Callable[[], None]]
+Launches = list[Callable[[], None]]
 
 
 class Storage(ABC):
@@ -362,20 +346,26 @@ def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) ->
             for each in rows
         ]
         parts = tuple([storage.converted(dry, each) for each in gradients])
-        made = additions_of([PendingGradient(dry, parts, "native")])
-        for launch in (*made.out_of_place, *made.in_place):
+        sums, out_of_place, in_place = additions_of([PendingGradient(dry, parts, "native")])
+        for launch in (*out_of_place, *in_place):
             launch()
-        for each in made.sums:
+        for each in sums:
             dry.totals[each.device_index] = each.total
     dry.update(count=2, sum_shape=parts[0].shape)
     with ExitStack() as guard:
         storage.take([dry], guard)
 
 
-def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
-    """Prepares additions; all locks must be held. On error, nothing has changed.
+def additions_of(
+    pending_gradients: Sequence[PendingGradient],
+) -> tuple[list[Addition], Launches, Launches]:
+    """Prepares additions and their memory; all locks must be held. On error, nothing has changed.
 
     On each GPU, one launch adds the n-th step of all sums of a storage.
+
+    Returns:
+        The additions; launches that write new memory, which leave existing sums unchanged if one
+        fails; and launches that overwrite existing sums, which are undefined if one fails.
     """
     sums: dict[tuple[AccumulatorState, int], Addition] = {}
     by_storage: dict[Storage, list[Addition]] = {}
@@ -388,7 +378,7 @@ def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
             device, total = state.devices[index], state.totals[index]
             made = sums[state, index] = Addition(state, index, device, total, [part])
             by_storage.setdefault(state.storage, []).append(made)
-    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
+    launches: dict[bool, Launches] = {False: [], True: []}
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
@@ -398,7 +388,7 @@ def additions_of(pending_gradients: Sequence[PendingGradient]) -> Additions:
                 waves.setdefault(key, []).append((each, step))
         for key in sorted(waves):
             launches[key[0]].append(storage.command(waves[key]))
-    return Additions(list(sums.values()), launches[False], launches[True])
+    return list(sums.values()), launches[False], launches[True]
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

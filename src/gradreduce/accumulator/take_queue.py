@@ -94,7 +94,12 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
     Later takes complete if they are now ready.
     """
     with DeferInterrupts():
-        _cancel([pending_take], lambda: DeadlineExceededError(_missing(pending_take, timeout)))
+        _cancel(
+            [pending_take],
+            lambda: DeadlineExceededError(
+                f"not enough gradients within {timeout} s; {_waits_for(pending_take)}"
+            ),
+        )
 
 
 def close(state: AccumulatorState) -> None:
@@ -218,11 +223,6 @@ def missing(state: AccumulatorState, num_required: int) -> str:
     )
 
 
-def _missing(pending_take: PendingTake, timeout: float | None) -> str:
-    """Returns the message of a timeout."""
-    return f"not enough gradients within {timeout} s; {_waits_for(pending_take)}"
-
-
 def _waits_for(
     pending_take: PendingTake, details: Callable[[AccumulatorState], str] = lambda state: ""
 ) -> str:
@@ -235,7 +235,7 @@ def _waits_for(
     several, required = len(pending_take.states) > 1, pending_take.num_required
     parts = []
     for index, state in enumerate(pending_take.states):
-        is_first = pending_take.is_first_of(state)
+        is_first = state.first_take() is pending_take
         if several and is_first and state.count >= required:
             continue
         parts.append(

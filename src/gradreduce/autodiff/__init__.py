@@ -3,8 +3,6 @@
 To understand the code, read ``tape.py`` first.
 """
 
-from __future__ import annotations
-
 # Importing these modules fills the registry of rules.
 from . import rules_elementwise, rules_linear, rules_reductions, rules_shapes  # noqa: F401
 from .frameworks import stop_gradient

@@ -140,7 +140,8 @@ class JaxLoss:
                 "which would cache its value: read it outside and pass it as an argument"
             )
         if copy not in self._arrays:
-            self._arrays[copy] = _as_jax(copy)
+            with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
+                self._arrays[copy] = from_buffer(copy, "jax")
         if not is_wanted:
             return self._arrays[copy]
         if self._tracers is None:
@@ -224,12 +225,6 @@ def _own_caches() -> Callable[[Any], Any]:
     """Returns JAX's factory of context managers that have their own caches, if JAX has it."""
     make: Any = getattr(sys.modules["jax"], "make_user_context", None)
     return nullcontext if make is None else make()
-
-
-def _as_jax(copy: Buffer) -> Any:
-    """Returns a JAX array that shares the memory of a copy, also while JAX traces."""
-    with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
-        return from_buffer(copy, "jax")
 
 
 def _in_dtype(gradient: Any, dtype: DType) -> Any:

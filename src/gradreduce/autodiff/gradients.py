@@ -25,7 +25,7 @@ from gradreduce.reduce.aggregation import AggregationMethod
 from .accumulate_terms import TermAccumulator
 from .backward import backward
 from .frameworks import JaxLoss, check_seed_shape, is_tensor, tensor_gradients
-from .tape import Trace, Traced, resolve
+from .tape import Node, Trace, Traced, resolve
 from .unsupported import check_operand
 
 Pairs = list[tuple[Any, Variable]]
@@ -129,7 +129,8 @@ class _Reading:
             value = _plain(copy)
             if not self._is_wanted(variable):
                 return value
-            self._leaves[copy] = self.trace.leaf(value, copy.device, self._terms_of(variable))
+            terms = self._terms_of(variable)
+            self._leaves[copy] = Traced(value, Node(self.trace, value, copy.device, terms=terms))
         return self._leaves[copy]
 
     def check_unread(self, variables: Iterable[Variable]) -> None:
@@ -197,10 +198,9 @@ class _Reading:
         return self._wanted is None or variable in self._wanted
 
     def _terms_of(self, variable: Variable) -> TermAccumulator:
-        terms = self._terms.get(variable)
-        if terms is None:
-            terms = self._terms[variable] = TermAccumulator(self._method, keep_rows=True)
-        return terms
+        if variable not in self._terms:
+            self._terms[variable] = TermAccumulator(self._method, keep_rows=True)
+        return self._terms[variable]
 
     def _read_tensor(self, variable: Variable, copy: Buffer) -> Any:
         """Returns a tensor that shares the variable's memory and requires a gradient."""

@@ -1,10 +1,17 @@
-"""Registry of derivative rules. The modules ``rules_*`` fill it, and the tape reads it."""
+"""The registry of derivative rules, and what several rules share.
+
+Rules of operations that broadcast or reduce undo the change of shape. 16-bit floats are added in
+float32 and rounded once, as in the kernels of ``ops``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+Shape = tuple[int, ...]
 #: Takes the gradient of the result of an operation; returns a term of one operand's gradient.
 VJP = Callable[[Any], Any]
 
@@ -17,3 +24,64 @@ RULES: dict[Any, Callable[..., VJP | Sequence[VJP | list[VJP]]]] = {}
 CONSTANT: set[Any] = set()
 #: Operations that are computed by other operations, which are recorded instead.
 COMPOSED: dict[Any, Callable[..., Any]] = {}
+
+
+def shape_of(x: Any) -> Shape:
+    """Returns the shape of an array or a list, or () for a Python number."""
+    return tuple(np.shape(x) if isinstance(x, list | tuple) else getattr(x, "shape", ()))
+
+
+def is_half(x: Any) -> bool:
+    """Whether ``x`` is an array of float16 or bfloat16."""
+    return str(getattr(x, "dtype", "")) in ("float16", "bfloat16")
+
+
+def widened(x: Any) -> Any:
+    """Converts float16 and bfloat16 to float32; returns anything else unchanged."""
+    return x.astype(np.float32) if is_half(x) else x
+
+
+def like(term: Any, shape: Shape) -> Any:
+    """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
+    found = shape_of(term)
+    if found == shape:
+        return term
+    lead = len(found) - len(shape)
+    axes = tuple(range(lead)) + tuple(
+        lead + index
+        for index, extent in enumerate(shape)
+        if extent == 1 and found[lead + index] != 1
+    )
+    dtype = np.float32 if is_half(term) else None
+    summed = np.sum(term, axis=axes, dtype=dtype, keepdims=True).astype(term.dtype)
+    return np.reshape(summed, shape) if shape_of(summed) != shape else summed
+
+
+def scaled(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps ``vjp`` to return terms in the operand's shape; does not keep the operand."""
+    shape = shape_of(operand)
+    return lambda g: like(vjp(g), shape)
+
+
+def normalized(axis: int, ndim: int) -> int:
+    """Converts a negative axis to a nonnegative one."""
+    return axis + ndim if axis < 0 else axis
+
+
+def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Returns the axes that a reduction removes, as nonnegative numbers."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes: Sequence[int] = axis if isinstance(axis, tuple | list) else (axis,)
+    return tuple(normalized(int(each), ndim) for each in axes)
+
+
+def kept_shape(shape: Shape, axis: Any) -> Shape:
+    """Returns the shape of a reduction of ``shape`` with ``keepdims=True``."""
+    axes = reduced_axes(axis, len(shape))
+    return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
+
+
+def gradient_of_sum(g: Any, shape: Shape, axis: Any) -> Any:
+    """Broadcasts the gradient of a sum over ``axis`` to ``shape``, as a view."""
+    return np.broadcast_to(np.reshape(g, kept_shape(shape, axis)), shape)

@@ -11,8 +11,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import astype
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, CONSTANT, RULES, VJP
-from .rules_broadcast import scaled
+from .registry import COMPOSED, CONSTANT, RULES, VJP, scaled
 
 LN2, LN10 = math.log(2.0), math.log(10.0)
 

@@ -9,6 +9,7 @@ is ``IndexedSlices``.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,9 @@ from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.errors import InvalidArgumentError
 
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, Shape, normalized, shape_of
 
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
-Shape = tuple[int, ...]
 
 
 @traceable
@@ -112,13 +111,9 @@ def _on_host(index: Any) -> Any:
     return indices if indices.size or indices.dtype == bool else indices.astype(np.int64)
 
 
-def _by_position(function: Any) -> None:
-    """Implements an operation that moves or copies elements by indexing with their positions."""
-
-    def composed(a: Any, *args: Any, **kwargs: Any) -> Any:
-        return np.ravel(a)[function(_positions(a.shape), *args, **kwargs)]
-
-    COMPOSED[function] = composed
+def _by_position(function: Any, a: Any, *args: Any, **kwargs: Any) -> Any:
+    """Moves or copies elements by indexing with their positions."""
+    return np.ravel(a)[function(_positions(a.shape), *args, **kwargs)]
 
 
 def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = "raise") -> Any:
@@ -129,13 +124,11 @@ def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = 
     return np.ravel(a)[np.take(_positions(a.shape), read, axis, mode=mode)]
 
 
-def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
-    return np.ravel(arr)[np.take_along_axis(_positions(arr.shape), _on_host(indices), axis)]
-
-
 RULES[index_into] = _index_into
 RULES[embedding_lookup] = _embedding_lookup
 COMPOSED[np.take] = _take
-COMPOSED[np.take_along_axis] = _take_along_axis
-_by_position(np.repeat)
-_by_position(np.diagonal)
+COMPOSED[np.take_along_axis] = lambda arr, indices, axis=-1: np.ravel(arr)[
+    np.take_along_axis(_positions(arr.shape), _on_host(indices), axis)
+]
+COMPOSED[np.repeat] = partial(_by_position, np.repeat)
+COMPOSED[np.diagonal] = partial(_by_position, np.diagonal)

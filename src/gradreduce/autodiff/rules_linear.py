@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
 from .unsupported import no_rule
 
 
@@ -60,11 +59,6 @@ def _dot(a: Any, b: Any) -> Any:
     return np.tensordot(a, b, axes=(-1, -2 if b.ndim > 1 else 0))
 
 
-def _inner(a: Any, b: Any) -> Any:
-    b = _array(b)
-    return np.dot(a, np.swapaxes(b, -1, -2) if b.ndim > 1 else b)
-
-
 def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -> Sequence[VJP]:
     """The rule of ``np.einsum``: a term is an einsum of gradient and other operands."""
     if not isinstance(subscripts, str):
@@ -100,6 +94,6 @@ RULES[np.matmul] = _matmul
 RULES[np.einsum] = _einsum
 COMPOSED[np.tensordot] = _tensordot
 COMPOSED[np.dot] = _dot
-COMPOSED[np.inner] = _inner
+COMPOSED[np.inner] = lambda a, b: np.dot(a, np.swapaxes(b, -1, -2) if np.ndim(b) > 1 else b)
 COMPOSED[np.outer] = lambda a, b: np.reshape(a, (-1, 1)) * np.reshape(b, (1, -1))
 COMPOSED[np.vdot] = lambda a, b: np.matmul(np.ravel(a), np.ravel(b))

@@ -6,6 +6,7 @@ argument. Functions that sum compute 16-bit floats in float32 and round once.
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -15,8 +16,7 @@ from gradreduce.arrays.array_methods import traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import is_half, shape_of, widened
+from .registry import COMPOSED, RULES, is_half, shape_of, widened
 
 
 def relu(x: Any) -> Any:
@@ -103,18 +103,16 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     return log_sum * np.sum(wanted, axis=-1) - np.sum(scores * wanted, axis=-1)
 
 
-def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[VJP, VJP]:
-    def to_logits(g: Any) -> Any:
-        x32 = widened(logits)
-        wanted = _as_probabilities(x32, _array(labels, logits))
-        share = np.exp(x32 - logsumexp(x32, axis=-1, keepdims=True))
-        return g[..., None] * (share * np.sum(wanted, axis=-1, keepdims=True) - wanted)
+def _back_to_logits(g: Any, logits: Any, labels: Any) -> Any:
+    x32 = widened(logits)
+    wanted = _as_probabilities(x32, _array(labels, logits))
+    share = np.exp(x32 - logsumexp(x32, axis=-1, keepdims=True))
+    return g[..., None] * (share * np.sum(wanted, axis=-1, keepdims=True) - wanted)
 
-    def to_labels(g: Any) -> Any:
-        x32 = widened(logits)
-        return g[..., None] * (logsumexp(x32, axis=-1, keepdims=True) - x32)
 
-    return to_logits, to_labels
+def _back_to_labels(g: Any, logits: Any) -> Any:
+    x32 = widened(logits)
+    return g[..., None] * (logsumexp(x32, axis=-1, keepdims=True) - x32)
 
 
 def _array(labels: Any, logits: Any) -> Any:
@@ -148,4 +146,7 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
 
 
 COMPOSED[logsumexp] = unwrap(logsumexp)  # so it is computed on the GPU of its operand
-RULES[softmax_cross_entropy] = _softmax_cross_entropy
+RULES[softmax_cross_entropy] = lambda out, logits, labels: (
+    partial(_back_to_logits, logits=logits, labels=labels),
+    partial(_back_to_labels, logits=logits),
+)

@@ -1,22 +1,33 @@
 """Derivative rules of reductions and cumulative sums.
 
-A rule has those parameters of its NumPy function that it supports.
+A rule has those parameters of its NumPy function that it supports. It returns the function of the
+gradient with what that needs of the operand: its shape, or the operand itself.
 """
 
 from __future__ import annotations
 
 import math
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, CONSTANT, RULES, VJP
-from .rules_broadcast import gradient_of_sum, kept_shape, reduced_axes, shape_of, widened
+from .registry import (
+    COMPOSED,
+    CONSTANT,
+    RULES,
+    VJP,
+    Shape,
+    gradient_of_sum,
+    kept_shape,
+    reduced_axes,
+    shape_of,
+    widened,
+)
 from .unsupported import no_rule
 
 
-def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
+def _num_reduced(shape: Shape, axis: Any) -> int:
     return math.prod(shape[index] for index in reduced_axes(axis, len(shape)))
 
 
@@ -25,19 +36,8 @@ def _over(g: Any, count: float) -> Any:
     return g / count if count < 60_000 else g * (1 / count)
 
 
-def _sum(
-    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None, keepdims: bool = False
-) -> VJP:
-    shape = shape_of(a)
-    return lambda g: gradient_of_sum(g, shape, axis)
-
-
-def _mean(
-    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None, keepdims: bool = False
-) -> VJP:
-    shape = shape_of(a)
-    count = _num_reduced(shape, axis)
-    return lambda g: gradient_of_sum(_over(g, count), shape, axis)
+def _back_of_mean(g: Any, shape: Shape, axis: Any) -> Any:
+    return gradient_of_sum(_over(g, _num_reduced(shape, axis)), shape, axis)
 
 
 def _extreme(out: Any, a: Any, axis: Any = None, _out: Any = None, keepdims: bool = False) -> VJP:
@@ -54,66 +54,38 @@ def _extreme(out: Any, a: Any, axis: Any = None, _out: Any = None, keepdims: boo
     return vjp
 
 
-def _prod(
-    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None, keepdims: bool = False
-) -> VJP:
-    """The rule of ``np.prod``: the derivative is the product of all other elements.
+def _back_of_prod(g: Any, a: Any, axis: Any) -> Any:
+    """The derivative of a product is the product of all other elements.
 
     The product is divided by an element to get the product of the others. If one element is zero,
     only this element has a nonzero derivative; if several are zero, none has.
     """
-    shape = shape_of(a)
+    x32, shape = widened(a), shape_of(a)
     axes = reduced_axes(axis, len(shape))
-
-    def vjp(g: Any) -> Any:
-        x32 = widened(a)
-        zeros = x32 == 0
-        divisors = np.where(zeros, np.ones_like(x32), x32)
-        others = np.prod(divisors, axis=axes, keepdims=True) / divisors
-        has_slope = np.sum(zeros, axis=axes, keepdims=True) == zeros
-        slopes = np.where(has_slope, others, np.zeros_like(others)).astype(a.dtype)
-        return gradient_of_sum(g, shape, axis) * slopes
-
-    return vjp
+    zeros = x32 == 0
+    divisors = np.where(zeros, np.ones_like(x32), x32)
+    others = np.prod(divisors, axis=axes, keepdims=True) / divisors
+    has_slope = np.sum(zeros, axis=axes, keepdims=True) == zeros
+    slopes = np.where(has_slope, others, np.zeros_like(others)).astype(a.dtype)
+    return gradient_of_sum(g, shape, axis) * slopes
 
 
-def _var(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    ddof: float = 0,
-    keepdims: bool = False,
-) -> VJP:
-    shape = shape_of(a)
+def _back_of_var(g: Any, a: Any, axis: Any, ddof: float) -> Any:
+    x32, shape = widened(a), shape_of(a)
     count = max(_num_reduced(shape, axis) - ddof, 0)
-    axes = reduced_axes(axis, len(shape))
-
-    def vjp(g: Any) -> Any:
-        x32 = widened(a)
-        centred = (x32 - np.mean(x32, axis=axes, keepdims=True)).astype(a.dtype)
-        return gradient_of_sum(_over(g, count / 2), shape, axis) * centred
-
-    return vjp
+    mean = np.mean(x32, axis=reduced_axes(axis, len(shape)), keepdims=True)
+    return gradient_of_sum(_over(g, count / 2), shape, axis) * (x32 - mean).astype(a.dtype)
 
 
-@wraps(_var)  # _by_rule reads the signature
-def _std(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
-    """The rule of ``np.std``; zero if all elements are equal, where it is undefined."""
-    of_var = _var(out, a, *args, **kwargs)
-    return lambda g: of_var(_over(g, 2) / np.where(out == 0, np.ones_like(out), out))
+def _back_of_std(g: Any, out: Any, a: Any, axis: Any, ddof: float) -> Any:
+    """Zero if all elements are equal, where the derivative is undefined."""
+    return _back_of_var(_over(g, 2) / np.where(out == 0, np.ones_like(out), out), a, axis, ddof)
 
 
-def _cumsum(out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None) -> VJP:
-    shape = shape_of(a)
+def _back_of_cumsum(g: Any, shape: Shape, axis: Any) -> Any:
     along = 0 if axis is None else axis
-
-    def vjp(g: Any) -> Any:
-        summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
-        return np.reshape(summed.astype(g.dtype), shape)
-
-    return vjp
+    summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
+    return np.reshape(summed.astype(g.dtype), shape)
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
@@ -123,12 +95,24 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
     return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
 
 
-RULES[np.sum] = _sum
-RULES[np.mean] = _mean
-RULES[np.prod] = _prod
-RULES[np.var] = _var
-RULES[np.std] = _std
-RULES[np.cumsum] = _cumsum
+RULES[np.sum] = lambda out, a, axis=None, dtype=None, _out=None, keepdims=False: partial(
+    gradient_of_sum, shape=shape_of(a), axis=axis
+)
+RULES[np.mean] = lambda out, a, axis=None, dtype=None, _out=None, keepdims=False: partial(
+    _back_of_mean, shape=shape_of(a), axis=axis
+)
+RULES[np.prod] = lambda out, a, axis=None, dtype=None, _out=None, keepdims=False: partial(
+    _back_of_prod, a=a, axis=axis
+)
+RULES[np.var] = lambda out, a, axis=None, dtype=None, _out=None, ddof=0, keepdims=False: partial(
+    _back_of_var, a=a, axis=axis, ddof=ddof
+)
+RULES[np.std] = lambda out, a, axis=None, dtype=None, _out=None, ddof=0, keepdims=False: partial(
+    _back_of_std, out=out, a=a, axis=axis, ddof=ddof
+)
+RULES[np.cumsum] = lambda out, a, axis=None, dtype=None, _out=None: partial(
+    _back_of_cumsum, shape=shape_of(a), axis=axis
+)
 RULES[np.max] = RULES[np.amax] = RULES[np.min] = RULES[np.amin] = _extreme
 COMPOSED[np.linalg.norm] = _norm
 

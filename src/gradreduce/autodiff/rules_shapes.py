@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, RULES, VJP
-from .rules_broadcast import like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
 from .unsupported import no_rule
 
 
@@ -23,22 +23,12 @@ def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
     return lambda g: np.reshape(g, shape)
 
 
-def _moved(function: Any, back: Callable[..., Any]) -> None:
-    """Registers a rule whose VJP is ``back(gradient, shape of the operand, *arguments)``."""
-
-    def rule(out: Any, operand: Any, *args: Any, **kwargs: Any) -> VJP:
-        shape = shape_of(operand)
-        return lambda g: back(g, shape, *args, **kwargs)
-
-    RULES[function] = rule
-
-
-def _transposed_back(g: Any, shape: Any, axes: Any = None) -> Any:
-    order = [normalized(axis, len(shape)) for axis in axes] if axes is not None else None
+def _transposed_back(g: Any, axes: Any) -> Any:
+    order = None if axes is None else [normalized(axis, len(axes)) for axis in axes]
     return np.transpose(g, None if order is None else np.argsort(order).tolist())
 
 
-def _rolled_back(g: Any, shape: Any, shift: Any, axis: Any = None) -> Any:
+def _rolled_back(g: Any, shift: Any, axis: Any) -> Any:
     back = tuple(-each for each in shift) if isinstance(shift, tuple | list) else -shift
     return np.roll(g, back, axis)
 
@@ -96,12 +86,14 @@ def _broadcast_arrays(*args: Any) -> Any:
 
 RULES[np.reshape] = RULES[np.ravel] = _reshaped
 RULES[np.expand_dims] = RULES[np.squeeze] = _reshaped
-_moved(np.transpose, _transposed_back)
-_moved(np.swapaxes, lambda g, shape, axis1, axis2: np.swapaxes(g, axis1, axis2))
-_moved(np.moveaxis, lambda g, shape, source, destination: np.moveaxis(g, destination, source))
-_moved(np.flip, lambda g, shape, axis=None: np.flip(g, axis))
-_moved(np.roll, _rolled_back)
-_moved(np.broadcast_to, lambda g, of_operand, shape, subok=False: like(g, of_operand))
+RULES[np.transpose] = lambda out, a, axes=None: partial(_transposed_back, axes=axes)
+RULES[np.swapaxes] = lambda out, a, axis1, axis2: lambda g: np.swapaxes(g, axis1, axis2)
+RULES[np.moveaxis] = lambda out, a, source, destination: (
+    lambda g: np.moveaxis(g, destination, source)
+)
+RULES[np.flip] = lambda out, m, axis=None: lambda g: np.flip(g, axis)
+RULES[np.roll] = lambda out, a, shift, axis=None: partial(_rolled_back, shift=shift, axis=axis)
+RULES[np.broadcast_to] = lambda out, array, shape, subok=False: partial(like, shape=shape_of(array))
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
 COMPOSED.update(

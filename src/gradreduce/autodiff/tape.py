@@ -41,13 +41,13 @@ from .frameworks import is_jax
 from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .unsupported import (
     NoMethodError,
+    WriteError,
     beside_tensor,
     check_keywords,
     check_operand,
     is_float,
     name_of,
     no_rule,
-    view_written,
     would_write,
 )
 
@@ -65,12 +65,6 @@ class Trace:
     def __init__(self) -> None:
         self.closed = False
         self.num_nodes = 0
-
-    def leaf(self, value: Any, device: Device, terms: TermAccumulator) -> Traced:
-        """Creates a leaf. ``terms`` accumulates its gradient."""
-        node = Node(self, value, device, (), ())
-        node.terms = terms
-        return Traced(value, node)
 
 
 class Node:
@@ -91,15 +85,20 @@ class Node:
     __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
 
     def __init__(
-        self, trace: Trace, value: Any, device: Device, parents: Sequence[Node], vjps: Sequence[VJP]
+        self,
+        trace: Trace,
+        value: Any,
+        device: Device,
+        parents: Sequence[Node] = (),
+        vjps: Sequence[VJP] = (),
+        terms: TermAccumulator | None = None,
     ) -> None:
         self.trace = trace
         self.number = trace.num_nodes
         trace.num_nodes += 1
         self.shape, self.dtype = value.shape, value.dtype
         self.device = device
-        self.parents, self.vjps = parents, vjps
-        self.terms: TermAccumulator | None = None
+        self.parents, self.vjps, self.terms = parents, vjps, terms
 
 
 Operand = tuple[int, int | None, Node]  # which argument, which element of a list, and its node
@@ -145,7 +144,11 @@ class Traced(Traceable):
         if not self.shape:
             return made  # like a NumPy scalar: += creates a new one
         if self.is_view and not self.node.trace.closed:
-            raise view_written()
+            raise WriteError(
+                "a += b is not supported if a is a view of a traced value, because NumPy would "
+                "change that value too: write a = a + b, or build the whole array with np.where, "
+                "np.concatenate or np.stack"
+            )
         if made.shape != self.shape:
             raise ValueError(
                 f"non-broadcastable output operand with shape {self.shape} doesn't match the "

@@ -49,15 +49,6 @@ def would_write(name: str) -> WriteError:
     )
 
 
-def view_written() -> WriteError:
-    """Returns the error for ``a += b`` if ``a`` is a view of another value."""
-    return WriteError(
-        "a += b is not supported if a is a view of a traced value, because NumPy would change that "
-        "value too: write a = a + b, or build the whole array with np.where, np.concatenate or "
-        "np.stack"
-    )
-
-
 def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
     """Raises for a keyword argument of a ufunc that rules do not support."""
     for key in kwargs.keys() - _HARMLESS:

@@ -1,4 +1,6 @@
-"""Saves slots and hyperparameters, and validates and loads them; see ``gradreduce.checkpoint``.
+"""The state of an optimizer: hyperparameters and slots, and checkpoints of them.
+
+See ``gradreduce.checkpoint``.
 
 Float16 and bfloat16 slots are saved as float32. Hyperparameters that are callables or Variables are
 saved as None. A load does not replace hyperparameters that are None in the state, or callables or
@@ -8,24 +10,36 @@ Variables in the optimizer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from gradreduce import checkpoint
+from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import converted, is_array
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, array, equal, flag, plain, some_of
-from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.checkpoint import (
+    Check,
+    array,
+    by_name,
+    checked,
+    downloader,
+    equal,
+    flag,
+    optional,
+    plain,
+    some_of,
+)
+from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
 from gradreduce.device.process_group import digest_of
-from gradreduce.errors import brief, listed, log_warning
+from gradreduce.errors import NotCopied, brief, listed, log_warning
 
-from .hyperparameters import value_of
+from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
 
 
 def queued_slots(slots: Slots) -> dict[str, Any]:
     """Queues copies of all slots; ``checkpoint.downloader`` downloads them."""
-    checkpoint.by_name(var for by_variable in slots.by_name.values() for var in by_variable)
+    by_name(var for by_variable in slots.by_name.values() for var in by_variable)
     copies: dict[str, Any] = {}
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
@@ -125,11 +139,7 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
         for name, value in of_var.items():
             slot = made[name][var] = slots.named(var, name)
             slot.assign(converted(value, slot.dtype))
-
-    def load() -> None:
-        slots.by_name = made
-
-    return load
+    return partial(setattr, slots, "by_name", made)
 
 
 def saved_number(value: Any) -> Any:
@@ -167,3 +177,258 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
         return value_of(where, found, is_decay=is_decay)
 
     return check
+
+
+SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
+_FORMAT = "gradreduce optimizer 3"
+
+
+class OptimizerState(NotCopied):
+    """The hyperparameters and slots of an optimizer, and checkpoints of them."""
+
+    _copy_hint = "pass its state_dict(), and load that into a new one"
+
+    #: names of the slots that the rule keeps for each variable
+    _slot_names: tuple[str, ...] = ()
+
+    def __init__(self, name: str, *, master_dtype: Any = None) -> None:
+        if not name:
+            raise ValueError("Must specify the optimizer name")
+        if not isinstance(name, str):
+            raise TypeError(f"name={brief(name)} must be a string")
+        self._name = name
+        names = self._slot_names if self._rule is None else self._rule.slots
+        self._slots = Slots(type(self), name, names, master_dtype, self._power_names)
+
+    def _set_numbers(self, **numbers: Number) -> None:
+        """Adds hyperparameters, which become attributes that can be set."""
+        self._hyperparameters += tuple(numbers)
+        for name, value in numbers.items():
+            setattr(self, name, as_number(name, value, is_decay=name in self._decays))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_known = name.startswith("_") or hasattr(type(self), name)
+        is_known = is_known or name in (*self._hyperparameters, *self._settings)
+        if not is_known and type(self).__module__.startswith("gradreduce."):
+            raise self._no_attribute(name)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        fields = [f"{name}={text_of(getattr(self, name))}" for name in
+                (*self._hyperparameters, *self._settings)]  # fmt: skip
+        return f"<{type(self).__name__} {self._name!r}{' ' if fields else ''}{', '.join(fields)}>"
+
+    _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
+    _settings: tuple[str, ...] = ()  # other attributes that may be set
+    _constants: tuple[str, ...] = ()  # attributes that only the constructor sets
+
+    _decays: tuple[str, ...] = ()  # hyperparameters that must be at least 0 and below 1
+    _power_names: tuple[str, ...] = ()  # powers of decays, which are saved with the slots
+
+    def _next_update(
+        self, powers: tuple[float, ...]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Returns the scalars of the next update, and the powers after it.
+
+        Called once per update, before any launch.
+
+        Args:
+            powers: the powers before this update; empty before the first one.
+        """
+        names = self._hyperparameters
+        scalars = tuple(
+            [value_of(name, getattr(self, name), is_decay=name in self._decays) for name in names]
+        )
+        self._last_numbers = scalars
+        return scalars, powers
+
+    _last_numbers: tuple[float, ...] = ()  # the values of the hyperparameters in the last update
+
+    def _scheduled(self) -> dict[str, float]:
+        """Returns what the last update read from callables and Variables, named for errors."""
+        return {
+            f"{name} of the last update": number
+            for name, number in zip(self._hyperparameters, self._last_numbers, strict=False)
+            if not isinstance(getattr(self, name), float)
+        }
+
+    _history = History()  # what updates over processes have read from callables and Variables
+
+    def _compared(self) -> dict[str, Any]:
+        """Returns the settings that must be equal in all processes, as JSON values.
+
+        A callable and a Variable are described by their kind, because reading them has effects.
+        """
+        names = (*self._hyperparameters, *self._settings, *self._constants)
+        values = {name: getattr(self, name) for name in names}
+        return {
+            "optimizer": type(self).__name__,
+            "masters": self._slots.has_masters,
+            **{
+                name: "a schedule" if _is_computed(value) else value
+                for name, value in values.items()
+            },
+        }
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        """Returns the error for setting an unknown attribute."""
+        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
+        return no_attribute(type(self).__name__, name, known)
+
+    _rule: ops.UpdateRule | None = None  # names the kernels, used instead of ``_apply``, and slots
+
+    def get_name(self) -> str:
+        """Returns the name that was passed to the constructor."""
+        return self._name
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """Returns the slot ``name`` of ``var``, a Variable; None if there is none.
+
+        Slots are created by the first update or by ``prepare``. A master is the slot ``"master"``.
+        """
+        return self._slots.by_name.get(name, {}).get(var)
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots made so far, such as ``"momentum"``, sorted."""
+        return sorted(name for name, slots in self._slots.by_name.items() if slots)
+
+    def variables(self) -> list[Variable]:
+        """Returns the optimizer's own Variables, its slots and masters, sorted by name."""
+        return self._slots.all()
+
+    def _check_hyperparameters(self) -> None:
+        for name in self._hyperparameters:  # users may have set them to anything
+            as_number(name, getattr(self, name), is_decay=name in self._decays)
+
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
+        """Returns the state of the optimizer as host data, for a checkpoint.
+
+        The values of the variables are not included. The call waits for the devices.
+
+        Args:
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Returns:
+            A dict of new objects.
+
+            - ``"format"``: the version of these keys.
+            - ``"optimizer"``: the name of the class.
+            - ``"hyperparameters"``: the attributes that can be set (``"learning_rate"``), by name.
+              The value is None for callables and Variables, because your program creates them.
+            - ``"powers"``: the powers of Adam's decays. None before the first update, and for other
+              rules.
+            - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
+              Float16 and bfloat16 slots are saved as float32.
+            - ``"fingerprints"``: strings computed from the values of Variables without a name, by
+              name. The first ``state_dict`` with two whose slots could be exchanged logs a warning:
+              give them names.
+
+        Raises:
+            ValueError: two variables with slots have the same name, ``deadline`` is not a number
+                above 0, ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
+                imported.
+            CollectiveError: the deadline passed, or the mesh has failed.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
+            >>> optimizer = gr.MomentumOptimizer(0.5, momentum=0.9)
+            >>> optimizer.apply_gradients([(np.float32([2]), w)])
+            >>> state = optimizer.state_dict()
+            >>> state["slots"]
+            {'w': {'momentum': array([2.], dtype=float32)}}
+            >>> other = gr.MomentumOptimizer(0.1, momentum=0.5)
+            >>> other.load_state_dict(state, [w])
+            >>> other.learning_rate
+            0.5
+        """
+        download = downloader(as_deadline(deadline), output_type)
+        fingerprints = queued_fingerprints(self._slots)
+        return download({**self._queued_state(), "fingerprints": fingerprints})
+
+    def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
+        """Restores a ``state_dict``, which may come from another process or backend.
+
+        All slots are replaced. As in PyTorch, hyperparameters are replaced too: to continue with
+        another learning rate, set it after the load. Hyperparameters that are callables or
+        Variables, here or in the saved optimizer, are kept. The values of ``variables`` are not
+        changed. On error, the optimizer is unchanged. Example: see ``state_dict``.
+
+        Args:
+            state: the ``state_dict`` of an optimizer of the same class.
+            variables: a Variable, or a list of Variables: at least those with slots in ``state``.
+                They are found by their names.
+
+        Raises:
+            KeyError: a key is missing or unknown, or ``state`` has slots of a variable that is not
+                in ``variables``.
+            TypeError: a value has a wrong type.
+            ValueError: the class, format or ``eps_mode`` differs, a slot has another shape or
+                dtype, two variables have the same name, a decay or power is below 0 or not below 1,
+                or Variables without a name have the values that they had at ``state_dict`` in
+                another order.
+            BackendUnavailableError: the mesh is closed, or a device has failed.
+            CollectiveError: the mesh has failed.
+        """
+        those = [variables] if isinstance(variables, Variable) else variables
+        load = self._ready_state(state, those)
+        check_fingerprints("state['fingerprints']", state["fingerprints"], by_name(those))
+        with DeferInterrupts():
+            load()
+
+    def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Queues copies of the state (see ``state_dict``), with ``slots`` if it is passed."""
+        names = (*self._hyperparameters, *self._settings)
+        return {
+            "format": _FORMAT,
+            "hyperparameters": {name: saved_number(getattr(self, name)) for name in names},
+            "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
+            **(slots or queued_slots(self._slots)),
+            "fingerprints": {},  # of variables that are not in the state
+        }
+
+    def _ready_state(
+        self,
+        state: Any,
+        variables: Sequence[Variable],
+        where: str = "state",
+        placed: Callable[[SlotValues], SlotValues] | None = None,
+    ) -> Callable[[], None]:
+        """Validates a state and allocates memory; returns a function that loads it.
+
+        Args:
+            state: see ``load_state_dict``.
+            variables: see ``load_state_dict``.
+            where: the name of the state, for error messages.
+            placed: converts the arrays of the saved slots, ``[variable][slot]``, to the arrays that
+                the slots of this process get. None: they are the same.
+        """
+        slots, owners = self._slots, by_name(variables)
+        for var in variables[:1]:
+            var.buffers[0].device.mesh_state.check_process()
+        numbers = {
+            name: number_like(getattr(self, name), is_decay=name in self._decays)
+            for name in (*self._hyperparameters, *self._settings)
+        }
+        schema = {
+            "format": equal(_FORMAT),
+            **slots_schema(slots, owners),  # validated first, with the name of the class
+            "hyperparameters": numbers,
+            "powers": optional(dict.fromkeys(slots.power_names, power)),
+            "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
+        }
+        found = checked(where, state, schema)
+        values = {owners[name]: of_var for name, of_var in found["slots"].items()}
+        load_slots = ready_slots(slots, placed(values) if placed else values)
+
+        def load() -> None:
+            load_slots()
+            slots.powers = tuple((found["powers"] or {}).values())
+            for name, number in found["hyperparameters"].items():
+                setattr(self, name, number)
+
+        return load

@@ -50,11 +50,7 @@ def check_global_step(global_step: Any) -> None:
 
 def ready_count(global_step: Variable | None) -> Callable[[], None]:
     """Prepares everything that can fail; returns a function that adds one to ``global_step``."""
-    return _nothing if global_step is None else global_step._ready_add(1)
-
-
-def _nothing() -> None:
-    """Used without a ``global_step``."""
+    return (lambda: None) if global_step is None else global_step._ready_add(1)
 
 
 def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:

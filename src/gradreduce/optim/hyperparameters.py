@@ -51,11 +51,11 @@ def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
         ValueError: it is a string that is not a number, a Variable that is not a scalar, or a decay
             that is below 0 or not below 1.
     """
-    if isinstance(value, Variable):
-        if value.shape:
-            raise ValueError(f"{name}={brief(value)} must hold one number")
+    if isinstance(value, Variable) and value.shape:
+        raise ValueError(f"{name}={brief(value)} must hold one number")
+    if isinstance(value, Variable) or callable(value):
         return value
-    return value if callable(value) else value_of(name, value, is_decay=is_decay)
+    return value_of(name, value, is_decay=is_decay)
 
 
 def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
@@ -71,8 +71,8 @@ def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
             what = f"{name}={text_of(value)} returned {brief(found)}; it must return"
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{what} a number") from None
-    if is_decay:
-        check_decay(name, number)
+    if is_decay and not 0 <= number < 1:
+        raise ValueError(f"{name}={brief(number)} must be at least 0 and below 1")
     return number
 
 
@@ -115,12 +115,6 @@ def text_of(value: Any) -> str:
     return brief(value)
 
 
-def check_decay(name: str, value: float) -> None:
-    """Raises ``ValueError`` unless a number is at least 0 and below 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={brief(value)} must be at least 0 and below 1")
-
-
 def as_count(name: str, value: Any, *, least: int) -> int:
     """Validates an integer that must be at least ``least``.
 
@@ -128,8 +122,7 @@ def as_count(name: str, value: Any, *, least: int) -> int:
         TypeError: it is not an integer.
         ValueError: it is smaller.
     """
-    count: int = integer(least)(name, value)
-    return count
+    return integer(least)(name, value)
 
 
 def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") -> AttributeError:

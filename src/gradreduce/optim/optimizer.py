@@ -5,7 +5,7 @@ Source: tf.train.Optimizer, whose public methods it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
@@ -14,38 +14,26 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, densified
+from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.autodiff.gradients import Engine, Pairs
+from gradreduce.autodiff.gradients import Engine
 from gradreduce.backends.compile_ahead import compile_rows
-from gradreduce.checkpoint import by_name, checked, downloader, equal, optional, some_of
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
     Device,
-    LaunchBatch,
     PackInfo,
     as_deadline,
     as_flag,
     deadline_scope,
 )
 from gradreduce.device.exchange import comparing
-from gradreduce.errors import NotCopied, brief
+from gradreduce.errors import brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .array_rules import run_python_rule
-from .checkpoint import (
-    check_fingerprints,
-    fingerprint,
-    number_like,
-    power,
-    queued_fingerprints,
-    queued_slots,
-    ready_slots,
-    saved_number,
-    slots_schema,
-)
+from .checkpoint import OptimizerState
 from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients
 from .gradient_inputs import (
     check_float,
@@ -57,16 +45,13 @@ from .gradient_inputs import (
     ready_count,
     to_variables,
 )
-from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
 from .slots import Slots
-from .update_plan import Job, Plan, by_kernel
+from .update_plan import Job, Plan, run_python_rule
 
 Scalars = tuple[float, ...]
-SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
-_FORMAT = "gradreduce optimizer 3"
 
 
-class Optimizer(NotCopied):
+class Optimizer(OptimizerState):
     """Base class of optimizers (tf.train.Optimizer); subclass it to write an update rule.
 
     A subclass names its slots in ``_slot_names`` and overrides ``_apply``, which updates the arrays
@@ -118,43 +103,9 @@ class Optimizer(NotCopied):
         array([0.25, 0.5 ], dtype=float32)
     """
 
-    _copy_hint = "pass its state_dict(), and load that into a new one"
-
     GATE_NONE = 0
     GATE_OP = 1
     GATE_GRAPH = 2
-
-    #: names of the slots that the rule keeps for each variable
-    _slot_names: tuple[str, ...] = ()
-
-    def __init__(self, name: str, *, master_dtype: Any = None) -> None:
-        if not name:
-            raise ValueError("Must specify the optimizer name")
-        if not isinstance(name, str):
-            raise TypeError(f"name={brief(name)} must be a string")
-        self._name = name
-        names = self._slot_names if self._rule is None else self._rule.slots
-        self._slots = Slots(type(self), name, names, master_dtype, self._power_names)
-        self._cross_device_ops: CrossDeviceOps | None = None
-        self._plan: Plan | None = None
-
-    def _set_numbers(self, **numbers: Number) -> None:
-        """Adds hyperparameters, which become attributes that can be set."""
-        self._hyperparameters += tuple(numbers)
-        for name, value in numbers.items():
-            setattr(self, name, as_number(name, value, is_decay=name in self._decays))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_known = name.startswith("_") or hasattr(type(self), name)
-        is_known = is_known or name in (*self._hyperparameters, *self._settings)
-        if not is_known and type(self).__module__.startswith("gradreduce."):
-            raise self._no_attribute(name)
-        super().__setattr__(name, value)
-
-    def __repr__(self) -> str:
-        fields = [f"{name}={text_of(getattr(self, name))}" for name in
-                (*self._hyperparameters, *self._settings)]  # fmt: skip
-        return f"<{type(self).__name__} {self._name!r}{' ' if fields else ''}{', '.join(fields)}>"
 
     # -- the two hooks ----------------------------------------------------------------------------
 
@@ -183,62 +134,11 @@ class Optimizer(NotCopied):
 
     _is_elementwise = True  # whether parts of a variable can be updated one by one
     _densifies = False  # whether a sparse gradient changes all rows
-    _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
-    _settings: tuple[str, ...] = ()  # other attributes that may be set
-    _constants: tuple[str, ...] = ()  # attributes that only the constructor sets
+    _devices: Sequence[Device] | None = None  # of all replicas; None: those of the variables
 
-    _decays: tuple[str, ...] = ()  # hyperparameters that must be at least 0 and below 1
-    _power_names: tuple[str, ...] = ()  # powers of decays, which are saved with the slots
+    _cross_device_ops: CrossDeviceOps | None = None
+    _plan: Plan | None = None  # of the last update
 
-    def _next_update(self, powers: Scalars) -> tuple[Scalars, Scalars]:
-        """Returns the scalars of the next update, and the powers after it.
-
-        Called once per update, before any launch.
-
-        Args:
-            powers: the powers before this update; empty before the first one.
-        """
-        names = self._hyperparameters
-        scalars = tuple(
-            [value_of(name, getattr(self, name), is_decay=name in self._decays) for name in names]
-        )
-        self._last_numbers = scalars
-        return scalars, powers
-
-    _last_numbers: Scalars = ()  # the values of the hyperparameters in the last update
-
-    def _scheduled(self) -> dict[str, float]:
-        """Returns what the last update read from callables and Variables, named for errors."""
-        return {
-            f"{name} of the last update": number
-            for name, number in zip(self._hyperparameters, self._last_numbers, strict=False)
-            if not isinstance(getattr(self, name), float)
-        }
-
-    _history = History()  # what updates over processes have read from callables and Variables
-
-    def _compared(self) -> dict[str, Any]:
-        """Returns the settings that must be equal in all processes, as JSON values.
-
-        A callable and a Variable are described by their kind, because reading them has effects.
-        """
-        names = (*self._hyperparameters, *self._settings, *self._constants)
-        values = {name: getattr(self, name) for name in names}
-        return {
-            "optimizer": type(self).__name__,
-            "masters": self._slots.has_masters,
-            **{
-                name: "a schedule" if callable(value) or isinstance(value, Variable) else value
-                for name, value in values.items()
-            },
-        }
-
-    def _no_attribute(self, name: str) -> AttributeError:
-        """Returns the error for setting an unknown attribute."""
-        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
-        return no_attribute(type(self).__name__, name, known)
-
-    _rule: ops.UpdateRule | None = None  # names the kernels, used instead of ``_apply``, and slots
     # -- members ----------------------------------------------------------------------------------
 
     @property
@@ -256,25 +156,6 @@ class Optimizer(NotCopied):
         if not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
         self._cross_device_ops = cross_device_ops
-
-    def get_name(self) -> str:
-        """Returns the name that was passed to the constructor."""
-        return self._name
-
-    def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of ``var``, a Variable; None if there is none.
-
-        Slots are created by the first update or by ``prepare``. A master is the slot ``"master"``.
-        """
-        return self._slots.by_name.get(name, {}).get(var)
-
-    def get_slot_names(self) -> list[str]:
-        """Returns the names of the slots made so far, such as ``"momentum"``, sorted."""
-        return sorted(name for name, slots in self._slots.by_name.items() if slots)
-
-    def variables(self) -> list[Variable]:
-        """Returns the optimizer's own Variables, its slots and masters, sorted by name."""
-        return self._slots.all()
 
     def apply_gradients(
         self,
@@ -375,7 +256,10 @@ class Optimizer(NotCopied):
                 if plan is None:
                     self.prepare(variables)
                     plan = Plan(variables, self._slots, self._rule)
-                self._change(plan, parts, count)
+                begin_writes(plan.shared)
+                scalars, powers = self._next_update(self._slots.powers)
+                launches = [self._ready(job, scalars) for job in plan.jobs(parts)]
+                self._launch(launches, plan.devices, plan.label, powers, count)
             self._plan = plan
             if over_processes:
                 self._history = self._history.after(self._scheduled())
@@ -470,14 +354,9 @@ class Optimizer(NotCopied):
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine,
         )  # fmt: skip
-        value, pairs = self._differentiated(gradients)
+        is_whole = self._devices is not None and current_replica() is None
+        value, pairs = gradients_of_replicas(gradients, self._devices) if is_whole else gradients()
         return (value, pairs) if return_loss else pairs
-
-    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        """Calls ``gradients``; AGN overrides this to call it for each replica."""
-        return gradients()
-
-    _devices: Sequence[Device] | None = None  # of all replicas; None: those of the variables
 
     def minimize(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -541,140 +420,6 @@ class Optimizer(NotCopied):
             self._devices,
         )
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
-
-    def state_dict(
-        self, *, deadline: float | None = None, output_type: str = "numpy"
-    ) -> dict[str, Any]:
-        """Returns the state of the optimizer as host data, for a checkpoint.
-
-        The values of the variables are not included. The call waits for the devices.
-
-        Args:
-            deadline: seconds from now; if the devices are not done by then, the mesh fails.
-            output_type: see ``ConditionalAccumulator.state_dict``.
-
-        Returns:
-            A dict of new objects.
-
-            - ``"format"``: the version of these keys.
-            - ``"optimizer"``: the name of the class.
-            - ``"hyperparameters"``: the attributes that can be set (``"learning_rate"``), by name.
-              The value is None for callables and Variables, because your program creates them.
-            - ``"powers"``: the powers of Adam's decays. None before the first update, and for other
-              rules.
-            - ``"slots"``: arrays by the names of the variable and of the slot, masters included.
-              Float16 and bfloat16 slots are saved as float32.
-            - ``"fingerprints"``: strings computed from the values of Variables without a name, by
-              name. The first ``state_dict`` with two whose slots could be exchanged logs a warning:
-              give them names.
-
-        Raises:
-            ValueError: two variables with slots have the same name, ``deadline`` is not a number
-                above 0, ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
-                imported.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
-
-        Example:
-            >>> mesh = gr.open_mesh(1, backend="sim")
-            >>> w = gr.Variable(np.float32([1]), "w", device=mesh)
-            >>> optimizer = gr.MomentumOptimizer(0.5, momentum=0.9)
-            >>> optimizer.apply_gradients([(np.float32([2]), w)])
-            >>> state = optimizer.state_dict()
-            >>> state["slots"]
-            {'w': {'momentum': array([2.], dtype=float32)}}
-            >>> other = gr.MomentumOptimizer(0.1, momentum=0.5)
-            >>> other.load_state_dict(state, [w])
-            >>> other.learning_rate
-            0.5
-        """
-        download = downloader(as_deadline(deadline), output_type)
-        fingerprints = queued_fingerprints(self._slots)
-        state: dict[str, Any] = download({**self._queued_state(), "fingerprints": fingerprints})
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
-        """Restores a ``state_dict``, which may come from another process or backend.
-
-        All slots are replaced. As in PyTorch, hyperparameters are replaced too: to continue with
-        another learning rate, set it after the load. Hyperparameters that are callables or
-        Variables, here or in the saved optimizer, are kept. The values of ``variables`` are not
-        changed. On error, the optimizer is unchanged. Example: see ``state_dict``.
-
-        Args:
-            state: the ``state_dict`` of an optimizer of the same class.
-            variables: a Variable, or a list of Variables: at least those with slots in ``state``.
-                They are found by their names.
-
-        Raises:
-            KeyError: a key is missing or unknown, or ``state`` has slots of a variable that is not
-                in ``variables``.
-            TypeError: a value has a wrong type.
-            ValueError: the class, format or ``eps_mode`` differs, a slot has another shape or
-                dtype, two variables have the same name, a decay or power is below 0 or not below 1,
-                or Variables without a name have the values that they had at ``state_dict`` in
-                another order.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
-            CollectiveError: the mesh has failed.
-        """
-        those = [variables] if isinstance(variables, Variable) else variables
-        load = self._ready_state(state, those)
-        check_fingerprints("state['fingerprints']", state["fingerprints"], by_name(those))
-        with DeferInterrupts():
-            load()
-
-    def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Queues copies of the state (see ``state_dict``), with ``slots`` if it is passed."""
-        names = (*self._hyperparameters, *self._settings)
-        return {
-            "format": _FORMAT,
-            "hyperparameters": {name: saved_number(getattr(self, name)) for name in names},
-            "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
-            **(slots or queued_slots(self._slots)),
-            "fingerprints": {},  # of variables that are not in the state
-        }
-
-    def _ready_state(
-        self,
-        state: Any,
-        variables: Sequence[Variable],
-        where: str = "state",
-        placed: Callable[[SlotValues], SlotValues] | None = None,
-    ) -> Callable[[], None]:
-        """Validates a state and allocates memory; returns a function that loads it.
-
-        Args:
-            state: see ``load_state_dict``.
-            variables: see ``load_state_dict``.
-            where: the name of the state, for error messages.
-            placed: converts the arrays of the saved slots, ``[variable][slot]``, to the arrays that
-                the slots of this process get. None: they are the same.
-        """
-        slots, owners = self._slots, by_name(variables)
-        for var in variables[:1]:
-            var.buffers[0].device.mesh_state.check_process()
-        numbers = {
-            name: number_like(getattr(self, name), is_decay=name in self._decays)
-            for name in (*self._hyperparameters, *self._settings)
-        }
-        schema = {
-            "format": equal(_FORMAT),
-            **slots_schema(slots, owners),  # validated first, with the name of the class
-            "hyperparameters": numbers,
-            "powers": optional(dict.fromkeys(slots.power_names, power)),
-            "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
-        }
-        found = checked(where, state, schema)
-        values = {owners[name]: of_var for name, of_var in found["slots"].items()}
-        load_slots = ready_slots(slots, placed(values) if placed else values)
-
-        def load() -> None:
-            load_slots()
-            slots.powers = tuple((found["powers"] or {}).values())
-            for name, number in found["hyperparameters"].items():
-                setattr(self, name, number)
-
-        return load
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.
@@ -794,24 +539,6 @@ class Optimizer(NotCopied):
         _, powers = self._next_update(self._slots.powers)
         self._slots.commit(powers)
 
-    def _check_hyperparameters(self) -> None:
-        for name in self._hyperparameters:  # users may have set them to anything
-            as_number(name, getattr(self, name), is_decay=name in self._decays)
-
-    def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
-        """Runs the rule on all copies of variables, one job for each physical device.
-
-        Args:
-            plan: the plan of the variables.
-            parts: the gradient of each copy.
-            count: increments the global step.
-        """
-        if plan.shared:
-            begin_writes(plan.shared)
-        scalars, powers = self._next_update(self._slots.powers)
-        ready = [self._ready(job, scalars, writer) for job, writer in plan.jobs(parts)]
-        self._launch(ready, plan.devices, plan.label, powers, count)
-
     def _launch(
         self,
         launches: Sequence[Callable[[], None]],
@@ -831,29 +558,28 @@ class Optimizer(NotCopied):
         """
         mesh_state = devices[0].mesh_state
         with DeferInterrupts():
-            with mesh_state.launch_lock, mesh_state.fail_on_partial_write(devices):
-                thread = mesh_state.thread
-                before, thread.label = thread.label, label  # label_scope would take 1 µs longer
-                try:
-                    for launch in launches:
-                        launch()
-                finally:
-                    thread.label = before
+            with (
+                mesh_state.launch_lock,
+                mesh_state.fail_on_partial_write(devices),
+                mesh_state.label_scope(label),
+            ):
+                for launch in launches:
+                    launch()
                 self._slots.commit(powers)
             count()
             release_inputs()
 
     def _ready(
-        self,
-        job: Job,
-        scalars: tuple[float, ...],
-        writer: LaunchBatch | None,
-        variant: ops.Variant = "plain",
+        self, job: Job, scalars: Scalars, variant: ops.Variant = "plain"
     ) -> Callable[[], None]:
         """Returns a function that launches a job. A Python rule is computed right away."""
-        if (rule := self._rule) is not None:
-            return partial(job.run, by_kernel(ops.RULE_KERNELS[rule, variant], scalars, writer))
-        return partial(job.end, run_python_rule(self._apply, self._slot_names, job))
+        if self._rule is None:
+            return partial(job.run, run_python_rule(self._apply, self._slot_names, job))
+        kernel = ops.RULE_KERNELS[self._rule, variant]
+        update = partial(
+            ops.update_rows, kernel, job.updates, scalars, job.device, writer=job.writer
+        )
+        return partial(job.run, update)
 
 
 def gradients_like(
@@ -873,4 +599,4 @@ def _rehearse_update(sparse: bool, optimizer: Optimizer, variables: Sequence[Var
     gradients: Sequence[Part] = [row[0] for row in written]
     if sparse:
         gradients = gradients_like(optimizer, variables, [0, 1])
-    optimizer._ready(Job(written, gradients), (), None)()
+    optimizer._ready(Job(written, gradients), ())()

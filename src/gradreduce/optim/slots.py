@@ -56,11 +56,6 @@ class Slots:
         self._before: dict[str, dict[Variable, Variable]] | None = None
         self.has_warned = False
 
-    @property
-    def rule(self) -> tuple[type, tuple[str, ...], bool]:
-        """The rule of the slots, which all workers of a center must share."""
-        return self.kind, self.names, self.has_masters
-
     def wants_master(self, var: Variable) -> bool:
         """Whether a variable is float16 or bfloat16 and gets a float32 master."""
         return self.has_masters and var.dtype.itemsize == 2

@@ -2,22 +2,26 @@
 
 For a sparse gradient, rows with the same index are added first. The rows that the gradient touches
 are copied out of the variable and its slots, updated in the same launch as other operands, and
-copied back.
+copied back. A rule that a subclass writes in Python (``Optimizer._apply``) runs on copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.convert_gpu import wait_for_inputs
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
+from gradreduce.arrays.convert import from_buffer
+from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream, wait_for_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
 from gradreduce.arrays.variable import Variable
+from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.device import (
     Buffer,
     Device,
@@ -42,14 +46,13 @@ class Plan:
         totals: for each variable, sums that the update writes too, one for each copy.
 
     Attributes:
+        totals: see above.
         shared: the variables that share memory with parameters of a PyTorch module.
         written: for each copy of each variable, the buffers that an update writes.
         devices: the device of each copy.
         label: names the variables in the operation log.
         ranges: the address ranges of the buffers in ``written``.
         rule: the compiled rule; None for a Python rule.
-        indices_by_gpu: for each physical device, the indices of the copies there.
-        writers: for each physical device, the result of ``writer_of``.
         device_over_processes: a device of a mesh of several processes; None: all have one.
     """
 
@@ -58,27 +61,26 @@ class Plan:
         variables: Sequence[Variable],
         slots: Slots,
         rule: ops.UpdateRule | None,
-        totals: Sequence[Sequence[Buffer]] = (),
+        totals: Mapping[Variable, tuple[Buffer, ...]] | None = None,
     ) -> None:
-        self.variables = tuple(variables)
+        self.variables, self.totals = tuple(variables), totals or {}
         self.label = PackInfo(range(len(variables)), names=[each.name for each in variables])
         self.shared = [var for var in variables if var._parameters]
         self.rule = rule
         self._slots = slots.by_name  # a checkpoint that is loaded later replaces this dict
         self.written = [row for var in variables for row in slots.rows(var)]
-        for row, total in zip(self.written, chain(*totals), strict=False):
+        for row, total in zip(self.written, chain(*self.totals.values()), strict=False):
             row.append(total)
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
-        self.indices_by_gpu = list(by_physical(self.devices).values())
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
-        self.writers = [
-            writer_of(self.devices[indices[0]], [self.written[index] for index in indices])
-            for indices in self.indices_by_gpu
+        # For each physical device the indices of the copies there, and their ``LaunchBatch``.
+        self._groups = [
+            (indices, writer_of(self.devices[indices[0]], [self.written[each] for each in indices]))
+            for indices in by_physical(self.devices).values()
         ]
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
-        self._has_copies = len(self.devices) > len(self.variables)
         self.device_over_processes = device_over_processes(variables)
 
     def is_valid_for(
@@ -89,14 +91,16 @@ class Plan:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
-    def jobs(self, gradients: Sequence[Part]) -> list[tuple[Job, LaunchBatch | None]]:
-        """Returns a job for each physical device, and its writer if all gradients are dense."""
-        found: list[tuple[Job, LaunchBatch | None]] = []
-        for indices, writer in zip(self.indices_by_gpu, self.writers, strict=True):
-            written = [self.written[index] for index in indices]
-            job = Job(written, [gradients[index] for index in indices])
-            found.append((job, writer if job.is_dense else None))
-        return found
+    def jobs(self, gradients: Sequence[Part]) -> list[Job]:
+        """Returns a job for each physical device."""
+        return [
+            Job(
+                [self.written[index] for index in indices],
+                [gradients[index] for index in indices],
+                writer=writer,
+            )
+            for indices, writer in self._groups
+        ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         """Returns gradients as Buffers if all are on their devices or on the host.
@@ -105,7 +109,7 @@ class Plan:
         gradient. Overlaps with memory that the update writes are checked only if an address
         differs from the last call.
         """
-        found = None if self._has_copies else self._as_buffers(gradients)
+        found = self._as_buffers(gradients) if len(self.devices) == len(gradients) else None
         if found is not None:
             addresses = [grad.address for grad in found]
             if addresses != self._addresses:
@@ -132,16 +136,6 @@ def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch |
     return LaunchBatch(device, rows) if len(same_dtypes(rows)) == 1 else None
 
 
-Rule = Callable[[Sequence[Update], Device], None]
-
-
-def by_kernel(
-    kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
-) -> Rule:
-    """Returns a rule that launches a kernel with these scalars."""
-    return lambda rows, at: ops.update_rows(kernel, rows, scalars, at, writer=writer)
-
-
 class Job:
     """One update of the copies on one physical device, with all memory allocated.
 
@@ -149,23 +143,31 @@ class Job:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
         gradients: the gradient of each copy, on the same physical device.
+        writer: a ``LaunchBatch`` of ``written``, or None.
 
     Attributes:
         device: the device of the first copy, whose compute queue launches.
         updates: the operands of the rule, a row for each copy.
-        is_dense: whether all gradients are dense, so that ``updates`` has the order of ``written``.
+        writer: see above; None if a gradient is sparse, because ``updates`` has other rows then.
+        before: launches before the rule, which gather the rows of sparse gradients.
     """
 
-    def __init__(self, written: Sequence[Sequence[Buffer]], gradients: Sequence[Part]) -> None:
-        self.device = written[0][0].device
+    def __init__(
+        self,
+        written: Sequence[Sequence[Buffer]],
+        gradients: Sequence[Part],
+        *,
+        writer: LaunchBatch | None = None,
+    ) -> None:
+        self.device, self.writer = written[0][0].device, writer
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
-        self._before: list[Callable[[], None]] = []
+        self.before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
-        self.is_dense = len(self.updates) == len(pairs)
-        if not self.is_dense:
+        if len(self.updates) < len(pairs):
+            self.writer = None
             self._add_sparse(
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )
@@ -190,24 +192,89 @@ class Job:
         rows, wholes, plans = zip(*takes, strict=True)
         indices = [segments.indices for segments in plans]
         singles = [ops.single_row_segments(segments.num_segments) for segments in plans]
-        self._before = [
+        self.before = [
             ops.segment_sum_command(*zip(*merges, strict=True), device=device),
             ops.take_rows_command(rows, wholes, indices, device=device),
         ]
         self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=device)]
 
-    def begin(self) -> None:
-        """Gathers rows for sparse gradients."""
-        for launch in self._before:
+    def run(self, rule: Callable[[], None]) -> None:
+        """Gathers rows for sparse gradients, launches the rule, and scatters the rows back."""
+        for launch in (*self.before, rule, *self._after):
             launch()
 
-    def end(self, rule: Rule) -> None:
-        """Launches the rule, and scatters rows back."""
-        rule(self.updates, self.device)
-        for launch in self._after:
-            launch()
 
-    def run(self, rule: Rule) -> None:
-        """Updates the copies by a rule: ``begin``, then ``end``."""
-        self.begin()
-        self.end(rule)
+OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
+
+
+def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Callable[[], None]:
+    """Runs a Python rule on copies; returns a function that copies the results back.
+
+    Because it runs on copies, variables and slots are unchanged if it raises. No lock is held while
+    it runs. This function also runs ``job.before``.
+
+    Args:
+        apply: ``apply(variable, slots, gradient)`` changes the first two in place. The arguments
+            are NumPy or CuPy arrays. For a variable with a master, ``variable`` is the master.
+            It is not called in a dry run.
+        names: the names of the slots.
+        job: the job of the update.
+    """
+    for launch in job.before:
+        launch()
+    job.before = []
+    outs: list[Buffer] = []
+    values: list[Buffer] = []
+    for row in job.updates:
+        copied = _copied(row, job.device)
+        changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
+        if not isinstance(job.device, DryRunDevice):
+            _call(apply, names, [*changed, row[-1]], job.device)
+        if len(copied) > len(changed):
+            copied[0] = changed[0]  # the copy below rounds the master to its variable
+        outs += row[:-1]
+        values += copied
+    return partial(ops.pack, outs, values, device=job.device)
+
+
+def _copied(row: Update, device: Device) -> list[Buffer]:
+    """Copies the written operands; sets a master that does not round to its variable."""
+    made = [device.empty(operand.shape, operand.dtype) for operand in row[:-1]]
+    ops.pack(made, row[:-1], device=device)
+    if len(row) > 2 and made[1].dtype != made[0].dtype:
+        zeros = device.zeros(row[0].shape, row[0].dtype)
+        sgd = ops.RULE_KERNELS[ops.RULES["sgd"], "plain"]
+        ops.update_rows(sgd, [[made[0], made[1], zeros]], (0.0,), device)
+    return made
+
+
+def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], device: Device) -> None:
+    with SuspendedScope():
+        with StreamScope():
+            variable, *slots, gradient = [from_buffer(each, "native") for each in buffers]
+        by_name = dict(zip(names, slots, strict=True))
+        with on_gpu_of(device):  # CuPy computes on its current GPU
+            made = apply(variable, by_name, _only_read(gradient, device))
+    if made is not None:  # its author expects it to become the new value
+        name = getattr(apply, "__qualname__", "_apply")
+        raise ValueError(
+            f"{name} returned {type(made).__name__}; it must return None and change variable and "
+            "slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
+        )
+    for name, slot in zip(names, slots, strict=True):
+        if by_name.get(name) is not slot:  # otherwise the new value would be lost silently
+            raise ValueError(
+                f"_apply replaced the array slots[{name!r}]; change it in place, as in "
+                f"slots[{name!r}][...] = new"
+            )
+    if device.mesh_state.backend != "sim":
+        wait_for_current_stream(buffers[:1], "native")
+
+
+def _only_read(gradient: Any, device: Device) -> Any:
+    """Returns a gradient that the rule cannot overwrite: it may be the caller's memory."""
+    if device.mesh_state.backend != "sim":
+        return gradient.copy()  # CuPy has no read-only arrays
+    view = gradient.view()
+    view.flags.writeable = False
+    return view

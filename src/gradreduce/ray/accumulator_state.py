@@ -9,9 +9,11 @@ import numpy as np
 
 from gradreduce.accumulator.base import ConditionalAccumulatorBase
 from gradreduce.accumulator.checkpoint import ready_state
-from gradreduce.accumulator.dense import ConditionalAccumulator
+from gradreduce.accumulator.conditional import (
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+)
 from gradreduce.accumulator.multi import apply_grads, take_grads
-from gradreduce.accumulator.sparse import SparseConditionalAccumulator
 from gradreduce.accumulator.state import LAST_STEP, AccumulatorState
 from gradreduce.accumulator.take_queue import missing
 from gradreduce.arrays.convert import converted

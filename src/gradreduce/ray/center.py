@@ -30,11 +30,10 @@ from gradreduce.checkpoint import downloader, mapped, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
-from gradreduce.optim.agn.center_interface import Center
+from gradreduce.optim.agn.center_interface import Center, WorkerVariables
 from gradreduce.optim.agn.push import PushConfig
 from gradreduce.optim.agn.sums import Sum
 from gradreduce.optim.agn.variables import LazyVariable
-from gradreduce.optim.agn.worker_variables import WorkerVariables
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 

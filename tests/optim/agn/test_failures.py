@@ -179,7 +179,7 @@ def test_a_first_step_that_fails_leaves_no_slots_and_no_pending_push(mesh, monke
     (calm,), (worker,) = (pair(mesh, 1, make, starts, 1) for _ in range(2))
     with monkeypatch.context() as patch:
         if what == "plan":
-            patch.setattr("gradreduce.optim.agn.local_step.LocalPlan", fail)
+            patch.setattr("gradreduce.optim.agn.local_step.Plan", fail)
         else:
             patch.setattr(worker.inner, "_apply" if what == "rule" else "learning_rate", fail)
         before = worker.optimizer.state_dict()

@@ -3,8 +3,6 @@
 Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
 """
 
-from __future__ import annotations
-
 from .center import AGNCenter
 from .optimizer import AGNOptimizer
 from .variables import AGNCustomGetter

@@ -22,11 +22,10 @@ from gradreduce.optim.hyperparameters import as_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
-from .center_interface import Center
+from .center_interface import Center, WorkerVariables
 from .checkpoint import queued_center, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
-from .worker_variables import WorkerVariables
 
 
 class CenterState(Center):
@@ -38,7 +37,6 @@ class CenterState(Center):
     Attributes:
         variables: the variables, by the names that the workers use.
         slots: the slots of the variables; None before the first optimizer joins.
-        version: how many times a checkpoint has replaced the slots.
         fault: why pushes are rejected; None if they are accepted.
     """
 
@@ -48,7 +46,6 @@ class CenterState(Center):
         self.devices = devices
         self.variables: dict[str, Variable] = {}
         self.slots: Slots | None = None
-        self.version = 0
         self.fault: str | None = None
         self.registry = Registry(devices[0].mesh_state)
         self._mutex = threading.RLock()
@@ -74,18 +71,18 @@ class CenterState(Center):
             check_same_tensor(name, (local.shape, local.dtype), (found.shape, found.dtype))
             return found
 
-    def join(self, optimizer: Optimizer) -> None:
-        """See ``Center``."""
-        self._slots_of_rule(optimizer)
-
-    def _slots_of_rule(self, optimizer: Optimizer) -> Slots:
-        """Returns the center's slots, after a check of the rule; the first call creates them."""
+    def join(self, optimizer: Optimizer) -> Slots:
+        """See ``Center``. Returns the center's slots, which the first call creates."""
         with self.lock:
             own, slots = optimizer._slots, self.slots
             if slots is None:
                 dtype = "float32" if own.has_masters else None
                 slots = self.slots = Slots(own.kind, own.owner, own.names, dtype)
-            elif own.rule != slots.rule:
+            elif (own.kind, own.names, own.has_masters) != (
+                slots.kind,
+                slots.names,
+                slots.has_masters,
+            ):
                 mine, theirs = own.kind.__name__, slots.kind.__name__
                 raise ValueError(
                     f"the center uses {theirs} with slots {list(slots.names)}"
@@ -125,7 +122,7 @@ class CenterState(Center):
         """
         with self.lock:
             self.check_usable()
-            slots = self._slots_of_rule(optimizer)
+            slots = self.join(optimizer)
             slots.make(centers, optimizer._slot_start)
             return [slots.rows(center)[0] for center in centers]
 
@@ -149,13 +146,14 @@ class CenterState(Center):
         """See ``Center``."""
         with DeferInterrupts(), self.lock:
             self.check_usable()
-            plan, sums, version = variables.last_push or (None, None, 0)
+            plan, sums, slots = variables.last_push or (None, None, None)
             variables.last_push = None
-            if plan is None or sums is not variables.sums or version != self.version:
+            own = self.join(optimizer).by_name  # a checkpoint that is loaded replaces this dict
+            if plan is None or sums is not variables.sums or slots is not own:
                 sums = variables.sums
                 plan = self._push_plan(optimizer, variables, config)
             plan.run(scalars, then)
-            variables.last_push = (plan, sums, self.version) if plan.is_reusable else None
+            variables.last_push = (plan, sums, own) if plan.is_reusable else None
 
     def _push_plan(
         self, optimizer: Optimizer, variables: WorkerVariables, config: PushConfig
@@ -364,8 +362,7 @@ class AGNCenter(NotCopied):
         with center.lock:
             center.check_usable()
             copies = queued_center(center.variables, center.slots)
-        state: dict[str, Any] = download(copies)
-        return state
+        return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -392,7 +389,6 @@ class AGNCenter(NotCopied):
         center = self._state
         with DeferInterrupts(), center.lock:
             load = ready_center(center.variables, center.slots, state)
-            center.version += 1
             center.fault = "a load_state_dict failed part-way"
             load()
             center.fault = None

@@ -1,4 +1,7 @@
-"""Saves, validates and loads the state of an AGN center; see ``gradreduce.checkpoint``."""
+"""Saves, validates and loads the state of an AGN center and of a worker.
+
+See ``gradreduce.checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradreduce import checkpoint
+from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import Check, anything, equal, integer, some_of, uploaded
+from gradreduce.device import DeferInterrupts
+from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import queued_slots, ready_slots, slots_schema
 from gradreduce.optim.slots import Slots
 
-_FORMAT = "gradreduce AGN center 2"
+from .worker import Worker
+
+_CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
 
 
 def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
     """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
     return {
-        "format": _FORMAT,
+        "format": _CENTER,
         "variables": checkpoint.copies_of(variables),
         "optimizer": None if slots is None else queued_slots(slots),
     }
@@ -30,7 +39,7 @@ def ready_center(
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     owners = checkpoint.by_name(variables.values())
     schema = {
-        "format": checkpoint.equal(_FORMAT),
+        "format": checkpoint.equal(_CENTER),
         "variables": checkpoint.arrays_of(variables),
         "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
     }
@@ -46,3 +55,77 @@ def ready_center(
         load_values()
 
     return load
+
+
+def queued_worker(worker: Worker) -> dict[str, Any]:
+    """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
+    shared = worker.variables
+    sums = {
+        var.name: checkpoint.copied(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
+        for var, total in shared.sums.items()
+    }
+    variables = checkpoint.by_name(shared.centers)
+    return {
+        "format": _WORKER,
+        "optimizer": worker.inner._queued_state(),
+        "variables": checkpoint.copies_of(variables),
+        "sums": sums,
+        "pulled": {var.name: checkpoint.copied(kept) for var, kept in shared.pulled.items()},
+        "local_step": shared.num_steps,
+        "is_due": worker.push_pending,
+    }
+
+
+def load_worker(worker: Worker, state: Any) -> None:
+    """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
+    shared = worker.variables
+    variables = checkpoint.by_name(shared.centers)
+    schema = {
+        "format": equal(_WORKER),
+        "optimizer": anything,
+        "variables": checkpoint.arrays_of(variables),
+        "sums": some_of({name: _sum_of(var) for name, var in variables.items()}),
+        "pulled": some_of(checkpoint.arrays_of(variables)),
+        "local_step": integer(0, 2**31 - 1),
+        "is_due": checkpoint.flag,
+    }
+    found = checkpoint.checked("state", state, schema)
+    sums, pulled = found["sums"], found["pulled"]
+    unknown = sorted(sums.keys() - pulled.keys())
+    if unknown and worker.config.gamma is not None:
+        raise ValueError(
+            f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
+            "it was saved by a worker without distance_scale"
+        )
+    if found["is_due"] and not sums:
+        raise ValueError("state['is_due'] is true, but there are no sums to push")
+    load_optimizer = worker.inner._ready_state(
+        found["optimizer"], list(variables.values()), "state['optimizer']"
+    )
+    load_values = checkpoint.ready_values(found["variables"], variables)
+    totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
+    kept = {variables[name]: uploaded(each, variables[name]) for name, each in pulled.items()}
+    with DeferInterrupts():
+        load_optimizer()
+        load_values()
+        shared.sums, shared.pulled = totals, kept
+        shared.num_steps, worker.push_pending = found["local_step"], found["is_due"]
+
+
+def _sum_of(var: Variable) -> Check:
+    """Returns a check for a saved sum: an array, or a dict if it is sparse."""
+    dense = checkpoint.array(var.shape, var.dtype)
+
+    def check(where: str, saved: Any) -> Any:
+        if isinstance(saved, Mapping):  # any count is allowed: pushes do not use counts
+            return SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
+        return dense(where, saved)
+
+    return check
+
+
+def _uploaded(total: Any, var: Variable) -> Any:
+    """Uploads a sum that ``_sum_of`` has checked."""
+    if callable(total):
+        return total(var.devices[0])
+    return tuple([device.upload(total) for device in var.devices])

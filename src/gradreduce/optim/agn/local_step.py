@@ -6,17 +6,16 @@ rules, the update is that of ``Optimizer``, and separate launches add the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator.state import PendingGradient, additions_of
+from gradreduce.accumulator.state import Launches, PendingGradient, additions_of
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, PackInfo, by_physical
+from gradreduce.device import Buffer, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
 from gradreduce.optim.update_plan import Job, Plan
@@ -25,55 +24,24 @@ from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum, pending_rows
 
 
-class LocalStep(NamedTuple):
-    """A planned local step, with all memory allocated.
-
-    Attributes:
-        launches: called in this order.
-        sums: the sums of the period after the step.
-        plan: the plan for dense gradients; None if there are none, or for a Python rule.
-        devices: the devices that the launches write.
-        label: names the variables in the operation log.
-    """
-
-    launches: Sequence[Callable[[], None]]
-    sums: Sums
-    plan: LocalPlan | None
-    devices: Sequence[Device]
-    label: PackInfo
-
-
-class LocalPlan(Plan):
-    """Plan for local steps of the same variables with dense gradients.
-
-    It can be used again if the last step used it.
+def fused_step(
+    optimizer: Optimizer, plan: Plan, gradients: Sequence[Part], scalars: Scalars, sums: Sums
+) -> tuple[Launches, Sums]:
+    """Plans one launch for each physical device and dtype; returns it and the sums after it.
 
     Args:
-        optimizer: has a compiled rule and slots of the variables.
-        sums: for each variable the memory of its sum, on each device.
+        optimizer: has a compiled rule.
+        plan: the plan of the variables and their sums.
+        gradients: the dense gradient of each copy of each variable.
+        scalars: the scalars of the rule.
+        sums: the sums of the period so far. Either all variables of the plan have a sum, which is
+            in the plan's memory, or none has.
     """
-
-    def __init__(self, optimizer: Optimizer, sums: Mapping[Variable, tuple[Buffer, ...]]) -> None:
-        super().__init__(list(sums), optimizer._slots, optimizer._rule, list(sums.values()))
-        self._optimizer, self._sums = optimizer, sums
-
-    def step(self, gradients: Sequence[Part], scalars: Scalars, sums: Sums) -> LocalStep:
-        """Returns a step: one launch for each physical device and dtype.
-
-        Args:
-            gradients: the dense gradient of each copy of each variable.
-            scalars: the scalars of the rule.
-            sums: the sums of the period so far. Either all variables of the plan have a sum, which
-                is in the plan's memory, or none has.
-        """
-        first = self.variables[0] not in sums
-        if first:  # the launch writes gradients to the sums and does not add
-            sums = {**sums, **self._sums} if sums else self._sums
-        launches = [
-            self._optimizer._ready(job, (int(first), *scalars), writer, "local")
-            for job, writer in self.jobs(gradients)
-        ]
-        return LocalStep(launches, sums, self, self.devices, self.label)
+    first = plan.variables[0] not in sums
+    if first:  # the launch writes gradients to the sums and does not add
+        sums = {**sums, **plan.totals} if sums else plan.totals
+    local = (int(first), *scalars)
+    return [optimizer._ready(job, local, "local") for job in plan.jobs(gradients)], sums
 
 
 def local_step(
@@ -82,9 +50,12 @@ def local_step(
     parts: Sequence[Part],
     scalars: Scalars,
     sums: Sums,
-    last: LocalPlan | None,
-) -> LocalStep:
+    last: Plan | None,
+) -> tuple[Launches, Sums, Plan | None]:
     """Plans a step with gradients of any kind.
+
+    Returns its launches, the sums after it, and the plan of the variables with dense gradients.
+    The plan is None if there are none, or for a Python rule.
 
     Args:
         optimizer: has the rule and slots of the variables.
@@ -101,31 +72,29 @@ def local_step(
         colocated = tuple(islice(left, len(var.devices)))
         is_fused = optimizer._rule is not None and isinstance(colocated[0], Buffer)
         (dense if is_fused else apart)[var] = colocated
-    launches: Sequence[Callable[[], None]] = ()
+    launches: Launches = []
     plan = last if dense else None
     if dense and not (last and last.is_valid_for(list(dense), optimizer._slots, optimizer._rule)):
         first = not any(var in sums for var in dense)
         memory = {var: dense_sum(var, sums.get(var), fill=not first) for var in dense}
-        plan = LocalPlan(optimizer, memory)
+        plan = Plan(list(memory), optimizer._slots, optimizer._rule, memory)
         sums = sums if first else {**sums, **memory}
     if plan is not None:
         gradients = [part for colocated in dense.values() for part in colocated]
-        launches, sums, *_ = plan.step(gradients, scalars, sums)
+        launches, sums = fused_step(optimizer, plan, gradients, scalars, sums)
     if apart:
         jobs = Plan(list(apart), optimizer._slots, optimizer._rule).jobs(
             [part for colocated in apart.values() for part in colocated]
         )
         additions, added = _additions(apart, sums)
-        updates = [optimizer._ready(job, scalars, writer) for job, writer in jobs]
+        updates = [optimizer._ready(job, scalars) for job in jobs]
         launches, sums = [*launches, *updates, *additions], {**sums, **added}
-    devices = [device for var in variables for device in var.devices]
-    label = PackInfo(range(len(variables)), names=[var.name for var in variables])
-    return LocalStep(launches, sums, plan, devices, label)
+    return launches, sums, plan
 
 
 def _additions(
     gradients: Mapping[Variable, Colocated], sums: Sums
-) -> tuple[list[Callable[[], None]], dict[Variable, Sum]]:
+) -> tuple[Launches, dict[Variable, Sum]]:
     """Returns launches that add gradients to the sums of variables, and these sums."""
     added: dict[Variable, Sum] = {}
     pending: dict[Variable, PendingGradient] = {}
@@ -139,13 +108,13 @@ def _additions(
             added[var] = memory = dense_sum(var, total)
             totals += memory
             terms += made_dense([colocated], [var])[0]
-    launches: list[Callable[[], None]] = []
+    launches: Launches = []
     for indices in by_physical([total.device for total in totals]).values():
         job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
-        launches.append(partial(job.run, ops.add_to_rows))
-    rows = additions_of(list(pending.values()))
-    added |= {var: each.total for var, each in zip(pending, rows.sums, strict=True)}
-    return [*launches, *rows.out_of_place, *rows.in_place], added
+        launches.append(partial(job.run, partial(ops.add_to_rows, job.updates, job.device)))
+    rows, out_of_place, in_place = additions_of(list(pending.values()))
+    added |= {var: each.total for var, each in zip(pending, rows, strict=True)}
+    return [*launches, *out_of_place, *in_place], added
 
 
 def compile_push(

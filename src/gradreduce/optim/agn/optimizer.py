@@ -17,23 +17,20 @@ from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
-from gradreduce.autodiff.gradients import Pairs
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.errors import brief
-from gradreduce.optim.compute_gradients import gradients_of_replicas
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
 from gradreduce.optim.hyperparameters import as_count, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
+from .checkpoint import load_worker, queued_worker
 from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, step_counter
 from .worker import Worker
-from .worker_checkpoint import load_worker, queued_worker
 
 
 class AGNOptimizer(Optimizer):
@@ -182,11 +179,6 @@ class AGNOptimizer(Optimizer):
         found = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(found, key=lambda each: each.name)
 
-    def _differentiated(self, gradients: Callable[[], tuple[Any, Pairs]]) -> tuple[Any, Pairs]:
-        if current_replica() is not None:
-            return gradients()
-        return gradients_of_replicas(gradients, self._devices)
-
     @StreamScope()
     def apply_gradients(
         self,
@@ -329,8 +321,7 @@ class AGNOptimizer(Optimizer):
             BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
-        state: dict[str, Any] = download(queued_worker(self._worker))
-        return state
+        return download(queued_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None

@@ -19,7 +19,6 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
     Buffer,
     Device,
-    LaunchBatch,
     PackInfo,
     by_physical,
     can_access,
@@ -92,7 +91,7 @@ class PushPlan:
         self.is_reusable = (
             config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
-        self._jobs: list[tuple[Job, LaunchBatch | None, ops.Variant]] = []
+        self._jobs: list[tuple[Job, ops.Variant]] = []
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
         self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
         self._mesh_state = pushed[0].written[0].device.mesh_state
@@ -130,12 +129,11 @@ class PushPlan:
                 self._pulls += zip(row, first, strict=False)
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            job = Job(rows, totals)
-            self._jobs.append((job, writer_of(device, rows), "global"))
+            self._jobs.append((Job(rows, totals, writer=writer_of(device, rows)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
             ops.pack(outs, totals, divisor=self._config.period, device=device)
-            self._jobs.append((Job(*zip(*apart, strict=True)), None, "plain"))
+            self._jobs.append((Job(*zip(*apart, strict=True)), "plain"))
 
     def _accessible(
         self, device: Device, group: Sequence[PushedVariable]
@@ -184,8 +182,8 @@ class PushPlan:
         lead = {"global": (self._config.period,), "plain": ()}
         with self._mesh_state.label_scope(self._label):
             launches = [
-                self._optimizer._ready(job, (*lead[variant], *scalars), writer, variant)
-                for job, writer, variant in self._jobs
+                self._optimizer._ready(job, (*lead[variant], *scalars), variant)
+                for job, variant in self._jobs
             ]
         return partial(self._launch, launches)
 

@@ -44,7 +44,7 @@ class Registry:
     """
 
     def __init__(self, mesh_state: MeshState) -> None:
-        self.failed: list[int] = []
+        self.failed: dict[int, None] = {}
         self._mesh_state = mesh_state
         self._mutex = threading.RLock()
         self._begun: set[int] = set()
@@ -80,15 +80,14 @@ class Registry:
     def clear_failure(self, task_index: int) -> None:
         """Removes a worker from ``failed``."""
         with self.lock:
-            if task_index in self.failed:
-                self.failed.remove(task_index)
+            self.failed.pop(task_index, None)
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker, and logs one warning."""
         with self.lock:
             if task_index in self.failed:
                 return
-            self.failed.append(task_index)
+            self.failed[task_index] = None
             self.end(task_index)
         log_warning(
             "gradreduce.agn",

@@ -25,8 +25,8 @@ from gradreduce.device import (
 from gradreduce.errors import DeviceMismatchError, NotCopied, listed
 
 from .center import AGNCenter
+from .center_interface import WorkerVariables
 from .sums import dense_sum
-from .worker_variables import WorkerVariables
 
 
 class LazyVariable(Variable):

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, copied_to, deadline_scope
+from gradreduce.device import Buffer, Device, PackInfo, copied_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.update_plan import Plan
 
-from .center_interface import Center
-from .local_step import LocalPlan, compile_push, local_step
+from .center_interface import Center, WorkerVariables
+from .local_step import compile_push, fused_step, local_step
 from .push import PushConfig
-from .worker_variables import WorkerVariables
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
         self.inner, self.variables, self.config = inner, variables, config
         self._center, self._resets = center, resets
         self.push_pending = False
-        self._local: LocalPlan | None = None  # the plan of the last step, if it was dense
+        self._local: Plan | None = None  # the plan of the last step, if it was dense
 
     def apply(
         self,
@@ -75,7 +75,7 @@ class Worker:
         plan = None if retry_push else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
-        devices = [device for var in variables for device in var.devices] if seconds else []
+        devices = plan.devices if plan else [each for var in variables for each in var.devices]
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
@@ -87,7 +87,7 @@ class Worker:
             if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
-                self._step(variables, parts, plan, global_step)
+                self._step(variables, devices, parts, plan, global_step)
         return retry_push or not self.variables.num_steps % self.config.period
 
     # -- a step -----------------------------------------------------------------------------------
@@ -95,8 +95,9 @@ class Worker:
     def _step(
         self,
         variables: Sequence[Variable],
+        devices: Sequence[Device],
         parts: Sequence[Part],
-        plan: LocalPlan | None,
+        plan: Plan | None,
         global_step: Variable | None,
     ) -> None:
         """Runs a local step, and a push if the step is the last of its period."""
@@ -106,19 +107,26 @@ class Worker:
         ends_period = not (self.variables.num_steps + 1) % self.config.period
         if ends_period:
             push = self._ready_push(powers, variables, global_step)
-        if plan is not None and _are_dense(parts):
-            step = plan.step(parts, scalars, shared.sums)
+        label = (
+            plan.label
+            if plan
+            else PackInfo(range(len(variables)), names=[var.name for var in variables])
+        )
+        if plan is not None and {type(part) for part in parts} == {Buffer}:
+            launches, sums = fused_step(inner, plan, parts, scalars, shared.sums)
         else:
             self.prepare(variables)
-            step = local_step(inner, variables, parts, scalars, shared.sums, self._local)
+            launches, sums, plan = local_step(
+                inner, variables, parts, scalars, shared.sums, self._local
+            )
 
         def count() -> None:
             shared.num_steps += 1
             self.push_pending = ends_period  # until the push has been launched
-            shared.sums, self._local = step.sums, step.plan
+            shared.sums, self._local = sums, plan
 
         with self._center.push_scope():
-            inner._launch(step.launches, step.devices, step.label, powers, count)
+            inner._launch(launches, devices, label, powers, count)
             if ends_period:
                 push()
 
@@ -163,28 +171,27 @@ class Worker:
         scalars, powers_after = inner._next_update(powers)
 
         def pushed() -> None:
-            if self.config.gamma is not None:
-                self._record_pull(shared.sums)
-            self.push_pending = False
             inner._slots.powers = powers_after
             if self._resets:
                 self._reset(shared.sums)
-            shared.sums = {}
+            self._pulled(shared.sums)
             count()
 
         return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
-    def _record_pull(self, variables: Iterable[Variable]) -> None:
-        """Copies the worker's variables right after a pull or push, when they equal the center.
+    def _pulled(self, variables: Iterable[Variable]) -> None:
+        """Ends a period after a pull or push, when these variables equal the center.
 
-        ``distance_scale`` measures the distance between the center at the next push and these
-        values. A push copies the variables that it pushes; the others keep the value of an earlier
-        pull. Before the first pull or push counts the value that a variable of the worker has at
-        ``prepare`` or its first step, also if the center has another.
+        ``distance_scale`` measures the distance between the center at the next push and the values
+        that are copied here. A push copies the variables that it pushes; the others keep the value
+        of an earlier pull. Before the first pull or push counts the value that a variable of the
+        worker has at ``prepare`` or its first step, also if the center has another.
         """
-        for var in variables:
+        for var in variables if self.config.gamma is not None else ():
             kept = self.variables.pulled[var]
             kept.device.copy(kept, var.buffers[0])
+        self.variables.sums = {}
+        self.push_pending = False
 
     def _reset(self, variables: Iterable[Variable]) -> None:
         """Sets the momentum of variables to zero."""
@@ -196,17 +203,8 @@ class Worker:
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
         check_unread(self.variables.centers)
-
-        def pulled() -> None:
-            self._record_pull(self.variables.pulled)
-            self.variables.sums = {}
-            self.push_pending = False
-
+        pulled = partial(self._pulled, self.variables.pulled)
         self._center.pull(self.inner, self.variables, pulled)
-
-
-def _are_dense(parts: Sequence[Part]) -> TypeGuard[Sequence[Buffer]]:
-    return {type(part) for part in parts} == {Buffer}
 
 
 # Names of slots that hold momentum.
