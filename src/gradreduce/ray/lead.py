@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -153,7 +153,6 @@ class Lead(Shard):
     """
 
     def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
-        self._calls: dict[str, list[Any]] = {}  # caller -> number, command, value of its last call
         super().__init__(settings, make_state)
         self._make_state = make_state
         self._others = self._start_others()
@@ -181,8 +180,10 @@ class Lead(Shard):
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready notices it
-                calls = [(generation, message_id, each) for each in sent.others]
-                await self._from_others("stage", calls)
+                pairs = zip(self._others, sent.others, strict=bool(sent.others))
+                await self._answers(
+                    other.stage.remote(generation, message_id, each) for other, each in pairs
+                )
             async with self._lock:
                 await self._ready()
                 if self._is_known(sent.key):
@@ -207,47 +208,22 @@ class Lead(Shard):
         message_id: str = "",
     ) -> list[Any]:
         """Runs a command on all shards; the caller holds the lock."""
-        number = self._number + 1
+        sent = self._generation, self._number, command, arguments, message_id
         if self._others and self._state.may_raise(command):
-            checks = [(self._generation, self._number, command, arguments, message_id)]
-            await self._from_others("check", checks * len(self._others))
+            await self._answers(other.check.remote(*sent) for other in self._others)
             self._state.check(command, *arguments, message)
-        own = self._execute(key, command, arguments, message)
-        if not self._others:
-            return [own]
-        calls = [(self._generation, number, key, command, arguments, message_id)] * len(
-            self._others
-        )
+        own = self._execute(command, arguments, message)
+        value = None if isinstance(own, Message) else own
+        _set_last(self._calls, key[0], [key[1], command, value])
+        self._write_due_snapshot()
         self._in_sync = False
-        found = await self._from_others("execute", calls)
+        found = await self._answers(other.execute.remote(*sent) for other in self._others)
         self._in_sync = True
         return [own, *found]
 
-    def _note_call(self, key: Key, command: str, value: Any) -> None:
-        _set_last(
-            self._calls, key[0], [key[1], command, None if isinstance(value, Message) else value]
-        )
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {**super()._snapshot(), "calls": self._calls}
-
-    def _load(self, number: int) -> dict[str, Any]:
-        saved = super()._load(number)
-        self._calls = saved.get("calls", {})
-        return saved
-
-    async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls all other shards at the same time, waits for all, and raises the first error.
-
-        Args:
-            method: name of a method of ``Shard``.
-            calls: the arguments for each shard; empty: makes no call.
-        """
-        pending = [
-            getattr(other, method).remote(*call)
-            for other, call in zip(self._others, calls, strict=bool(calls))
-        ]
-        found = await asyncio.gather(*pending, return_exceptions=True)
+    async def _answers(self, calls: Iterable[Any]) -> list[Any]:
+        """Returns the answers to calls of all other shards; raises the first error."""
+        found = await asyncio.gather(*calls, return_exceptions=True)
         try:
             for each in found:
                 if isinstance(each, BaseException):
@@ -290,8 +266,8 @@ class Lead(Shard):
 
     async def _read(self, command: str, arguments: Sequence[Any]) -> list[Any]:
         own = getattr(self._state, command)(*arguments)
-        calls = [(self._generation, self._number, command, arguments)] * len(self._others)
-        return [own, *await self._from_others("read", calls)]
+        sent = self._generation, self._number, command, arguments
+        return [own, *await self._answers(other.read.remote(*sent) for other in self._others)]
 
     @_run_to_completion
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
@@ -433,11 +409,13 @@ class Lead(Shard):
         numbers = set(await self.snapshots())
         generation = uuid.uuid4().hex
         try:
-            for found in await self._from_others("snapshots", [()] * len(self._others)):
+            for found in await self._answers(other.snapshots.remote() for other in self._others):
                 numbers &= set(found)
             if numbers:
-                calls = [(max(numbers), generation)] * len(self._others)
-                await self._from_others("go_back", calls)
+                number = max(numbers)
+                await self._answers(
+                    other.go_back.remote(number, generation) for other in self._others
+                )
         except RetryError:
             if numbers:
                 self._others = self._start_others()  # Ray does not restart an actor after ray.kill
