@@ -48,6 +48,9 @@ from .shard_state import Key
 _NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")
 
 
+_LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
+
+
 class RemoteVariable(LazyVariable):
     """A variable or slot of the center, whose value is fetched each time it is read.
 
@@ -75,19 +78,19 @@ class RemoteRegistry:
     """
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self._ask = partial(client.ask, "registry")
         # Task index -> thread, of the workers of this process that have begun.
         self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
         """Registers a worker."""
-        self._client.ask("begin", task_index)
+        self._ask("begin", task_index)
         self._here[task_index] = threading.get_ident()
 
     def end(self, task_index: int) -> None:
         """Unregisters a worker."""
         self._here.pop(task_index, None)
-        self._client.ask("end", task_index)
+        self._ask("end", task_index)
 
     def of_this_thread(self) -> tuple[int, ...]:
         """Returns the task indices of the workers that have begun in this thread."""
@@ -96,12 +99,13 @@ class RemoteRegistry:
 
     def clear_failure(self, task_index: int) -> None:
         """Removes a worker from the list of failed workers."""
-        self._client.ask("clear_failure", task_index)
+        self._ask("clear_failure", task_index)
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker."""
         self._here.pop(task_index, None)
-        self._client.ask("mark_failed", task_index, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"  # not every error can be pickled
+        self._ask("mark_failed", task_index, RuntimeError(text))
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
         """Blocks until ``num_worker`` workers have begun.
@@ -111,13 +115,10 @@ class RemoteRegistry:
                 them.
         """
         end = time.monotonic() + timeout
-        while True:
-            left = max(0.0, end - time.monotonic())
-            begun = self._client.wait_for("begun", num_worker, left)
-            if len(begun) >= num_worker or not left:
-                break
-            for task in list(self._here):  # a restarted actor does not know them
-                self._client.ask("begin", task)
+        while len(begun := self._ask("begun")) < num_worker and time.monotonic() < end:
+            for task in self._here.keys() - begun:  # a restarted actor does not know them
+                self._ask("begin", task)
+            time.sleep(_LOOK_SECONDS)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(

@@ -433,34 +433,18 @@ class CenterShardState(ShardState):
         """The number of pushes."""
         return self._num_pushes
 
-    def begin(self, task_index: int) -> None:
-        """Registers a worker; see ``WorkerRegistry``."""
-        self._center.registry.begin(task_index)
-
     def register(self, tasks: Sequence[int]) -> None:
         """See ``ShardState``."""
-        for task in set(tasks).difference(self.begun()):
-            self.begin(task)
+        for task in set(tasks).difference(self._center.registry.begun()):
+            self._center.registry.begin(task)
 
-    def end(self, task_index: int) -> None:
-        """Unregisters a worker."""
-        self._center.registry.end(task_index)
-
-    def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from the list of failed workers."""
-        self._center.registry.clear_failure(task_index)
-
-    def mark_failed(self, task_index: int, error: str) -> None:
-        """Records that an exception ended a worker."""
-        self._center.registry.mark_failed(task_index, RuntimeError(error))
+    def registry(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the ``Registry`` of the center."""
+        return getattr(self._center.registry, method)(*arguments)
 
     def failed(self) -> list[int]:
         """Returns the task indices of the failed workers."""
         return list(self._center.registry.failed)
-
-    def begun(self) -> list[int]:
-        """Returns the task indices of the workers of this round; see ``Registry``."""
-        return self._center.registry.begun()
 
     # -- snapshots --------------------------------------------------------------------------------
 

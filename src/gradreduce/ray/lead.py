@@ -97,13 +97,11 @@ class QueuedTake:
     """A take that waits in the queue.
 
     Attributes:
-        key: identifies the take.
         num_required: number of gradients that it waits for.
         seen: time at which its client asked last, by the monotonic clock.
         done: a future of the answers of all shards.
     """
 
-    key: Key
     num_required: int
     seen: float = 0.0
     done: asyncio.Future[list[Any]] = field(
@@ -163,7 +161,6 @@ class Lead(Shard):
         self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[Key, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
-        self._asked = asyncio.Event()
 
     def _start_others(self) -> list[Any]:
         """Returns the actors of the other shards; starts those that do not exist."""
@@ -274,26 +271,7 @@ class Lead(Shard):
         """Calls a method of the coordinator's state that needs no other shard."""
         async with self._lock:
             await self._ready()
-            value = getattr(self._state, method)(*arguments)
-        self._asked.set()
-        self._asked = asyncio.Event()
-        return value
-
-    async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
-        """Returns a list of the state when it has ``least`` entries, or after ``seconds``.
-
-        Args:
-            method: name of the state's method that returns the list.
-            least: number of entries to wait for.
-            seconds: how long to wait at most.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            found: list[Any] = getattr(self._state, method)()
-            left = end - time.monotonic()
-            if len(found) >= least or left <= 0:
-                return found
-            await _wait(self._asked.wait(), left)
+            return getattr(self._state, method)(*arguments)
 
     # -- takes ------------------------------------------------------------------------------------
 
@@ -315,10 +293,10 @@ class Lead(Shard):
             if self._is_known(key):
                 self._queue.pop(key, None)
                 return await self._repeat_answer(key[0])
-            queued = self._queue.setdefault(key, QueuedTake(key, num_required))
+            queued = self._queue.setdefault(key, QueuedTake(num_required))
             queued.seen = time.monotonic()
             await self._serve()
-        await _wait(asyncio.shield(queued.done), seconds)
+        await asyncio.wait([queued.done], timeout=seconds)
         queued.seen = time.monotonic()
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
@@ -345,14 +323,12 @@ class Lead(Shard):
         The caller holds the lock.
         """
         while self._queue:
-            queued = next(iter(self._queue.values()))
+            key, queued = next(iter(self._queue.items()))
             if time.monotonic() - queued.seen > LEASE_SECONDS:
-                log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
-                del self._queue[queued.key]
-            elif self._is_known(queued.key):  # its answer was lost: the client asks again
-                del self._queue[queued.key]
+                log_warning(__name__, "a take of %r was dropped: its client is gone", key[0])
+            elif self._is_known(key):  # its answer was lost: the client asks again
+                pass
             elif self._state.can_take(queued.num_required):
-                key = queued.key
                 try:
                     answers = await self._run(key, "take", (key, queued.num_required))
                 except RetryError:
@@ -361,9 +337,9 @@ class Lead(Shard):
                     queued.done.set_exception(error)
                 else:
                     queued.done.set_result(answers)
-                del self._queue[key]
             else:
                 return
+            del self._queue[key]
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -448,13 +424,3 @@ def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
     known[key] = value
     while len(known) > MAX_CALLERS:
         del known[next(iter(known))]
-
-
-async def _wait(awaitable: Any, seconds: float) -> None:
-    """Waits at most ``seconds`` for an awaitable; ignores its ``CancelledError``."""
-    try:
-        await asyncio.wait_for(awaitable, seconds)
-    except TimeoutError:
-        pass
-    except CancelledError:
-        pass
