@@ -23,8 +23,7 @@ from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
 from .messages import Layout, Message, specs_of
-from .shard import Settings
-from .shard_state import Key, ShardState
+from .shard_state import Key, Settings, ShardState
 
 MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
@@ -76,10 +75,6 @@ class SetSpec(NamedTuple):
             )
         return ConditionalAccumulator(dtype, shape, **options)
 
-    def description(self) -> dict[str, Any]:
-        """Returns the fields by name; see ``ShardState.describe``."""
-        return {"kind": "accumulators", **self._asdict()}
-
     def of_shard(self, index: int) -> list[int]:
         """Returns the indices of the accumulators of a shard."""
         return [number for number, shard in enumerate(self.shards) if shard == index]
@@ -96,11 +91,9 @@ class AccumulatorSetState(ShardState):
     repeated = {"take": "taken"}  # noqa: RUF012  # never changed
 
     def __init__(self, settings: Settings, spec: SetSpec) -> None:
+        super().__init__(settings)
         self._spec = spec
-        self._description = {**spec.description(), **settings.description()}
-        self._shard = settings.shard
         self._indices = spec.of_shard(settings.shard)
-        self._device = settings.open_device()
         self._accumulators: list[ConditionalAccumulatorBase] = []
         # caller -> number of its last take, and kinds and arrays of the results. An entry is
         # removed when the caller confirms that the results have arrived.
@@ -114,10 +107,6 @@ class AccumulatorSetState(ShardState):
         self._accumulators = [
             self._spec.accumulator(index, self._device) for index in self._indices
         ]
-
-    def describe(self) -> dict[str, Any]:
-        """See ``ShardState``."""
-        return self._description
 
     # -- commands ---------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ worker to the actors, which update their variables and return the new values.
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 import uuid
@@ -15,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +37,9 @@ from gradreduce.optim.agn.worker_variables import WorkerVariables
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule, description
-from .client import Client, SharedOptions
-from .lead import Origin, WorkerInfo
+from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
+from .client import Client, SharedObject, SharedOptions
+from .lead import Origin
 from .messages import Layout, Message, specs_of
 from .shard_state import Key
 
@@ -448,7 +447,7 @@ def _rule_of(optimizer: Optimizer) -> Rule:
     return Rule(type(optimizer), optimizer.get_name(), master, attributes)
 
 
-class AGNCenter(LocalCenter):
+class AGNCenter(SharedObject, LocalCenter):
     """A ``gr.AGNCenter`` in actors of Ray, for workers in several processes and machines.
 
     Pass it to ``gr.AGNCustomGetter(device, center=...)``. Getter, optimizer and hook are the same
@@ -509,31 +508,15 @@ class AGNCenter(LocalCenter):
         options = SharedOptions(
             num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
         )
-        self._made_by = (name, options)
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
-        wanted = description(num_shards)
-        self._client = Client(options.settings(name), CenterShardState, wanted, timeout)
-        who = worker or f"{platform.node()}:{os.getpid()}"
-        self._remote = RemoteCenter(self._client, self.devices, who)
+        definition = {"kind": "AGN center", "num_shards": num_shards}
+        settings = options.settings(name)._replace(definition=definition)
+        super().__init__(settings, CenterShardState, options)
+        self._remote = RemoteCenter(self._client, self.devices, self._worker)
         self._shared: Center = self._remote
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        name, options = self._made_by
-        return partial(type(self), **options.for_others()), (name,)
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"
-
-    @property
-    def name(self) -> str:
-        """The name of the actor."""
-        return self._client.name
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def variables(self) -> list[Variable]:
         """Returns the center variables without slots, sorted by name.
@@ -554,23 +537,9 @@ class AGNCenter(LocalCenter):
         """The task indices of workers that an exception ended, in the order of the exceptions."""
         return tuple(self._client.ask("failed"))
 
-    def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` for each worker that has pushed, sorted by name.
-
-        A restarted actor has an empty list; workers appear there with their next pushes.
-        """
-        return self._client.workers()
-
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
         self._remote.leave()
-
-    def close(self) -> None:
-        """Ends the actors and removes their snapshots; a second call does nothing.
-
-        In every process, all later calls raise ``CancelledError``.
-        """
-        self._client.close()
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"

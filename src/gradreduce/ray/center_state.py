@@ -23,8 +23,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .messages import Layout, Message, Spec, specs_of
-from .shard import Settings
-from .shard_state import ShardState
+from .shard_state import Settings, ShardState
 
 MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
 
@@ -164,9 +163,8 @@ class CenterShardState(ShardState):
     repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
 
     def __init__(self, settings: Settings) -> None:
-        self._shard, self._num_shards = settings.shard, settings.num_shards
-        self._description = {**description(settings.num_shards), **settings.description()}
-        self._device = settings.open_device()
+        super().__init__(settings)
+        self._shard = settings.shard
         self._reset()
 
     def _reset(self) -> None:
@@ -184,10 +182,6 @@ class CenterShardState(ShardState):
         self._saved_slots: dict[str, Any] | None = None
         self._saved_rule = ""
 
-    def describe(self) -> dict[str, Any]:
-        """See ``ShardState``."""
-        return self._description
-
     # -- commands ---------------------------------------------------------------------------------
 
     def create(self, name: str, message: Message) -> int:
@@ -201,7 +195,7 @@ class CenterShardState(ShardState):
         if found is not None:
             check_same_tensor(name, spec, found)
             return self._shards[name]
-        held = [0] * self._num_shards
+        held = [0] * self._settings.num_shards
         for other, shard in self._shards.items():
             held[shard] += _nbytes(self._specs[other])
         shard = held.index(min(held))
@@ -477,11 +471,6 @@ class CenterShardState(ShardState):
 
 def _full_name(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
-
-
-def description(num_shards: int) -> dict[str, Any]:
-    """Returns what all clients of a center must agree on; see ``ShardState.describe``."""
-    return {"kind": "AGN center", "num_shards": num_shards}
 
 
 def _nbytes(spec: Spec) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import ray
 
@@ -31,8 +33,8 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import RetryError, Settings, load_large_arrays, why_not_started
-from .shard_state import Key, ShardState
+from .shard import RetryError, load_large_arrays, why_not_started
+from .shard_state import Key, Settings, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
@@ -58,7 +60,6 @@ class Client:
     Args:
         settings: settings of shard 0.
         make_state: returns an empty state for a shard.
-        description: what the actor must have, besides the settings; see ``ShardState.describe``.
         timeout: seconds that a call waits for its answer. The constructor may wait for the start of
             the actor, so it waits at least 60 seconds. None: wait as long as the actor lives.
 
@@ -75,7 +76,6 @@ class Client:
         self,
         settings: Settings,
         make_state: Callable[[Settings], ShardState],
-        description: Mapping[str, Any],
         timeout: float | None,
     ) -> None:
         cluster.init()
@@ -89,10 +89,9 @@ class Client:
         self._caller = _Caller()
         found = self.ask("describe")
         self._timeout = limit
-        wanted = {**description, **settings.description()}
         differences = [
             f"{name} {brief(found[name])}, not {brief(value)}"
-            for name, value in wanted.items()
+            for name, value in settings.description().items()
             if found.get(name, value) != value
         ]
         if differences:
@@ -327,9 +326,64 @@ class SharedOptions(NamedTuple):
             self.kernels,
         )
 
-    def for_others(self) -> dict[str, Any]:
-        """Returns the options for another process, in which the worker gets another name."""
-        return {**self._asdict(), "worker": None}
+
+class SharedObject:
+    """Base class of accumulators and centers: an object in actors.
+
+    A copy, also in another process, is another worker, and uses the default mesh there.
+
+    Args:
+        settings: settings of shard 0.
+        make_state: returns an empty state for a shard.
+        options: the other options.
+    """
+
+    _made_by: tuple[tuple[Any, ...], dict[str, Any]]  # what copies are made by
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Keeps the arguments."""
+        made = super().__new__(cls)
+        kept = {name: value for name, value in options.items() if name not in ("mesh", "worker")}
+        made._made_by = arguments, kept
+        return made
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_state: Callable[[Settings], ShardState],
+        options: SharedOptions,
+    ) -> None:
+        self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
+        self._client = Client(settings, make_state, options.timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arguments, options = self._made_by
+        return partial(type(self), **options), arguments
+
+    @property
+    def name(self) -> str:
+        """The name of the actor."""
+        return self._client.name
+
+    def workers(self) -> list[WorkerInfo]:
+        """Returns a ``WorkerInfo`` for each worker that has sent gradients, sorted by name.
+
+        A restarted actor has an empty list; workers appear there with their next gradients or push.
+        """
+        return self._client.workers()
+
+    def close(self) -> None:
+        """Ends the actors and removes their snapshots; a second call does nothing.
+
+        In every process, waiting takes and all later calls raise ``CancelledError``.
+        """
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def shards_for(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import RetryError, Settings, Shard, why_not_started
-from .shard_state import Key, ShardState
+from .shard import RetryError, Shard, why_not_started
+from .shard_state import Key, Settings, ShardState
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
 MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``

@@ -10,56 +10,15 @@ snapshots of one number, so that they agree again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
-from gradreduce.backends import Kernels, open_mesh
-from gradreduce.device import Device
 from gradreduce.errors import log_warning
 
 from .messages import Message
-from .shard_state import Key, ShardState
+from .shard_state import Key, Settings, ShardState
 from .snapshots import Snapshots
-
-
-class Settings(NamedTuple):
-    """The settings of an actor.
-
-    Attributes:
-        name: name of the coordinator; the other shards are called ``name#1``, ``name#2``, ...
-        shard: number of the shard.
-        num_shards: number of shards.
-        folder: folder of the snapshots; None: there are none.
-        period: number of commands from one snapshot to the next; 1: each command is answered after
-            a snapshot that includes it is on the disk.
-        num_gpus: number of GPUs of each actor.
-        kernels: how actors without a GPU compute; see ``open_mesh``.
-    """
-
-    name: str
-    shard: int
-    num_shards: int
-    folder: str | None
-    period: int
-    num_gpus: float
-    kernels: Kernels
-
-    def open_device(self) -> Device:
-        """Opens the device of the calling actor."""
-        if self.num_gpus:
-            return open_mesh(backend="cuda").devices[0]
-        return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
-
-    def description(self) -> dict[str, Any]:
-        """Returns the options in which all clients of the actor must agree, by name."""
-        durability = "push" if self.period == 1 else self.period
-        return {"snapshots": self.folder, "durability": durability}
-
-    @property
-    def actor_name(self) -> str:
-        """The name of the shard's actor."""
-        return f"{self.name}#{self.shard}" if self.shard else self.name
 
 
 class RetryError(RuntimeError):
