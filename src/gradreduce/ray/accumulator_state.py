@@ -23,7 +23,7 @@ from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
 from .messages import Layout, Message, specs_of
-from .shard_state import Key, Settings, ShardState
+from .shard_state import Key, Settings, ShardState, set_last
 
 MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
@@ -134,10 +134,7 @@ class AccumulatorSetState(ShardState):
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
-        self._taken.pop(caller, None)
-        self._taken[caller] = (number, kinds, arrays_of(taken))
-        while len(self._taken) > MAX_TAKEN:
-            del self._taken[next(iter(self._taken))]
+        set_last(self._taken, caller, (number, kinds, arrays_of(taken)), MAX_TAKEN)
         return self.taken(caller)
 
     def set_global_step(self, step: int, message: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -197,7 +198,8 @@ class CenterShardState(ShardState):
             return self._shards[name]
         held = [0] * self._settings.num_shards
         for other, shard in self._shards.items():
-            held[shard] += _nbytes(self._specs[other])
+            extents, dtype = self._specs[other]
+            held[shard] += math.prod(extents) * dtype.itemsize
         shard = held.index(min(held))
         if shard == self._shard:
             (value,) = Layout([spec]).unpack(self._device, message)
@@ -471,8 +473,3 @@ class CenterShardState(ShardState):
 
 def _full_name(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
-
-
-def _nbytes(spec: Spec) -> int:
-    shape, dtype = spec
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

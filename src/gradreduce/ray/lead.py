@@ -28,7 +28,7 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 from .cluster import NAMESPACE
 from .messages import Message
 from .shard import RetryError, Shard, why_not_started
-from .shard_state import Key, Settings, ShardState
+from .shard_state import Key, Settings, ShardState, set_last
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
 MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``
@@ -211,7 +211,7 @@ class Lead(Shard):
             self._state.check(command, *arguments, message)
         own = self._execute(command, arguments, message)
         value = None if isinstance(own, Message) else own
-        _set_last(self._calls, key[0], [key[1], command, value])
+        set_last(self._calls, key[0], [key[1], command, value], MAX_CALLERS)
         self._write_due_snapshot()
         self._in_sync = False
         found = await self._answers(other.execute.remote(*sent) for other in self._others)
@@ -347,7 +347,8 @@ class Lead(Shard):
         if origin.tasks:
             self._state.register(origin.tasks)
         staleness = max(0, self._state.clock - origin.clock)
-        _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
+        now = time.monotonic()
+        set_last(self._workers, origin.worker, (origin.step, staleness, now), MAX_CALLERS)
 
     async def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
@@ -416,11 +417,3 @@ class Lead(Shard):
             self._queue = {}
         closed = [other.close.options(max_task_retries=0).remote() for other in self._others]
         await asyncio.gather(*closed, return_exceptions=True)  # each raises: its actor has ended
-
-
-def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the newest entry of a dict; drops the oldest entries beyond ``MAX_CALLERS``."""
-    known.pop(key, None)
-    known[key] = value
-    while len(known) > MAX_CALLERS:
-        del known[next(iter(known))]

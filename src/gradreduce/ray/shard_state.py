@@ -119,3 +119,11 @@ class ShardState(ABC):
     def register(self, tasks: Sequence[int]) -> None:
         """Registers those of these workers that the actor does not know, after its restart."""
         raise NotImplementedError
+
+
+def set_last(known: dict[str, Any], key: str, value: Any, most: int) -> None:
+    """Sets the newest entry of a dict; drops the oldest entries beyond ``most``."""
+    known.pop(key, None)
+    known[key] = value
+    while len(known) > most:
+        del known[next(iter(known))]

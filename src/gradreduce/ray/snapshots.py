@@ -19,7 +19,6 @@ from gradreduce.errors import log_warning
 
 _KEPT = 2  # the older one is loaded if the newest is damaged, or if another shard does not have it
 _FINISHED, _UNFINISHED = ".snapshot", ".snapshot.tmp"
-_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -207,7 +206,6 @@ class _Hashed:
 
 def _is_whole(file: IO[bytes]) -> bool:
     """Returns whether the digest at the beginning of a file is that of its contents."""
-    digest, found = file.read(_DIGEST_BYTES), hashlib.sha256()
-    while block := file.read(_BLOCK_BYTES):
-        found.update(block)
+    digest = file.read(_DIGEST_BYTES)
+    found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # of open("rb")
     return found.digest() == digest
