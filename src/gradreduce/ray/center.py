@@ -44,7 +44,7 @@ from .messages import Layout, Message, specs_of
 from .shard_state import Key
 
 # Attributes of optimizers that do not belong to the rule.
-_NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")
+_NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
 
 
 _LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
@@ -442,9 +442,8 @@ def _rule_of(optimizer: Optimizer) -> Rule:
         for name, value in vars(optimizer).items()
         if name not in _NOT_OF_RULE
     }
-    attributes["_hyperparameters"] = optimizer._hyperparameters
     master = "float32" if optimizer._slots.has_masters else None
-    return Rule(type(optimizer), optimizer.get_name(), master, attributes)
+    return Rule(type(optimizer), master, attributes)
 
 
 class AGNCenter(SharedObject, LocalCenter):

@@ -34,13 +34,11 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: class of the optimizer.
-        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
         attributes: the other attributes of the object.
     """
 
     kind: type[Optimizer]
-    name: str
     master_dtype: str | None
     attributes: Mapping[str, Any]
 
@@ -48,7 +46,7 @@ class Rule(NamedTuple):
         """Returns a new optimizer of this rule, without slots."""
         made = self.kind.__new__(self.kind)
         vars(made).update(self.attributes)
-        Optimizer.__init__(made, self.name, master_dtype=self.master_dtype)
+        Optimizer.__init__(made, made.get_name(), master_dtype=self.master_dtype)
         return made
 
 
@@ -179,9 +177,8 @@ class CenterShardState(ShardState):
         self._answered: list[ref[np.ndarray]] = []  # large arrays of answers
         # Launches a push by a Python rule, which ``check`` has computed.
         self._checked: Callable[[], None] | None = None
-        # Slots of a snapshot, and the name of their rule; both are kept until a worker joins.
-        self._saved_slots: dict[str, Any] | None = None
-        self._saved_rule = ""
+        # Rule and slots of a snapshot, which are kept until a worker joins.
+        self._saved_optimizer: dict[str, Any] | None = None
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -217,11 +214,11 @@ class CenterShardState(ShardState):
         self._center.join(optimizer)
         self._dense = None
         self._optimizer = self._optimizer or optimizer
-        saved, self._saved_slots = self._saved_slots, None
+        saved, self._saved_optimizer = self._saved_optimizer, None
         slots = self._center.slots
         if saved is not None and slots is not None:
             by_name = {variable.name: variable for variable in self._center.variables.values()}
-            ready_slots(slots, {by_name[name]: each for name, each in saved.items()})()
+            ready_slots(slots, {by_name[name]: each for name, each in saved["slots"].items()})()
 
     def push(self, request: PushRequest, message: Message) -> Message:
         """Updates the center with the sums of a worker; returns the new values."""
@@ -320,7 +317,7 @@ class CenterShardState(ShardState):
         load = self._ready(state)
         self._keep_answers()
         load()
-        self._dense = self._saved_slots = None
+        self._dense = self._saved_optimizer = None
         self._center.fault = None
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
@@ -397,8 +394,8 @@ class CenterShardState(ShardState):
         state: dict[str, Any] = downloader(None)(
             queued_center(self._center.variables, self._center.slots)
         )
-        if self._saved_slots is not None:
-            state["optimizer"] = {"optimizer": self._saved_rule, "slots": self._saved_slots}
+        if self._saved_optimizer is not None:
+            state["optimizer"] = self._saved_optimizer
         return state
 
     def check_state(self, state: Any) -> None:
@@ -466,9 +463,7 @@ class CenterShardState(ShardState):
         for name, value in state["center"]["variables"].items():
             array = converted(value, self._specs[name][1])
             self._center.variable_for(name, Variable(array, name, device=self._device))
-        if state["center"]["optimizer"] is not None:
-            self._saved_rule = state["center"]["optimizer"]["optimizer"]
-            self._saved_slots = state["center"]["optimizer"]["slots"]
+        self._saved_optimizer = state["center"]["optimizer"]
 
 
 def _full_name(kind: type) -> tuple[str, str]:

@@ -126,7 +126,7 @@ class Layout:
 
     def arrays(self, message: Message) -> list[np.ndarray]:
         """Returns the arrays of a message, as views of its memory."""
-        found: dict[int, np.ndarray] = {}
+        found = self._big_arrays(message)
         for (dtype, indices, shapes, layout), flat in zip(
             self._packed, message.packed, strict=True
         ):
@@ -134,10 +134,13 @@ class Layout:
             parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
             for start, size, index, shape in parts:
                 found[index] = values[start : start + size].reshape(shape)
-        for index, big in zip(self._bigs, message.bigs, strict=True):
-            shape, dtype = self.specs[index]
-            found[index] = big.view(dtype).reshape(shape)
         return [found[index] for index in range(len(self.specs))]
+
+    def _big_arrays(self, message: Message) -> dict[int, np.ndarray]:
+        """Returns the large arrays of a message by index, as views of its memory."""
+        pairs = zip(self._bigs, message.bigs, strict=True)
+        specs = [(index, big, *self.specs[index]) for index, big in pairs]
+        return {index: big.view(dtype).reshape(shape) for index, big, shape, dtype in specs}
 
     # -- Buffers ----------------------------------------------------------------------------------
 
@@ -229,11 +232,7 @@ class Layout:
 
     def alone(self, device: Device, message: Message) -> dict[int, Buffer]:
         """Returns the large tensors of a message by index; see ``unpack``."""
-        found: dict[int, Buffer] = {}
-        for index, big in zip(self._bigs, message.bigs, strict=True):
-            shape, dtype = self.specs[index]
-            found[index] = device.put(big.view(dtype).reshape(shape))
-        return found
+        return {index: device.put(array) for index, array in self._big_arrays(message).items()}
 
     def upload(self, packs: Sequence[Buffer], message: Message) -> None:
         """Copies the small tensors of a message to the flat Buffers."""

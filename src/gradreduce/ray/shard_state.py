@@ -96,15 +96,13 @@ class ShardState(ABC):
         """Returns whether a command may raise on some shards only; if so, ``check`` runs first."""
         return False
 
-    def check(self, command: str, *arguments: Any) -> None:
+    def check(self, command: str, *arguments: Any) -> None:  # noqa: B027  # if ``may_raise``
         """Raises the error that a command would raise; runs on all shards before the command."""
-        raise NotImplementedError
 
     # -- accumulators only ------------------------------------------------------------------------
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: Key) -> None:  # noqa: B027
         """Frees the results of a take."""
-        raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
         """Returns whether a take need not wait: there are enough gradients, or it raises."""
@@ -116,9 +114,8 @@ class ShardState(ABC):
 
     # -- centers only -----------------------------------------------------------------------------
 
-    def register(self, tasks: Sequence[int]) -> None:
+    def register(self, tasks: Sequence[int]) -> None:  # noqa: B027
         """Registers those of these workers that the actor does not know, after its restart."""
-        raise NotImplementedError
 
 
 def set_last(known: dict[str, Any], key: str, value: Any, most: int) -> None:
