@@ -70,7 +70,7 @@ class Replica:
         for marks in (self.used, *[part.used for part in self.parts]):
             marks[:] = bytes(len(marks))
         for part in self.parts:
-            part.unset = []
+            part.unset = set()
 
     def drop(self) -> None:
         """Forgets a step that was dropped: a ``.grad`` that was None before it is None again."""
@@ -138,17 +138,17 @@ class Part:
         counts = Counter(replica.ready)
         self.indices = indices
         self.used = bytearray([replica.used[index] for index in indices])
-        self.unset: list[int] = []
+        self.unset: set[int] = set()
         self.total = sum([max(1, counts[index]) for index in indices])
         self.missing: float = math.inf
 
     def find_unset(self, parameters: Sequence[Any]) -> None:
         """Notes which gradients must become None again if they were None in all replicas."""
-        self.unset = [
+        self.unset = {
             position
             for position, index in enumerate(self.indices)
             if not self.used[position] and getattr(parameters[index], "grad", self) is None
-        ]
+        }
 
 
 class Bucket:
