@@ -179,43 +179,22 @@ class RemoteCenter(Center):
 
     def slot_variables(self) -> list[Variable]:
         """See ``Center``."""
-        names = self._client.ask("shards")
-        return [slot for name in names for slot in self._slots(name).values()]
+        shards = self._client.ask("shards")
+        self._shards |= shards
+        return [slot for name in shards for slot in self._slots(name).values()]
 
     def _slots(self, name: str) -> dict[str, Variable]:
         """Returns the slots of a center variable by name, such as ``"momentum"``."""
-        found: dict[str, Variable] = {}
-        for shard, slots in enumerate(self._client.read("slots_of", name)):
-            for slot, full_name in slots.items():
-                read = partial(self._slot_value, shard, name, slot)
-                found[slot] = RemoteVariable(full_name, self.devices[0], read)
-        return found
+        shard = self._shards.get(name, 0)
+        slots = self._client.read("slots_of", name)[shard]
+        reads = {slot: partial(self._slot_value, shard, name, slot) for slot in slots}
+        return {
+            slot: RemoteVariable(slots[slot], self.devices[0], read) for slot, read in reads.items()
+        }
 
     def _slot_value(self, shard: int, name: str, slot: str) -> Any:
         message = self._client.read("slot_value", name, slot)[shard]
         return Layout.of(message.form).arrays(message)[0]
-
-    def variables(self) -> list[Variable]:
-        """Returns the center variables, sorted by name."""
-        return [
-            RemoteVariable(
-                f"global_center_variable/{name}", self.devices[0], partial(self._value, name)
-            )
-            for name in self._located()
-        ]
-
-    def values(self) -> dict[str, np.ndarray]:
-        """Returns the values of the center variables by name, all of one moment between pushes."""
-        names_of_all, found = self._located(), dict[str, np.ndarray]()
-        by_shard = self._by_shard(names_of_all)
-        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
-            arrays = iter(Layout.of(message.form).arrays(message))
-            _, with_master = message.value
-            for name in names:
-                found[name] = next(arrays)
-                if name in with_master:
-                    next(arrays)
-        return {name: found[name] for name in names_of_all}
 
     def _located(self) -> list[str]:
         """Returns the sorted names of all center variables; records the shard of each."""
@@ -293,11 +272,6 @@ class RemoteCenter(Center):
             connection.number += 1  # a failed push is not retried after a pull
             then()
 
-    def leave(self) -> None:
-        """Removes the workers of this process from ``workers()``."""
-        for connection in list(self._workers.values()):
-            self._client.leave(self._worker + connection.suffix)
-
     def _joined(
         self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
     ) -> Any:
@@ -312,10 +286,8 @@ class RemoteCenter(Center):
             return call()
 
     def _connection(self, variables: WorkerVariables) -> Connection:
-        if variables not in self._workers:
-            number = len(self._workers)
-            self._workers[variables] = Connection(f"/{number}" if number else "")
-        return self._workers[variables]
+        number = len(self._workers)
+        return self._workers.setdefault(variables, Connection(f"/{number}" if number else ""))
 
     def _write(
         self,
@@ -522,14 +494,27 @@ class AGNCenter(SharedObject, LocalCenter):
 
         Each read of a variable fetches its value, and copies it to a device of this process.
         """
-        return self._remote.variables()
+        device, read = self.devices[0], self._remote._value
+        return [
+            RemoteVariable(f"global_center_variable/{name}", device, partial(read, name))
+            for name in self._remote._located()
+        ]
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns a read-only NumPy array of each variable by its name (``"w"``).
 
         All values are of the same moment, between two pushes.
         """
-        return self._remote.values()
+        names_of_all, found = self._remote._located(), dict[str, np.ndarray]()
+        by_shard = self._remote._by_shard(names_of_all)
+        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
+            arrays = iter(Layout.of(message.form).arrays(message))
+            _, with_master = message.value
+            for name in names:
+                found[name] = next(arrays)
+                if name in with_master:
+                    next(arrays)
+        return {name: found[name] for name in names_of_all}
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
@@ -538,7 +523,8 @@ class AGNCenter(SharedObject, LocalCenter):
 
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
-        self._remote.leave()
+        for connection in list(self._remote._workers.values()):
+            self._client.leave(self._worker + connection.suffix)
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"

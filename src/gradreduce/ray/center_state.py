@@ -376,13 +376,10 @@ class CenterShardState(ShardState):
         """Moves a variable to new memory if an answer that Ray has not stored yet uses the old."""
         arrays = [array for each in self._answered if (array := each()) is not None]
         addresses, self._answered = {array.ctypes.data for array in arrays}, []
-        for each in self._held() if addresses else ():
+        held = [*self._center.variables.values(), *self._center.slot_variables()]
+        for each in held if addresses else ():
             if each.buffers[0].address in addresses:
                 each._buffers = (copied_to(self._device, each.buffers[0]),)
-
-    def _held(self) -> list[Variable]:
-        """Returns all variables and slots of this shard."""
-        return [*self._center.variables.values(), *self._center.slot_variables()]
 
     def shards(self) -> dict[str, int]:
         """Returns the shard of each variable of the center, by name."""
