@@ -29,7 +29,7 @@ from .options import (
     backend_option,
     json_option,
     of_all_processes,
-    of_one_process,
+    open_alone,
     open_chosen,
     optional_devices_option,
     plot_option,
@@ -171,7 +171,7 @@ def bench(
     earlier = None if against is None else Earlier.read(against)
     sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
-    with open_chosen(devices, backend) as mesh, of_one_process(mesh) as alone:
+    with open_chosen(devices, backend) as mesh, open_alone(mesh) as alone:
         settings = Settings(mesh, alone, **options)
         rows = _measured(settings, cases)
         wrong = of_all_processes(mesh, "wrong", [row["wrong"] for row in rows])
@@ -289,7 +289,7 @@ def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
 
 
 def _synchronize(settings: Settings) -> None:
-    for mesh in dict.fromkeys([settings.mesh, settings.alone]):
+    for mesh in (settings.mesh, settings.alone):
         mesh.synchronize()
 
 

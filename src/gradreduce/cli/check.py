@@ -18,7 +18,7 @@ from .options import (
     backend_option,
     json_option,
     of_all_processes,
-    of_one_process,
+    open_alone,
     open_chosen,
     optional_devices_option,
     table,
@@ -46,7 +46,7 @@ def check(
     expected one by equality. Exit status 1 if something does not work. Under torchrun, mpiexec or
     srun the reductions run over all processes, and process 0 prints what works in all of them.
     """
-    with open_chosen(devices, backend, _SECONDS) as mesh, of_one_process(mesh) as alone:
+    with open_chosen(devices, backend, _SECONDS) as mesh, open_alone(mesh) as alone:
         found = {
             what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
         }

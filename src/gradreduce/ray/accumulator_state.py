@@ -208,7 +208,7 @@ class AccumulatorSetState(ShardState):
                 "number": number,
                 "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
-                "arrays": [_as_saved(array) for array in arrays],
+                "arrays": [converted(each, accumulate_dtype(each.dtype)) for each in arrays],
             }
             for caller, (number, kinds, arrays) in self._taken.items()
         }
@@ -257,9 +257,3 @@ def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
 def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
     """Returns IndexedSlices; an empty ``shape`` stands for None."""
     return IndexedSlices(values, indices, shape.tolist() or None)
-
-
-def _as_saved(array: np.ndarray) -> np.ndarray:
-    """Returns an array in its accumulate dtype, in which states are stored."""
-    dtype = array.dtype if array.dtype.kind == "i" else accumulate_dtype(array.dtype)
-    return converted(array, dtype)

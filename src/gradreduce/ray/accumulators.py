@@ -316,8 +316,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
             deadline: has no effect, because this process waits for no device.
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
         """
-        state: dict[str, Any] = self._saved(output_type)[0]
-        return state
+        return dict(self._saved(output_type)[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state, also that of a ``gr.ConditionalAccumulator``.

@@ -547,8 +547,7 @@ class AGNCenter(SharedObject, LocalCenter):
             first["variables"] |= other["variables"]
             if first["optimizer"] is not None:
                 first["optimizer"]["slots"] |= other["optimizer"]["slots"]
-        state: dict[str, Any] = download(first)
-        return state
+        return dict(download(first))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state, also that of a ``gr.AGNCenter``; on error, state is unchanged.

@@ -201,8 +201,7 @@ class Client:
 
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
-        found: list[WorkerInfo] = self._answered(self._lead.workers)
-        return found
+        return list(self._answered(self._lead.workers))
 
     def leave(self, worker: str) -> None:
         """Removes a worker from ``workers()``."""

@@ -193,8 +193,7 @@ class SharedAccumulator(SharedObject):
         found: dict[int, Any] = {}
         for shard, states in enumerate(self._client.read("states")):
             found |= zip(self._spec.of_shard(shard), states, strict=True)
-        made: list[Any] = download([found[index] for index in range(len(self._states))])
-        return made
+        return list(download([found[index] for index in range(len(self._states))]))
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""

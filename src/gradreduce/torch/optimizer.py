@@ -382,7 +382,4 @@ def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> 
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
-    found: dict[str, Any] = checked(
-        where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)
-    )
-    return found
+    return dict(checked(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))
