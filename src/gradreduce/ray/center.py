@@ -237,53 +237,63 @@ class RemoteCenter(Center):
             self.registry.of_this_thread(),
         )
         settings = {name: getattr(optimizer, name) for name in optimizer._settings}
-        by_name = {var.name: var for var in variables.sums}
 
-        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
             if connection.sent is None or connection.sent.sums is not variables.sums:
                 connection.sent = SentSums(variables, self._by_shard(by_name), config)
             sent = connection.sent
             request = PushRequest(sent.names, sent.sparse, config, scalars, settings)
-            call = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
-            return sent.names, call("push", request, timeout=_time_left(self.devices[0]))
+            send = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
+            return sent.names, send("push", request, timeout=_time_left(self.devices[0]))
 
-        names, answers = self._joined(optimizer, variables, attempt)
-        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
-            answers = self._client.read("pull", names)
-        with DeferInterrupts():
-            connection.clock = self._write(optimizer, by_name, names, answers)
-            connection.number += 1
-            then()
+        self._exchange(optimizer, variables, variables.sums, call, then)
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
     ) -> None:
         """See ``Center``."""
-        by_name = {var.name: var for var in variables.centers}
 
-        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
             names = self._by_shard(by_name)
             return names, self._client.read("pull", names)
 
-        names, answers = self._joined(optimizer, variables, attempt)
-        with DeferInterrupts():
-            connection = self._connection(variables)
-            connection.clock = self._write(optimizer, by_name, names, answers)
-            connection.number += 1  # a failed push is not retried after a pull
-            then()
+        self._exchange(optimizer, variables, variables.centers, call, then)
 
-    def _joined(
-        self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
-    ) -> Any:
-        """Makes a call; if an actor has lost variables or the rule, joins and makes it again."""
+    def _exchange(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        of: Iterable[Variable],
+        call: Callable[[Mapping[str, Variable]], tuple[Sequence[Sequence[str]], Any]],
+        then: Callable[[], None],
+    ) -> None:
+        """Makes a call, and writes what it returns to variables of the worker.
+
+        If an actor has lost variables or the rule, joins and makes the call again.
+
+        Args:
+            optimizer: the worker's optimizer.
+            variables: the worker's variables.
+            of: those of them that are written.
+            call: gets these by name; returns for each shard the names of its variables, and its
+                answer.
+            then: see ``Center``.
+        """
+        by_name, connection = {var.name: var for var in of}, self._connection(variables)
         try:
-            return call()
+            names, answers = call(by_name)
         except NotJoinedError:
-            self._connection(variables).sent = None
+            connection.sent = None
             for var in variables.centers:
                 self._create(var.name, var)
             self.join(optimizer)
-            return call()
+            names, answers = call(by_name)
+        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
+            answers = self._client.read("pull", names)
+        with DeferInterrupts():
+            connection.clock = self._write(optimizer, by_name, names, answers)
+            connection.number += 1  # a failed push is not retried after a pull
+            then()
 
     def _connection(self, variables: WorkerVariables) -> Connection:
         number = len(self._workers)
