@@ -78,7 +78,7 @@ class Reducer:
         self._lock = Lock()  # replicas may run in threads
         self._replicas = [Replica(*each) for each in enumerate(replicas)]
         self._buckets: list[Bucket] = []
-        self._tasks: list[Task] = []  # of the buckets whose reduction has started
+        self._tasks: list[Task] = []  # of the first buckets, whose reduction has started
         self.is_paused = False
         self._is_interrupted = False
         self.num_steps = 0
@@ -184,7 +184,7 @@ class Reducer:
             if part.missing > 0:
                 return
         bucket = part.bucket
-        if bucket.is_launched:
+        if bucket in self._buckets[: len(self._tasks)]:
             with self._dropping_if_failed():
                 name = self._names[part.indices[position]]
                 raise RuntimeError(
@@ -274,7 +274,7 @@ class Reducer:
         """Ends an interrupted round together with the other processes; fails if they cannot."""
         for bucket in self._buckets:
             bucket.step.attaches = False  # the gradients may be those of the next step already
-        launched = sum([bucket.is_launched for bucket in self._buckets])
+        launched = len(self._tasks)
         try:
             most = group.rounds.drop(self._number, self._round, launched)
         except CollectiveError as error:
@@ -345,7 +345,6 @@ class Reducer:
         return [replica.parameters[index] for replica in replicas for index in self.sparse]
 
     def _launch(self, bucket: Bucket, *, attaches: bool) -> None:
-        bucket.is_launched = True
         bucket.step.attaches = attaches
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
@@ -383,7 +382,7 @@ class Reducer:
             replica.runs, replica.is_done, replica.ready = False, False, []
             replica.wait()
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.num_ready = 0
         # Last, so that the next backward cleans up after an interrupt of this function.
         for replica in self._replicas:
             replica.finish()

@@ -159,7 +159,6 @@ class Bucket:
         blocks: the memory of the flat buffer of each replica.
         step: the prepared step that reduces the bucket.
         num_ready: the number of parts that are ready.
-        is_launched: whether its reduction has started in this round.
         streams: on GPUs, for each replica the stream that computed its gradients.
         flagged: the replicas whose flags are in this bucket.
     """
@@ -169,7 +168,6 @@ class Bucket:
         self.blocks = [buffer.block for buffer in step.flat.buffers]
         self.step = step
         self.num_ready = 0
-        self.is_launched = False
         self.streams: dict[int, Any] = {}
         self.flagged: Sequence[Replica] = ()
 
@@ -179,10 +177,6 @@ class Bucket:
             for replica in self.flagged:
                 write_flags(replica)
             self.step()
-
-    def reset(self) -> None:
-        """Prepares for the next round."""
-        self.num_ready, self.is_launched = 0, False
 
 
 @contextmanager
