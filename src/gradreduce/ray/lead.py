@@ -212,7 +212,7 @@ class Lead(Shard):
         own = self._execute(command, arguments, message)
         value = None if isinstance(own, Message) else own
         set_last(self._calls, key[0], [key[1], command, value], MAX_CALLERS)
-        self._write_due_snapshot()
+        self._write_snapshot()
         self._in_sync = False
         found = await self._answers(other.execute.remote(*sent) for other in self._others)
         self._in_sync = True

@@ -105,7 +105,7 @@ class Shard:
         self._check_moment(generation, number)
         message = self._staged.pop(message_id) if message_id else None
         value = self._execute(command, arguments, message)
-        self._write_due_snapshot()
+        self._write_snapshot()
         return store_large_arrays(value)
 
     async def check(
@@ -164,7 +164,7 @@ class Shard:
         self._number += 1
         return value
 
-    def _write_due_snapshot(self) -> None:
+    def _write_snapshot(self) -> None:
         """Writes a snapshot if one is due.
 
         If that fails and ``period`` is 1, undoes the last command and raises.
