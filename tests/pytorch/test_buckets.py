@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytestmark = pytest.mark.torch
 
 
 def planned(sizes, order, most):
-    from gradreduce.torch.buckets import Size, plan_buckets
+    from gradreduce.torch.buckets import plan_buckets
 
-    return plan_buckets([Size(*each) for each in sizes], order, most)
+    parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
+    return plan_buckets(parameters, order, most)
 
 
 def test_buckets_fill_in_the_order_of_readiness():

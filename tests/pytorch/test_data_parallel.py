@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from support.thread_group import run_processes
@@ -683,7 +684,7 @@ def test_ctrl_c_ends_the_wait_for_another_process():
         if group.rank == 1:
             assert has_ended.wait(10)
             return
-        dp._reducer._tasks.append(Interrupted())
+        dp._reducer._worker = SimpleNamespace(submit=lambda *arguments: Interrupted())
         with pytest.raises(KeyboardInterrupt):
             plain(dp, batch(0)).backward()
         with pytest.raises(CollectiveError, match=r"of process 0 of 2 failed: KeyboardInterrupt"):

@@ -236,9 +236,9 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     client.restart()
     client.states[0].register((3,))
     client.states[0].register((3,))
-    assert client.ask("begun") == [3]
-    client.states[0].end(3)
-    assert client.ask("begun") == []
+    assert client.ask("registry", "begun") == [3]
+    client.ask("registry", "end", 3)
+    assert client.ask("registry", "begun") == []
 
 
 @pytest.mark.parametrize("distance_scale", [None, 0.5])
@@ -257,7 +257,7 @@ def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, ru
 
     def calls(mesh):
         actor, worker = (mesh, other) if where == "actor" else (other, mesh)
-        monkeypatch.setattr(modules.shard.Settings, "open_device", lambda self: actor.devices[0])
+        monkeypatch.setattr(modules.shard_state.Settings, "open_device", lambda self: actor.devices[0])
         center = gr.AGNCenter(worker)
         center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")
         yield from compiled_first.agn(

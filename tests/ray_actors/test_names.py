@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.mark.parametrize("name", ["a", "7", "net.layer-1_w", "A" * 128])
 def test_letters_digits_and_signs_inside_are_a_name(name):
-    assert gr.ray.cluster.check_name("shared_name", name) == name
+    gr.ray.cluster.check_name("shared_name", name)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,7 @@ import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import Backend
 from gradreduce.backends.sim.device import SimDevice
+from gradreduce.device import as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.system_info import find_machine
@@ -28,7 +29,7 @@ from .options import (
     backend_option,
     json_option,
     of_all_processes,
-    of_one_process,
+    open_alone,
     open_chosen,
     optional_devices_option,
     plot_option,
@@ -64,36 +65,7 @@ class Timed:
     num_wrong: Callable[[], int]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        benchmark: ``all-reduce``, ``add_n``, ``accumulator`` or the name of an optimizer.
-        size: the bytes of one array.
-        count: the number of elements of one array.
-        type: the dtype of the array.
-        redop: the reduction; empty for an optimizer.
-        time: the microseconds of a call: the median of the rounds.
-        time_min: those of the fastest round.
-        time_max: those of the slowest round.
-        algbw: in GB/s: for an all-reduce ``size`` / ``time``, else bytes read and written /
-            ``time``.
-        busbw: in GB/s: for an all-reduce of n replicas ``algbw`` * 2 * (n - 1) / n, else ``algbw``.
-        wrong: the number of wrong elements in the results of all processes.
-    """
-
-    benchmark: str
-    size: int
-    count: int
-    type: str
-    redop: str
-    time: float
-    time_min: float
-    time_max: float
-    algbw: float
-    busbw: float
-    wrong: int
+Row = dict[str, Any]  # a line of a table by the names of its columns; see ``_row``
 
 
 def parse_bytes(value: str) -> int:
@@ -199,24 +171,22 @@ def bench(
     earlier = None if against is None else Earlier.read(against)
     sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
-    with open_chosen(devices, backend) as mesh, of_one_process(mesh) as alone:
+    with open_chosen(devices, backend) as mesh, open_alone(mesh) as alone:
         settings = Settings(mesh, alone, **options)
         rows = _measured(settings, cases)
-        wrong = of_all_processes(mesh, "wrong", [row.wrong for row in rows])
+        wrong = of_all_processes(mesh, "wrong", [row["wrong"] for row in rows])
         place = f"{mesh.backend} {[device.physical for device in mesh]}"
         content = {"devices": place, "processes": mesh.num_processes, **options}
         content["machine"] = _machine(mesh)
         rank = mesh.process_index
     if rank > 0:
         return
-    rows = [
-        replace(row, wrong=sum(of_process[index] for of_process in wrong))
-        for index, row in enumerate(rows)
-    ]
+    for row, counts in zip(rows, zip(*wrong, strict=True), strict=True):
+        row["wrong"] = sum(counts)
     title = f"{settings.algorithm} on {place}"
     if content["processes"] > 1:
         title += f" of each of {content['processes']} processes"
-    content["rows"] = [asdict(row) for row in rows]
+    content["rows"] = rows
     tables = [*_tables(title, rows), _machine_line(content["machine"])]
     if place.startswith("sim"):
         tables.append("Simulated devices: times of NumPy on this machine's CPU.")
@@ -277,36 +247,33 @@ def _measured(settings: Settings, cases: Sequence[tuple[str, int]]) -> list[Row]
     rows = []
     with Progress(console=progress_console(settings.mesh), transient=True) as progress:
         for name, size in progress.track(cases, description="bench"):
-            count = max(size // _itemsize(settings.dtype), 1)
+            count = max(size // as_dtype(settings.dtype).itemsize, 1)
             for label, redop, timed in _CASES[name](settings, count):
                 rows.append(_row(settings, label, redop, count, timed))
-    names = list(dict.fromkeys(row.benchmark for row in rows))
-    return sorted(rows, key=lambda row: names.index(row.benchmark))
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype.endswith("16") else int(dtype[-2:]) // 8
+    names = list(dict.fromkeys(row["benchmark"] for row in rows))
+    return sorted(rows, key=lambda row: names.index(row["benchmark"]))
 
 
 def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -> Row:
+    """Measures a line of a table; ``docs/command_line.md`` describes the columns."""
     rounds = [seconds * 1e6 for seconds in _seconds(settings, timed.call)]
     median = statistics.median(rounds)
     algbw = timed.moved / median / 1e3
     num_replicas = settings.mesh.num_replicas
     ring = 2 * (num_replicas - 1) / num_replicas if label == "all-reduce" else 1
-    return Row(
-        label,
-        count * _itemsize(settings.dtype),
-        count,
-        settings.dtype,
-        redop,
-        median,
-        min(rounds),
-        max(rounds),
-        algbw,
-        algbw * ring,
-        timed.num_wrong(),
-    )
+    return {
+        "benchmark": label,
+        "size": count * as_dtype(settings.dtype).itemsize,
+        "count": count,
+        "type": settings.dtype,
+        "redop": redop,
+        "time": median,
+        "time_min": min(rounds),
+        "time_max": max(rounds),
+        "algbw": algbw,
+        "busbw": algbw * ring,
+        "wrong": timed.num_wrong(),
+    }
 
 
 def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
@@ -322,7 +289,7 @@ def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
 
 
 def _synchronize(settings: Settings) -> None:
-    for mesh in dict.fromkeys([settings.mesh, settings.alone]):
+    for mesh in (settings.mesh, settings.alone):
         mesh.synchronize()
 
 
@@ -417,8 +384,8 @@ def _tables(title: str, rows: Sequence[Row]) -> Iterator[Table | str]:
         ">size (B)", ">count", "type", "redop", ">time (us)", ">min (us)", ">max (us)",
         ">algbw (GB/s)", ">busbw (GB/s)", ">#wrong",
     )  # fmt: skip
-    for name in dict.fromkeys(row.benchmark for row in rows):
-        cells = [_cells(list(asdict(row).values())[1:]) for row in rows if row.benchmark == name]
+    for name in dict.fromkeys(row["benchmark"] for row in rows):
+        cells = [_cells(list(row.values())[1:]) for row in rows if row["benchmark"] == name]
         yield table(f"{name}: {title}" if name == "all-reduce" else name, columns, cells)
         yield ""
 

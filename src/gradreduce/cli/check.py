@@ -18,7 +18,7 @@ from .options import (
     backend_option,
     json_option,
     of_all_processes,
-    of_one_process,
+    open_alone,
     open_chosen,
     optional_devices_option,
     table,
@@ -46,7 +46,7 @@ def check(
     expected one by equality. Exit status 1 if something does not work. Under torchrun, mpiexec or
     srun the reductions run over all processes, and process 0 prints what works in all of them.
     """
-    with open_chosen(devices, backend, _SECONDS) as mesh, of_one_process(mesh) as alone:
+    with open_chosen(devices, backend, _SECONDS) as mesh, open_alone(mesh) as alone:
         found = {
             what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
         }
@@ -107,17 +107,10 @@ def _terms(number: int) -> list[np.ndarray]:
     return [np.arange(_SIZE, dtype=np.float32) % 64 + index for index in range(number)]
 
 
-def _total(terms: Sequence[np.ndarray]) -> np.ndarray:
-    total = terms[0].copy()
-    for term in terms[1:]:
-        total += term
-    return total
-
-
 def _sum_of_terms(mesh: gr.Mesh) -> str:
     terms = _terms(5)
     for device in mesh:
-        _expect(gr.add_n([device.upload(term) for term in terms]).numpy(), _total(terms))
+        _expect(gr.add_n([device.upload(term) for term in terms]).numpy(), np.sum(terms, 0))
     return ""
 
 
@@ -125,7 +118,7 @@ def _replicas(mesh: gr.Mesh, name: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the terms of this process's replicas, and the sum of those of all processes."""
     counts = of_all_processes(mesh, name, len(mesh))
     terms, first = _terms(sum(counts)), sum(counts[: mesh.process_index])
-    return terms[first : first + len(mesh)], _total(terms)
+    return terms[first : first + len(mesh)], np.sum(terms, 0)
 
 
 def _all_reduce(algorithm: AllReduceAlg) -> Callable[[gr.Mesh], str]:
@@ -147,7 +140,7 @@ def _accumulator(mesh: gr.Mesh) -> str:
     accumulator = gr.ConditionalAccumulator("float32", (_SIZE,), device=mesh)
     accumulator.apply_grad(value, local_step=0)
     mean = accumulator.take_grad(len(mesh), timeout=60, output_type="numpy")
-    _expect(mean.primary, _total(terms) / np.float32(len(mesh)))
+    _expect(mean.primary, np.sum(terms, 0) / np.float32(len(mesh)))
     if accumulator.apply_grad(value, local_step=0):
         raise AssertionError("gradients of an earlier step were not dropped")
     return ""

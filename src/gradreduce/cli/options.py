@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,16 +95,10 @@ def open_chosen(
         raise click.ClickException(str(error)) from error
 
 
-@contextmanager
-def of_one_process(mesh: Mesh) -> Iterator[Mesh]:
-    """Context manager: a mesh of the same devices that other processes do not share."""
-    if mesh.num_processes == 1:
-        yield mesh
-        return
+def open_alone(mesh: Mesh) -> Mesh:
+    """Opens a mesh of the same devices that other processes do not share."""
     backend: Backend = "sim" if mesh.backend == "sim" else "cuda"
-    physical = [device.physical for device in mesh]
-    with open_mesh(physical, backend=backend, processes="none") as found:
-        yield found
+    return open_mesh([device.physical for device in mesh], backend=backend, processes="none")
 
 
 def of_all_processes(mesh: Mesh, name: str, value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,30 +14,6 @@ from gradreduce.errors import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Measured(Protocol):
-    """A line of the tables of ``gradreduce bench``."""
-
-    @property
-    def benchmark(self) -> str:
-        """The name of its line in the picture."""
-
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-
-    @property
-    def time(self) -> float:
-        """The microseconds of a call."""
-
-    @property
-    def time_min(self) -> float:
-        """Those of the fastest round."""
-
-    @property
-    def time_max(self) -> float:
-        """Those of the slowest round."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -68,18 +44,18 @@ def save(figure: Figure, path: Path) -> None:
         raise click.ClickException(f"the picture cannot be written: {error}") from error
 
 
-def plot_times(path: Path, title: str, rows: Sequence[Measured]) -> None:
+def plot_times(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a picture of time over size on logarithmic axes, a line for each benchmark.
 
     The area around a line extends from the fastest round to the slowest.
     """
     figure = new_figure(7, 4.5)
     axes: Any = figure.add_subplot()
-    for name in dict.fromkeys(row.benchmark for row in rows):
-        found = [row for row in rows if row.benchmark == name]
-        sizes = [row.size for row in found]
-        axes.plot(sizes, [row.time for row in found], marker="o", label=name)
-        least, most = [row.time_min for row in found], [row.time_max for row in found]
+    for name in dict.fromkeys(row["benchmark"] for row in rows):
+        found = [row for row in rows if row["benchmark"] == name]
+        sizes = [row["size"] for row in found]
+        axes.plot(sizes, [row["time"] for row in found], marker="o", label=name)
+        least, most = [row["time_min"] for row in found], [row["time_max"] for row in found]
         axes.fill_between(sizes, least, most, alpha=0.2)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

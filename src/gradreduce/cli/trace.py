@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -122,17 +121,17 @@ def _of_trace(content: dict[str, Any]) -> list[Event]:
 
 def _summary(events: Sequence[Event]) -> list[tuple[object, ...]]:
     """Counts the operations of each device, queue and name."""
-    counts: Counter[tuple[int, int, str]] = Counter()
-    nbytes: Counter[tuple[int, int, str]] = Counter()
-    open_ones: Counter[tuple[int, int, str]] = Counter()
+    found: dict[tuple[int, int, str], list[Any]] = {}
     for each in events:
-        key = each["pid"], each["tid"], each["name"]
-        details = each["args"]
-        counts[key] += 1
-        nbytes[key] += details.get("nbytes", details.get("bytes", 0))
-        open_ones[key] += not details.get("done", True)
+        found.setdefault((each["pid"], each["tid"], each["name"]), []).append(each["args"])
     return [
-        (device, QUEUES[tid - 1], name, counts[key], nbytes[key], open_ones[key])
-        for key in sorted(counts)
-        for device, tid, name in [key]
+        (
+            device,
+            QUEUES[tid - 1],
+            name,
+            len(details),
+            sum(each.get("nbytes", each.get("bytes", 0)) for each in details),
+            sum(not each.get("done", True) for each in details),
+        )
+        for (device, tid, name), details in sorted(found.items())
     ]

@@ -25,8 +25,7 @@ from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
 from .messages import Layout, Message, specs_of
-from .shard import Settings
-from .shard_state import Key, ShardState
+from .shard_state import Key, Settings, ShardState, set_last
 
 MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
@@ -78,10 +77,6 @@ class SetSpec(NamedTuple):
             )
         return ConditionalAccumulator(dtype, shape, **options)
 
-    def description(self) -> dict[str, Any]:
-        """Returns the fields by name; see ``ShardState.describe``."""
-        return {"kind": "accumulators", **self._asdict()}
-
     def of_shard(self, index: int) -> list[int]:
         """Returns the indices of the accumulators of a shard."""
         return [number for number, shard in enumerate(self.shards) if shard == index]
@@ -98,11 +93,9 @@ class AccumulatorSetState(ShardState):
     repeated = {"take": "taken"}  # noqa: RUF012  # never changed
 
     def __init__(self, settings: Settings, spec: SetSpec) -> None:
+        super().__init__(settings)
         self._spec = spec
-        self._description = {**spec.description(), **settings.description()}
-        self._shard = settings.shard
         self._indices = spec.of_shard(settings.shard)
-        self._device = settings.open_device()
         self._accumulators: list[ConditionalAccumulatorBase] = []
         # caller -> number of its last take, and kinds and arrays of the results. An entry is
         # removed when the caller confirms that the results have arrived.
@@ -116,10 +109,6 @@ class AccumulatorSetState(ShardState):
         self._accumulators = [
             self._spec.accumulator(index, self._device) for index in self._indices
         ]
-
-    def describe(self) -> dict[str, Any]:
-        """See ``ShardState``."""
-        return self._description
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -147,10 +136,7 @@ class AccumulatorSetState(ShardState):
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
-        self._taken.pop(caller, None)
-        self._taken[caller] = (number, kinds, arrays_of(taken))
-        while len(self._taken) > MAX_TAKEN:
-            del self._taken[next(iter(self._taken))]
+        set_last(self._taken, caller, (number, kinds, arrays_of(taken)), MAX_TAKEN)
         return self.taken(caller)
 
     def set_global_step(self, step: int, message: None) -> None:
@@ -224,7 +210,7 @@ class AccumulatorSetState(ShardState):
                 "number": number,
                 "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
-                "arrays": [_as_saved(array) for array in arrays],
+                "arrays": [converted(each, accumulate_dtype(each.dtype)) for each in arrays],
             }
             for caller, (number, kinds, arrays) in self._taken.items()
         }
@@ -273,9 +259,3 @@ def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
 def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
     """Returns IndexedSlices; an empty ``shape`` stands for None."""
     return IndexedSlices(values, indices, shape.tolist() or None)
-
-
-def _as_saved(array: np.ndarray) -> np.ndarray:
-    """Returns an array in its accumulate dtype, in which states are stored."""
-    dtype = array.dtype if array.dtype.kind == "i" else accumulate_dtype(array.dtype)
-    return converted(array, dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,18 +101,12 @@ class AccumulatorSet(SharedAccumulator):
         options = SharedOptions(
             num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
         )
-        self._made_by = (specs, shared_name, reduction_type, options)
         self._has_names = isinstance(specs, Mapping)
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
         found = [_as_spec(name, each) for name, each in by_name.items()]
         super().__init__(list(by_name), found, shared_name, reduction_type, sparse_mean, options)
-
-    def __reduce__(self) -> Any:
-        *arguments, options = self._made_by
-        others = {"sparse_mean": self._spec.sparse_mean, **options.for_others()}
-        return partial(type(self), **others), tuple(arguments)
 
     def apply_grads(
         self,
@@ -278,17 +271,10 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         timeout: float | None = None,
     ) -> None:
         options = SharedOptions(1, num_gpus, kernels, snapshots, durability, worker, timeout)
-        self._made_by = (dtype, shape, shared_name, reduction_type, options)
         spec = AccumulatorSpec(dtype, shape, self._is_sparse)
         super().__init__(
             [shared_name], [spec], shared_name, reduction_type, self._sparse_mean, options
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        *arguments, options = self._made_by
-        others = options.for_others()
-        del others["num_shards"]  # is always 1
-        return partial(type(self), **others), tuple(arguments)
 
     @property
     def accumulator_ref(self) -> Any:
@@ -330,8 +316,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
             deadline: has no effect, because this process waits for no device.
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
         """
-        state: dict[str, Any] = self._saved(output_type)[0]
-        return state
+        return dict(self._saved(output_type)[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state, also that of a ``gr.ConditionalAccumulator``.
@@ -386,10 +371,6 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
             worker=worker,
             timeout=timeout,
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made, arguments = super().__reduce_ex__(protocol)
-        return partial(made, sparse_mean=self._sparse_mean), arguments
 
     def apply_grad(  # type: ignore[override]  # TensorFlow's signature
         self,

@@ -7,7 +7,6 @@ worker to the actors, which update their variables and return the new values.
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 import uuid
@@ -15,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -37,14 +36,17 @@ from gradreduce.optim.agn.variables import LazyVariable
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule, description
-from .client import Client, SharedOptions
-from .lead import Origin, WorkerInfo
+from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
+from .client import Client, SharedObject, SharedOptions
+from .lead import Origin
 from .messages import Layout, Message, compile_packing, specs_of
 from .shard_state import Key
 
 # Attributes of optimizers that do not belong to the rule.
-_NOT_OF_RULE = ("_name", "_slots", "_cross_device_ops", "_plan", "_hyperparameters")
+_NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
+
+
+_LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
 
 
 class RemoteVariable(LazyVariable):
@@ -74,19 +76,19 @@ class RemoteRegistry:
     """
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self._ask = partial(client.ask, "registry")
         # Task index -> thread, of the workers of this process that have begun.
         self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
         """Registers a worker."""
-        self._client.ask("begin", task_index)
+        self._ask("begin", task_index)
         self._here[task_index] = threading.get_ident()
 
     def end(self, task_index: int) -> None:
         """Unregisters a worker."""
         self._here.pop(task_index, None)
-        self._client.ask("end", task_index)
+        self._ask("end", task_index)
 
     def of_this_thread(self) -> tuple[int, ...]:
         """Returns the task indices of the workers that have begun in this thread."""
@@ -95,12 +97,13 @@ class RemoteRegistry:
 
     def clear_failure(self, task_index: int) -> None:
         """Removes a worker from the list of failed workers."""
-        self._client.ask("clear_failure", task_index)
+        self._ask("clear_failure", task_index)
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """Records that an exception ended a worker."""
         self._here.pop(task_index, None)
-        self._client.ask("mark_failed", task_index, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"  # not every error can be pickled
+        self._ask("mark_failed", task_index, RuntimeError(text))
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
         """Blocks until ``num_worker`` workers have begun.
@@ -110,13 +113,10 @@ class RemoteRegistry:
                 them.
         """
         end = time.monotonic() + timeout
-        while True:
-            left = max(0.0, end - time.monotonic())
-            begun = self._client.wait_for("begun", num_worker, left)
-            if len(begun) >= num_worker or not left:
-                break
-            for task in list(self._here):  # a restarted actor does not know them
-                self._client.ask("begin", task)
+        while len(begun := self._ask("begun")) < num_worker and time.monotonic() < end:
+            for task in self._here.keys() - begun:  # a restarted actor does not know them
+                self._ask("begin", task)
+            time.sleep(_LOOK_SECONDS)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(
@@ -178,43 +178,22 @@ class RemoteCenter(Center):
 
     def slot_variables(self) -> list[Variable]:
         """See ``Center``."""
-        names = self._client.ask("shards")
-        return [slot for name in names for slot in self._slots(name).values()]
+        shards = self._client.ask("shards")
+        self._shards |= shards
+        return [slot for name in shards for slot in self._slots(name).values()]
 
     def _slots(self, name: str) -> dict[str, Variable]:
         """Returns the slots of a center variable by name, such as ``"momentum"``."""
-        found: dict[str, Variable] = {}
-        for shard, slots in enumerate(self._client.read("slots_of", name)):
-            for slot, full_name in slots.items():
-                read = partial(self._slot_value, shard, name, slot)
-                found[slot] = RemoteVariable(full_name, self.devices[0], read)
-        return found
+        shard = self._shards.get(name, 0)
+        slots = self._client.read("slots_of", name)[shard]
+        reads = {slot: partial(self._slot_value, shard, name, slot) for slot in slots}
+        return {
+            slot: RemoteVariable(slots[slot], self.devices[0], read) for slot, read in reads.items()
+        }
 
     def _slot_value(self, shard: int, name: str, slot: str) -> Any:
         message = self._client.read("slot_value", name, slot)[shard]
         return Layout.of(message.form).arrays(message)[0]
-
-    def variables(self) -> list[Variable]:
-        """Returns the center variables, sorted by name."""
-        return [
-            RemoteVariable(
-                f"global_center_variable/{name}", self.devices[0], partial(self._value, name)
-            )
-            for name in self._located()
-        ]
-
-    def values(self) -> dict[str, np.ndarray]:
-        """Returns the values of the center variables by name, all of one moment between pushes."""
-        names_of_all, found = self._located(), dict[str, np.ndarray]()
-        by_shard = self._by_shard(names_of_all)
-        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
-            arrays = iter(Layout.of(message.form).arrays(message))
-            _, with_master = message.value
-            for name in names:
-                found[name] = next(arrays)
-                if name in with_master:
-                    next(arrays)
-        return {name: found[name] for name in names_of_all}
 
     def _located(self) -> list[str]:
         """Returns the sorted names of all center variables; records the shard of each."""
@@ -258,64 +237,67 @@ class RemoteCenter(Center):
             self.registry.of_this_thread(),
         )
         settings = {name: getattr(optimizer, name) for name in optimizer._settings}
-        by_name = {var.name: var for var in variables.sums}
 
-        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
             if connection.sent is None or connection.sent.sums is not variables.sums:
                 connection.sent = SentSums(variables, self._by_shard(by_name), config)
             sent = connection.sent
             request = PushRequest(sent.names, sent.sparse, config, scalars, settings)
-            call = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
-            return sent.names, call("push", request, timeout=_time_left(self.devices[0]))
+            send = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
+            return sent.names, send("push", request, timeout=_time_left(self.devices[0]))
 
-        names, answers = self._joined(optimizer, variables, attempt)
-        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
-            answers = self._client.read("pull", names)
-        with DeferInterrupts():
-            connection.clock = self._write(optimizer, by_name, names, answers)
-            connection.number += 1
-            then()
+        self._exchange(optimizer, variables, variables.sums, call, then)
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
     ) -> None:
         """See ``Center``."""
-        by_name = {var.name: var for var in variables.centers}
 
-        def attempt() -> tuple[Sequence[Sequence[str]], Any]:
+        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
             names = self._by_shard(by_name)
             return names, self._client.read("pull", names)
 
-        names, answers = self._joined(optimizer, variables, attempt)
+        self._exchange(optimizer, variables, variables.centers, call, then)
+
+    def _exchange(
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        of: Iterable[Variable],
+        call: Callable[[Mapping[str, Variable]], tuple[Sequence[Sequence[str]], Any]],
+        then: Callable[[], None],
+    ) -> None:
+        """Makes a call, and writes what it returns to variables of the worker.
+
+        If an actor has lost variables or the rule, joins and makes the call again.
+
+        Args:
+            optimizer: the worker's optimizer.
+            variables: the worker's variables.
+            of: those of them that are written.
+            call: gets these by name; returns for each shard the names of its variables, and its
+                answer.
+            then: see ``Center``.
+        """
+        by_name, connection = {var.name: var for var in of}, self._connection(variables)
+        try:
+            names, answers = call(by_name)
+        except NotJoinedError:
+            connection.sent = None
+            for var in variables.centers:
+                self._create(var.name, var)
+            self.join(optimizer)
+            names, answers = call(by_name)
+        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
+            answers = self._client.read("pull", names)
         with DeferInterrupts():
-            connection = self._connection(variables)
             connection.clock = self._write(optimizer, by_name, names, answers)
             connection.number += 1  # a failed push is not retried after a pull
             then()
 
-    def leave(self) -> None:
-        """Removes the workers of this process from ``workers()``."""
-        for connection in list(self._workers.values()):
-            self._client.leave(self._worker + connection.suffix)
-
-    def _joined(
-        self, optimizer: Optimizer, variables: WorkerVariables, call: Callable[[], Any]
-    ) -> Any:
-        """Makes a call; if an actor has lost variables or the rule, joins and makes it again."""
-        try:
-            return call()
-        except NotJoinedError:
-            self._connection(variables).sent = None
-            for var in variables.centers:
-                self._create(var.name, var)
-            self.join(optimizer)
-            return call()
-
     def _connection(self, variables: WorkerVariables) -> Connection:
-        if variables not in self._workers:
-            number = len(self._workers)
-            self._workers[variables] = Connection(f"/{number}" if number else "")
-        return self._workers[variables]
+        number = len(self._workers)
+        return self._workers.setdefault(variables, Connection(f"/{number}" if number else ""))
 
     def _write(
         self,
@@ -442,12 +424,11 @@ def _rule_of(optimizer: Optimizer) -> Rule:
         for name, value in vars(optimizer).items()
         if name not in _NOT_OF_RULE
     }
-    attributes["_hyperparameters"] = optimizer._hyperparameters
     master = "float32" if optimizer._slots.has_masters else None
-    return Rule(type(optimizer), optimizer.get_name(), master, attributes)
+    return Rule(type(optimizer), master, attributes)
 
 
-class AGNCenter(LocalCenter):
+class AGNCenter(SharedObject, LocalCenter):
     """A ``gr.AGNCenter`` in actors of Ray, for workers in several processes and machines.
 
     Pass it to ``gr.AGNCustomGetter(device, center=...)``. Getter, optimizer and hook are the same
@@ -508,68 +489,52 @@ class AGNCenter(LocalCenter):
         options = SharedOptions(
             num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
         )
-        self._made_by = (name, options)
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
-        wanted = description(num_shards)
-        self._client = Client(options.settings(name), CenterShardState, wanted, timeout)
-        who = worker or f"{platform.node()}:{os.getpid()}"
-        self._remote = RemoteCenter(self._client, self.devices, who)
+        definition = {"kind": "AGN center", "num_shards": num_shards}
+        settings = options.settings(name)._replace(definition=definition)
+        super().__init__(settings, CenterShardState, options)
+        self._remote = RemoteCenter(self._client, self.devices, self._worker)
         self._shared: Center = self._remote
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        name, options = self._made_by
-        return partial(type(self), **options.for_others()), (name,)
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"
-
-    @property
-    def name(self) -> str:
-        """The name of the actor."""
-        return self._client.name
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def variables(self) -> list[Variable]:
         """Returns the center variables without slots, sorted by name.
 
         Each read of a variable fetches its value, and copies it to a device of this process.
         """
-        return self._remote.variables()
+        device, read = self.devices[0], self._remote._value
+        return [
+            RemoteVariable(f"global_center_variable/{name}", device, partial(read, name))
+            for name in self._remote._located()
+        ]
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns a read-only NumPy array of each variable by its name (``"w"``).
 
         All values are of the same moment, between two pushes.
         """
-        return self._remote.values()
+        names_of_all, found = self._remote._located(), dict[str, np.ndarray]()
+        by_shard = self._remote._by_shard(names_of_all)
+        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
+            arrays = iter(Layout.of(message.form).arrays(message))
+            _, with_master = message.value
+            for name in names:
+                found[name] = next(arrays)
+                if name in with_master:
+                    next(arrays)
+        return {name: found[name] for name in names_of_all}
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
         """The task indices of workers that an exception ended, in the order of the exceptions."""
         return tuple(self._client.ask("failed"))
 
-    def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` for each worker that has pushed, sorted by name.
-
-        A restarted actor has an empty list; workers appear there with their next pushes.
-        """
-        return self._client.workers()
-
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
-        self._remote.leave()
-
-    def close(self) -> None:
-        """Ends the actors and removes their snapshots; a second call does nothing.
-
-        In every process, all later calls raise ``CancelledError``.
-        """
-        self._client.close()
+        for connection in list(self._remote._workers.values()):
+            self._client.leave(self._worker + connection.suffix)
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
@@ -592,8 +557,7 @@ class AGNCenter(LocalCenter):
             first["variables"] |= other["variables"]
             if first["optimizer"] is not None:
                 first["optimizer"]["slots"] |= other["optimizer"]["slots"]
-        state: dict[str, Any] = download(first)
-        return state
+        return dict(download(first))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state, also that of a ``gr.AGNCenter``; on error, state is unchanged.

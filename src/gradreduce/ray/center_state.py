@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .messages import Layout, Message, Spec, compile_packing, specs_of
-from .shard import Settings
-from .shard_state import ShardState
+from .shard_state import Settings, ShardState
 
 MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
 
@@ -35,13 +35,11 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: class of the optimizer.
-        name: name of the optimizer.
         master_dtype: see ``Optimizer``.
         attributes: the other attributes of the object.
     """
 
     kind: type[Optimizer]
-    name: str
     master_dtype: str | None
     attributes: Mapping[str, Any]
 
@@ -49,7 +47,7 @@ class Rule(NamedTuple):
         """Returns a new optimizer of this rule, without slots."""
         made = self.kind.__new__(self.kind)
         vars(made).update(self.attributes)
-        Optimizer.__init__(made, self.name, master_dtype=self.master_dtype)
+        Optimizer.__init__(made, made.get_name(), master_dtype=self.master_dtype)
         return made
 
 
@@ -165,9 +163,8 @@ class CenterShardState(ShardState):
     repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
 
     def __init__(self, settings: Settings) -> None:
-        self._shard, self._num_shards = settings.shard, settings.num_shards
-        self._description = {**description(settings.num_shards), **settings.description()}
-        self._device = settings.open_device()
+        super().__init__(settings)
+        self._shard = settings.shard
         self._reset()
 
     def _reset(self) -> None:
@@ -181,13 +178,8 @@ class CenterShardState(ShardState):
         self._answered: list[ref[np.ndarray]] = []  # large arrays of answers
         # Launches a push by a Python rule, which ``check`` has computed.
         self._checked: Callable[[], None] | None = None
-        # Slots of a snapshot, and the name of their rule; both are kept until a worker joins.
-        self._saved_slots: dict[str, Any] | None = None
-        self._saved_rule = ""
-
-    def describe(self) -> dict[str, Any]:
-        """See ``ShardState``."""
-        return self._description
+        # Rule and slots of a snapshot, which are kept until a worker joins.
+        self._saved_optimizer: dict[str, Any] | None = None
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -202,9 +194,10 @@ class CenterShardState(ShardState):
         if found is not None:
             check_same_tensor(name, spec, found)
             return self._shards[name]
-        held = [0] * self._num_shards
+        held = [0] * self._settings.num_shards
         for other, shard in self._shards.items():
-            held[shard] += _nbytes(self._specs[other])
+            extents, dtype = self._specs[other]
+            held[shard] += math.prod(extents) * dtype.itemsize
         shard = held.index(min(held))
         if shard == self._shard:
             (value,) = Layout([spec]).unpack(self._device, message)
@@ -222,11 +215,11 @@ class CenterShardState(ShardState):
         self._center.join(optimizer)
         self._dense = None
         self._optimizer = self._optimizer or optimizer
-        saved, self._saved_slots = self._saved_slots, None
+        saved, self._saved_optimizer = self._saved_optimizer, None
         slots = self._center.slots
         if saved is not None and slots is not None:
             by_name = {variable.name: variable for variable in self._center.variables.values()}
-            ready_slots(slots, {by_name[name]: each for name, each in saved.items()})()
+            ready_slots(slots, {by_name[name]: each for name, each in saved["slots"].items()})()
 
     def push(self, request: PushRequest, message: Message) -> Message:
         """Updates the center with the sums of a worker; returns the new values."""
@@ -327,7 +320,7 @@ class CenterShardState(ShardState):
         load = self._ready(state)
         self._keep_answers()
         load()
-        self._dense = self._saved_slots = None
+        self._dense = self._saved_optimizer = None
         self._center.fault = None
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
@@ -386,13 +379,10 @@ class CenterShardState(ShardState):
         """Moves a variable to new memory if an answer that Ray has not stored yet uses the old."""
         arrays = [array for each in self._answered if (array := each()) is not None]
         addresses, self._answered = {array.ctypes.data for array in arrays}, []
-        for each in self._held() if addresses else ():
+        held = [*self._center.variables.values(), *self._center.slot_variables()]
+        for each in held if addresses else ():
             if each.buffers[0].address in addresses:
                 each._buffers = (copied_to(self._device, each.buffers[0]),)
-
-    def _held(self) -> list[Variable]:
-        """Returns all variables and slots of this shard."""
-        return [*self._center.variables.values(), *self._center.slot_variables()]
 
     def shards(self) -> dict[str, int]:
         """Returns the shard of each variable of the center, by name."""
@@ -404,8 +394,8 @@ class CenterShardState(ShardState):
         state: dict[str, Any] = downloader(None)(
             queued_center(self._center.variables, self._center.slots)
         )
-        if self._saved_slots is not None:
-            state["optimizer"] = {"optimizer": self._saved_rule, "slots": self._saved_slots}
+        if self._saved_optimizer is not None:
+            state["optimizer"] = self._saved_optimizer
         return state
 
     def check_state(self, state: Any) -> None:
@@ -436,34 +426,18 @@ class CenterShardState(ShardState):
         """The number of pushes."""
         return self._num_pushes
 
-    def begin(self, task_index: int) -> None:
-        """Registers a worker; see ``WorkerRegistry``."""
-        self._center.registry.begin(task_index)
-
     def register(self, tasks: Sequence[int]) -> None:
         """See ``ShardState``."""
-        for task in set(tasks).difference(self.begun()):
-            self.begin(task)
+        for task in set(tasks).difference(self._center.registry.begun()):
+            self._center.registry.begin(task)
 
-    def end(self, task_index: int) -> None:
-        """Unregisters a worker."""
-        self._center.registry.end(task_index)
-
-    def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from the list of failed workers."""
-        self._center.registry.clear_failure(task_index)
-
-    def mark_failed(self, task_index: int, error: str) -> None:
-        """Records that an exception ended a worker."""
-        self._center.registry.mark_failed(task_index, RuntimeError(error))
+    def registry(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the ``Registry`` of the center."""
+        return getattr(self._center.registry, method)(*arguments)
 
     def failed(self) -> list[int]:
         """Returns the task indices of the failed workers."""
         return list(self._center.registry.failed)
-
-    def begun(self) -> list[int]:
-        """Returns the task indices of the workers of this round; see ``Registry``."""
-        return self._center.registry.begun()
 
     # -- snapshots --------------------------------------------------------------------------------
 
@@ -489,20 +463,8 @@ class CenterShardState(ShardState):
         for name, value in state["center"]["variables"].items():
             array = converted(value, self._specs[name][1])
             self._center.variable_for(name, Variable(array, name, device=self._device))
-        if state["center"]["optimizer"] is not None:
-            self._saved_rule = state["center"]["optimizer"]["optimizer"]
-            self._saved_slots = state["center"]["optimizer"]["slots"]
+        self._saved_optimizer = state["center"]["optimizer"]
 
 
 def _full_name(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
-
-
-def description(num_shards: int) -> dict[str, Any]:
-    """Returns what all clients of a center must agree on; see ``ShardState.describe``."""
-    return {"kind": "AGN center", "num_shards": num_shards}
-
-
-def _nbytes(spec: Spec) -> int:
-    shape, dtype = spec
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

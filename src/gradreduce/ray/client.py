@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import ray
 
@@ -31,8 +33,8 @@ from gradreduce.optim.hyperparameters import as_count
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
 from .messages import Message
-from .shard import RetryError, Settings, load_large_arrays, why_not_started
-from .shard_state import Key, ShardState
+from .shard import RetryError, load_large_arrays, why_not_started
+from .shard_state import Key, Settings, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
@@ -58,7 +60,6 @@ class Client:
     Args:
         settings: settings of shard 0.
         make_state: returns an empty state for a shard.
-        description: what the actor must have, besides the settings; see ``ShardState.describe``.
         timeout: seconds that a call waits for its answer. The constructor may wait for the start of
             the actor, so it waits at least 60 seconds. None: wait as long as the actor lives.
 
@@ -75,7 +76,6 @@ class Client:
         self,
         settings: Settings,
         make_state: Callable[[Settings], ShardState],
-        description: Mapping[str, Any],
         timeout: float | None,
     ) -> None:
         cluster.init()
@@ -89,10 +89,9 @@ class Client:
         self._caller = _Caller()
         found = self.ask("describe")
         self._timeout = limit
-        wanted = {**description, **settings.description()}
         differences = [
             f"{name} {brief(found[name])}, not {brief(value)}"
-            for name, value in wanted.items()
+            for name, value in settings.description().items()
             if found.get(name, value) != value
         ]
         if differences:
@@ -111,10 +110,6 @@ class Client:
         """
         cluster.check_usable()
         return self.actor
-
-    def next_key(self) -> Key:
-        """Returns the key of this thread's next call."""
-        return self._caller.next_key()
 
     def call(
         self,
@@ -143,15 +138,15 @@ class Client:
             BackendUnavailableError: the actor has ended, and is not restarted.
         """
         cluster.check_usable()
-        key = self.next_key() if key is None else key
+        key = self._caller.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
         sent = Call(key, command, arguments, first, others, origin)
-        return self._in_order(self._lead.call, sent, timeout=timeout)
+        return self._answered(self._lead.call, sent, timeout=timeout, in_order=True)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._in_order(self._lead.read_all, method, arguments)
+        return self._answered(self._lead.read_all, method, arguments, in_order=True)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
         """Blocks until there are enough gradients, and takes them.
@@ -161,32 +156,29 @@ class Client:
         Raises:
             DeadlineExceededError: nothing was taken within ``timeout`` seconds.
         """
-        key, limit = self.next_key(), as_timeout(timeout)
-        start, is_logged = time.monotonic(), False
-        end = None if limit is None else start + limit
+        key, limit = self._caller.next_key(), as_timeout(timeout)
+        start = time.monotonic()
+        end = math.inf if limit is None else start + limit
+        log_time = start + take_queue.LOG_SECONDS
         try:
             while True:
-                left = math.inf if end is None else max(0.0, end - time.monotonic())
-                seconds = min(left, self._poll_seconds)
+                seconds = min(max(0.0, end - time.monotonic()), self._poll_seconds)
                 found = self._answered(self._lead.take, key, num_required, seconds)
-                if isinstance(found, list):
-                    self._lead.delivered.remote(key)
-                    return found
-                if end is not None and time.monotonic() >= end:
+                if isinstance(found, list) or time.monotonic() >= end:
                     break
-                if not is_logged and time.monotonic() - start >= take_queue.LOG_SECONDS:
-                    is_logged = True
+                if time.monotonic() >= log_time:
+                    log_time = math.inf
                     self._log_wait(found)
+            taken = found if isinstance(found, list) else self._answered(self._lead.withdraw, key)
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
                 self._lead.withdraw.remote(key)
                 self._lead.delivered.remote(key)
             raise
-        taken = self._answered(self._lead.withdraw, key)
-        if taken is not None:
-            self._lead.delivered.remote(key)
-            return taken
-        raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
+        if taken is None:
+            raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
+        self._lead.delivered.remote(key)
+        return taken
 
     def _log_wait(self, waits_for: str) -> None:
         """Logs what a take waits for, and which workers have sent a gradient of this step."""
@@ -207,96 +199,75 @@ class Client:
         """Calls a method of the coordinator's state that needs no other shard."""
         return self._answered(self._lead.ask, method, arguments)
 
-    def wait_for(self, method: str, least: int, timeout: float) -> list[Any]:
-        """Waits for a list of the coordinator's state to have ``least`` entries; returns it.
-
-        Args:
-            method: name of the state's method that returns the list.
-            least: number of entries to wait for.
-            timeout: seconds to wait; never more than one second. When they have passed, the list
-                may have fewer entries.
-        """
-        seconds = min(timeout, self._poll_seconds)
-        found: list[Any] = self._get(self._lead.wait_for.remote(method, least, seconds))
-        return found
-
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
-        found: list[WorkerInfo] = self._get(self._lead.workers.remote())
-        return found
+        return list(self._answered(self._lead.workers))
 
     def leave(self, worker: str) -> None:
         """Removes a worker from ``workers()``."""
-        self._get(self._lead.leave.remote(worker))
+        self._answered(self._lead.leave, worker)
 
     def close(self) -> None:
         """Ends the actors and removes their snapshots; does nothing if they have ended."""
         lead = self._lead
         try:
-            self._get(lead.end.remote())
-            self._get(lead.close.options(max_task_retries=0).remote())
-        except CancelledError:
-            pass
+            with suppress(CancelledError):
+                self._answered(lead.end)
+                self._answered(lead.close.options(max_task_retries=0))
         except BackendUnavailableError:  # the coordinator has ended, other shards may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
-    def _answered(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
+    def _answered(
+        self, method: Any, *arguments: Any, timeout: float | None = None, in_order: bool = False
+    ) -> Any:
         """Calls a method of the coordinator; retries after ``RetryError`` and lost arrays.
+
+        Args:
+            method: the method.
+            arguments: its arguments.
+            timeout: seconds to wait for the answer. The client's ``timeout`` applies too.
+            in_order: whether to wait first for a call that reached its deadline unanswered. For
+                calls on all shards: each thread has at most one in progress, so they run in its
+                order. Ray itself may run the calls of an asynchronous actor in any order.
 
         Returns:
             The answer, with its arrays.
-        """
-        limit = self._limit(timeout)
-        end = None if limit is None else time.monotonic() + limit
-        while True:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            try:
-                found = self._get(method.remote(*arguments), left)
-                if isinstance(found, list):
-                    return [load_large_arrays(each) for each in found]
-                return found
-            except (RetryError, ray.exceptions.ObjectLostError):
-                continue
-
-    def _in_order(self, method: Any, *arguments: Any, timeout: float | None = None) -> Any:
-        """Like ``_answered``, but first waits for a call that reached its deadline unanswered.
-
-        For calls on all shards: each thread has at most one in progress, so they run in its order.
-        Ray itself may run the calls of an asynchronous actor in any order.
 
         Raises:
             DeadlineExceededError: within ``timeout`` the earlier call or this one got no answer.
         """
-        reference, limit = self._caller.unanswered, self._limit(timeout)
-        if reference is None:
-            return self._answered(method, *arguments, timeout=limit)
-        begin = time.monotonic()
-        if not ray.wait([reference], timeout=limit)[0]:
-            raise self._timeout_error(limit)
-        self._caller.unanswered = None
-        left = None if limit is None else max(0.0, limit - (time.monotonic() - begin))
-        return self._answered(method, *arguments, timeout=left)
-
-    def _limit(self, timeout: float | None) -> float | None:
         limits = [each for each in (timeout, self._timeout) if each is not None]
-        return min(limits, default=None)
-
-    def _timeout_error(self, limit: float | None) -> DeadlineExceededError:
-        return DeadlineExceededError(f"no answer from the actor {self.name!r} within {limit:.3g} s")
-
-    def _get(self, reference: Any, timeout: float | None = None) -> Any:
-        limit = self._limit(timeout)
+        limit = min(limits, default=None)
+        end = math.inf if limit is None else time.monotonic() + limit
         try:
-            return ray.get(reference, timeout=limit)
+            if in_order and self._caller.unanswered is not None:
+                if not ray.wait([self._caller.unanswered], timeout=limit)[0]:
+                    raise ray.exceptions.GetTimeoutError
+                self._caller.unanswered = None
+            while True:
+                reference = method.remote(*arguments)
+                left = None if limit is None else max(0.0, end - time.monotonic())
+                with suppress(RetryError, ray.exceptions.ObjectLostError):
+                    found = self._get(reference, left)
+                    if isinstance(found, list):
+                        return [load_large_arrays(each) for each in found]
+                    return found
+        except ray.exceptions.GetTimeoutError:
+            self._caller.unanswered = self._caller.unanswered or reference
+            raise DeadlineExceededError(
+                f"no answer from the actor {self.name!r} within {limit:.3g} s"
+            ) from None
+
+    def _get(self, reference: Any, timeout: float | None) -> Any:
+        """Returns an answer; raises the error of the method, or one that says why it has ended."""
+        try:
+            return ray.get(reference, timeout=timeout)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise cause from None
-        except ray.exceptions.GetTimeoutError:
-            self._caller.unanswered = self._caller.unanswered or reference
-            raise self._timeout_error(limit) from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
@@ -354,9 +325,64 @@ class SharedOptions(NamedTuple):
             self.kernels,
         )
 
-    def for_others(self) -> dict[str, Any]:
-        """Returns the options for another process, in which the worker gets another name."""
-        return {**self._asdict(), "worker": None}
+
+class SharedObject:
+    """Base class of accumulators and centers: an object in actors.
+
+    A copy, also in another process, is another worker, and uses the default mesh there.
+
+    Args:
+        settings: settings of shard 0.
+        make_state: returns an empty state for a shard.
+        options: the other options.
+    """
+
+    _made_by: tuple[tuple[Any, ...], dict[str, Any]]  # what copies are made by
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Keeps the arguments."""
+        made = super().__new__(cls)
+        kept = {name: value for name, value in options.items() if name not in ("mesh", "worker")}
+        made._made_by = arguments, kept
+        return made
+
+    def __init__(
+        self,
+        settings: Settings,
+        make_state: Callable[[Settings], ShardState],
+        options: SharedOptions,
+    ) -> None:
+        self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
+        self._client = Client(settings, make_state, options.timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arguments, options = self._made_by
+        return partial(type(self), **options), arguments
+
+    @property
+    def name(self) -> str:
+        """The name of the actor."""
+        return self._client.name
+
+    def workers(self) -> list[WorkerInfo]:
+        """Returns a ``WorkerInfo`` for each worker that has sent gradients, sorted by name.
+
+        A restarted actor has an empty list; workers appear there with their next gradients or push.
+        """
+        return self._client.workers()
+
+    def close(self) -> None:
+        """Ends the actors and removes their snapshots; a second call does nothing.
+
+        In every process, waiting takes and all later calls raise ``CancelledError``.
+        """
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def shards_for(sizes: Sequence[int], num_shards: int) -> tuple[int, ...]:

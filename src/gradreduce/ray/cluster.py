@@ -117,8 +117,8 @@ def _warn_if_open(cluster: str) -> None:
         )
 
 
-def check_name(what: str, name: Any) -> str:
-    """Returns the name if it is valid for an actor and its files.
+def check_name(what: str, name: Any) -> None:
+    """Raises unless a name is valid for an actor and its files.
 
     Args:
         what: name of the argument, for errors.
@@ -136,4 +136,3 @@ def check_name(what: str, name: Any) -> str:
             f"{what}={brief(name)} names an actor and its files: use 1 to 128 ASCII letters, "
             "digits, '_', '-' and single '.', with a letter or digit first"
         )
-    return name

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -27,8 +27,8 @@ from gradreduce.errors import BackendUnavailableError, CancelledError, log_warni
 
 from .cluster import NAMESPACE
 from .messages import Message
-from .shard import RetryError, Settings, Shard, why_not_started
-from .shard_state import Key, ShardState
+from .shard import RetryError, Shard, why_not_started
+from .shard_state import Key, Settings, ShardState, set_last
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
 MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``
@@ -97,13 +97,11 @@ class QueuedTake:
     """A take that waits in the queue.
 
     Attributes:
-        key: identifies the take.
         num_required: number of gradients that it waits for.
         seen: time at which its client asked last, by the monotonic clock.
         done: a future of the answers of all shards.
     """
 
-    key: Key
     num_required: int
     seen: float = 0.0
     done: asyncio.Future[list[Any]] = field(
@@ -153,7 +151,6 @@ class Lead(Shard):
     """
 
     def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
-        self._calls: dict[str, list[Any]] = {}  # caller -> number, command, value of its last call
         super().__init__(settings, make_state)
         self._make_state = make_state
         self._others = self._start_others()
@@ -164,7 +161,6 @@ class Lead(Shard):
         self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[Key, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
-        self._asked = asyncio.Event()
 
     def _start_others(self) -> list[Any]:
         """Returns the actors of the other shards; starts those that do not exist."""
@@ -181,8 +177,10 @@ class Lead(Shard):
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
             with suppress(RetryError):  # a shard has ended: _ready notices it
-                calls = [(generation, message_id, each) for each in sent.others]
-                await self._from_others("stage", calls)
+                pairs = zip(self._others, sent.others, strict=bool(sent.others))
+                await self._answers(
+                    other.stage.remote(generation, message_id, each) for other, each in pairs
+                )
             async with self._lock:
                 await self._ready()
                 if self._is_known(sent.key):
@@ -207,47 +205,22 @@ class Lead(Shard):
         message_id: str = "",
     ) -> list[Any]:
         """Runs a command on all shards; the caller holds the lock."""
-        number = self._number + 1
+        sent = self._generation, self._number, command, arguments, message_id
         if self._others and self._state.may_raise(command):
-            checks = [(self._generation, self._number, command, arguments, message_id)]
-            await self._from_others("check", checks * len(self._others))
+            await self._answers(other.check.remote(*sent) for other in self._others)
             self._state.check(command, *arguments, message)
-        own = self._execute(key, command, arguments, message)
-        if not self._others:
-            return [own]
-        calls = [(self._generation, number, key, command, arguments, message_id)] * len(
-            self._others
-        )
+        own = self._execute(command, arguments, message)
+        value = None if isinstance(own, Message) else own
+        set_last(self._calls, key[0], [key[1], command, value], MAX_CALLERS)
+        self._write_snapshot()
         self._in_sync = False
-        found = await self._from_others("execute", calls)
+        found = await self._answers(other.execute.remote(*sent) for other in self._others)
         self._in_sync = True
         return [own, *found]
 
-    def _note_call(self, key: Key, command: str, value: Any) -> None:
-        _set_last(
-            self._calls, key[0], [key[1], command, None if isinstance(value, Message) else value]
-        )
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {**super()._snapshot(), "calls": self._calls}
-
-    def _load(self, number: int) -> dict[str, Any]:
-        saved = super()._load(number)
-        self._calls = saved.get("calls", {})
-        return saved
-
-    async def _from_others(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls all other shards at the same time, waits for all, and raises the first error.
-
-        Args:
-            method: name of a method of ``Shard``.
-            calls: the arguments for each shard; empty: makes no call.
-        """
-        pending = [
-            getattr(other, method).remote(*call)
-            for other, call in zip(self._others, calls, strict=bool(calls))
-        ]
-        found = await asyncio.gather(*pending, return_exceptions=True)
+    async def _answers(self, calls: Iterable[Any]) -> list[Any]:
+        """Returns the answers to calls of all other shards; raises the first error."""
+        found = await asyncio.gather(*calls, return_exceptions=True)
         try:
             for each in found:
                 if isinstance(each, BaseException):
@@ -290,34 +263,15 @@ class Lead(Shard):
 
     async def _read(self, command: str, arguments: Sequence[Any]) -> list[Any]:
         own = getattr(self._state, command)(*arguments)
-        calls = [(self._generation, self._number, command, arguments)] * len(self._others)
-        return [own, *await self._from_others("read", calls)]
+        sent = self._generation, self._number, command, arguments
+        return [own, *await self._answers(other.read.remote(*sent) for other in self._others)]
 
     @_run_to_completion
     async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls a method of the coordinator's state that needs no other shard."""
         async with self._lock:
             await self._ready()
-            value = getattr(self._state, method)(*arguments)
-        self._asked.set()
-        self._asked = asyncio.Event()
-        return value
-
-    async def wait_for(self, method: str, least: int, seconds: float) -> list[Any]:
-        """Returns a list of the state when it has ``least`` entries, or after ``seconds``.
-
-        Args:
-            method: name of the state's method that returns the list.
-            least: number of entries to wait for.
-            seconds: how long to wait at most.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            found: list[Any] = getattr(self._state, method)()
-            left = end - time.monotonic()
-            if len(found) >= least or left <= 0:
-                return found
-            await _wait(self._asked.wait(), left)
+            return getattr(self._state, method)(*arguments)
 
     # -- takes ------------------------------------------------------------------------------------
 
@@ -339,10 +293,10 @@ class Lead(Shard):
             if self._is_known(key):
                 self._queue.pop(key, None)
                 return await self._repeat_answer(key[0])
-            queued = self._queue.setdefault(key, QueuedTake(key, num_required))
+            queued = self._queue.setdefault(key, QueuedTake(num_required))
             queued.seen = time.monotonic()
             await self._serve()
-        await _wait(asyncio.shield(queued.done), seconds)
+        await asyncio.wait([queued.done], timeout=seconds)
         queued.seen = time.monotonic()
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
@@ -369,14 +323,12 @@ class Lead(Shard):
         The caller holds the lock.
         """
         while self._queue:
-            queued = next(iter(self._queue.values()))
+            key, queued = next(iter(self._queue.items()))
             if time.monotonic() - queued.seen > LEASE_SECONDS:
-                log_warning(__name__, "a take of %r was dropped: its client is gone", queued.key[0])
-                del self._queue[queued.key]
-            elif self._is_known(queued.key):  # its answer was lost: the client asks again
-                del self._queue[queued.key]
+                log_warning(__name__, "a take of %r was dropped: its client is gone", key[0])
+            elif self._is_known(key):  # its answer was lost: the client asks again
+                pass
             elif self._state.can_take(queued.num_required):
-                key = queued.key
                 try:
                     answers = await self._run(key, "take", (key, queued.num_required))
                 except RetryError:
@@ -385,9 +337,9 @@ class Lead(Shard):
                     queued.done.set_exception(error)
                 else:
                     queued.done.set_result(answers)
-                del self._queue[key]
             else:
                 return
+            del self._queue[key]
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -395,7 +347,8 @@ class Lead(Shard):
         if origin.tasks:
             self._state.register(origin.tasks)
         staleness = max(0, self._state.clock - origin.clock)
-        _set_last(self._workers, origin.worker, (origin.step, staleness, time.monotonic()))
+        now = time.monotonic()
+        set_last(self._workers, origin.worker, (origin.step, staleness, now), MAX_CALLERS)
 
     async def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
@@ -433,11 +386,13 @@ class Lead(Shard):
         numbers = set(await self.snapshots())
         generation = uuid.uuid4().hex
         try:
-            for found in await self._from_others("snapshots", [()] * len(self._others)):
+            for found in await self._answers(other.snapshots.remote() for other in self._others):
                 numbers &= set(found)
             if numbers:
-                calls = [(max(numbers), generation)] * len(self._others)
-                await self._from_others("go_back", calls)
+                number = max(numbers)
+                await self._answers(
+                    other.go_back.remote(number, generation) for other in self._others
+                )
         except RetryError:
             if numbers:
                 self._others = self._start_others()  # Ray does not restart an actor after ray.kill
@@ -462,21 +417,3 @@ class Lead(Shard):
             self._queue = {}
         closed = [other.close.options(max_task_retries=0).remote() for other in self._others]
         await asyncio.gather(*closed, return_exceptions=True)  # each raises: its actor has ended
-
-
-def _set_last(known: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the newest entry of a dict; drops the oldest entries beyond ``MAX_CALLERS``."""
-    known.pop(key, None)
-    known[key] = value
-    while len(known) > MAX_CALLERS:
-        del known[next(iter(known))]
-
-
-async def _wait(awaitable: Any, seconds: float) -> None:
-    """Waits at most ``seconds`` for an awaitable; ignores its ``CancelledError``."""
-    try:
-        await asyncio.wait_for(awaitable, seconds)
-    except TimeoutError:
-        pass
-    except CancelledError:
-        pass

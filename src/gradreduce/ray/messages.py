@@ -53,22 +53,6 @@ class Message(NamedTuple):
     value: Any = None
 
 
-class PackedDtype(NamedTuple):
-    """The small tensors of one dtype.
-
-    Attributes:
-        dtype: dtype of the tensors.
-        indices: index of each tensor in the message.
-        shapes: shape of each tensor.
-        layout: position of each tensor in the flat array.
-    """
-
-    dtype: DType
-    indices: list[int]
-    shapes: list[tuple[int, ...]]
-    layout: FlatLayout
-
-
 class Layout:
     """The layout of the tensors in a message: which are packed, and where.
 
@@ -92,11 +76,12 @@ class Layout:
         for index, (shape, dtype) in enumerate(specs):
             is_big = math.prod(shape) * dtype.itemsize >= BIG
             (self._bigs if is_big else small.setdefault(dtype, [])).append(index)
-        self._packed = []
+        # Of the small tensors, for each dtype: index and shape of each, and its place when packed.
+        self._packed: list[tuple[DType, list[int], list[tuple[int, ...]], FlatLayout]] = []
         for dtype, indices in small.items():
             shapes = [specs[index][0] for index in indices]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
-            self._packed.append(PackedDtype(dtype, indices, shapes, layout))
+            self._packed.append((dtype, indices, shapes, layout))
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -127,7 +112,7 @@ class Layout:
 
     def arrays(self, message: Message) -> list[np.ndarray]:
         """Returns the arrays of a message, as views of its memory."""
-        found: dict[int, np.ndarray] = {}
+        found = self._big_arrays(message)
         for (dtype, indices, shapes, layout), flat in zip(
             self._packed, message.packed, strict=True
         ):
@@ -135,10 +120,13 @@ class Layout:
             parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
             for start, size, index, shape in parts:
                 found[index] = values[start : start + size].reshape(shape)
-        for index, big in zip(self._bigs, message.bigs, strict=True):
-            shape, dtype = self.specs[index]
-            found[index] = big.view(dtype).reshape(shape)
         return [found[index] for index in range(len(self.specs))]
+
+    def _big_arrays(self, message: Message) -> dict[int, np.ndarray]:
+        """Returns the large arrays of a message by index, as views of its memory."""
+        pairs = zip(self._bigs, message.bigs, strict=True)
+        specs = [(index, big, *self.specs[index]) for index, big in pairs]
+        return {index: big.view(dtype).reshape(shape) for index, big, shape, dtype in specs}
 
     # -- Buffers ----------------------------------------------------------------------------------
 
@@ -210,11 +198,11 @@ class Layout:
 
     def packs(self, device: Device) -> list[Buffer]:
         """Returns a new, uninitialized flat Buffer for the small tensors of each dtype."""
-        return [device.empty((each.layout.size,), each.dtype) for each in self._packed]
+        return [device.empty((layout.size,), dtype) for dtype, _, _, layout in self._packed]
 
     def moved(self, device: Device, variables: Sequence[Variable]) -> list[Buffer]:
         """Moves the small variables to new flat Buffers, and returns these Buffers."""
-        packs = [device.zeros((each.layout.size,), each.dtype) for each in self._packed]
+        packs = [device.zeros((layout.size,), dtype) for dtype, _, _, layout in self._packed]
         for index, part in self.small(packs).items():
             device.copy(part, variables[index].buffers[0])
             variables[index]._buffers = (part,)
@@ -229,11 +217,7 @@ class Layout:
 
     def alone(self, device: Device, message: Message) -> dict[int, Buffer]:
         """Returns the large tensors of a message by index; see ``unpack``."""
-        found: dict[int, Buffer] = {}
-        for index, big in zip(self._bigs, message.bigs, strict=True):
-            shape, dtype = self.specs[index]
-            found[index] = device.put(big.view(dtype).reshape(shape))
-        return found
+        return {index: device.put(array) for index, array in self._big_arrays(message).items()}
 
     def upload(self, packs: Sequence[Buffer], message: Message) -> None:
         """Copies the small tensors of a message to the flat Buffers."""

@@ -10,56 +10,15 @@ snapshots of one number, so that they agree again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
-from gradreduce.backends import Kernels, open_mesh
-from gradreduce.device import Device
 from gradreduce.errors import log_warning
 
 from .messages import Message
-from .shard_state import Key, ShardState
+from .shard_state import Key, Settings, ShardState
 from .snapshots import Snapshots
-
-
-class Settings(NamedTuple):
-    """The settings of an actor.
-
-    Attributes:
-        name: name of the coordinator; the other shards are called ``name#1``, ``name#2``, ...
-        shard: number of the shard.
-        num_shards: number of shards.
-        folder: folder of the snapshots; None: there are none.
-        period: number of commands from one snapshot to the next; 1: each command is answered after
-            a snapshot that includes it is on the disk.
-        num_gpus: number of GPUs of each actor.
-        kernels: how actors without a GPU compute; see ``open_mesh``.
-    """
-
-    name: str
-    shard: int
-    num_shards: int
-    folder: str | None
-    period: int
-    num_gpus: float
-    kernels: Kernels
-
-    def open_device(self) -> Device:
-        """Opens the device of the calling actor."""
-        if self.num_gpus:
-            return open_mesh(backend="cuda").devices[0]
-        return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
-
-    def description(self) -> dict[str, Any]:
-        """Returns the options in which all clients of the actor must agree, by name."""
-        durability = "push" if self.period == 1 else self.period
-        return {"snapshots": self.folder, "durability": durability}
-
-    @property
-    def actor_name(self) -> str:
-        """The name of the shard's actor."""
-        return f"{self.name}#{self.shard}" if self.shard else self.name
 
 
 class RetryError(RuntimeError):
@@ -101,6 +60,8 @@ class Shard:
         self._settings = settings
         self._state = make_state(settings)
         self._number = 0  # number of the last command
+        # Of shard 0 only: caller -> number, command, value of its last call.
+        self._calls: dict[str, list[Any]] = {}
         # A random name for the last ``go_back`` of all shards; empty in a new process.
         self._generation = ""
         self._staged: dict[str, Message] = {}
@@ -121,11 +82,10 @@ class Shard:
         """Drops the arrays of a call that will not be executed."""
         self._staged.pop(message_id, None)
 
-    async def execute(  # of one call
+    async def execute(
         self,
         generation: str,
         number: int,
-        key: Key,
         command: str,
         arguments: Sequence[Any],
         message_id: str,
@@ -134,8 +94,7 @@ class Shard:
 
         Args:
             generation: name of the last ``go_back`` of all shards.
-            number: number of the command.
-            key: identifies the call.
+            number: number of the command before.
             command: name of a method of the state.
             arguments: arguments that all shards get.
             message_id: identifies the arrays that ``stage`` has kept; empty: there are none.
@@ -143,9 +102,11 @@ class Shard:
         Raises:
             RetryError: a shard was restarted; this one may lack commands or arrays.
         """
-        self._check_moment(generation, number - 1)
+        self._check_moment(generation, number)
         message = self._staged.pop(message_id) if message_id else None
-        return store_large_arrays(self._execute(key, command, arguments, message))
+        value = self._execute(command, arguments, message)
+        self._write_snapshot()
+        return store_large_arrays(value)
 
     async def check(
         self,
@@ -198,21 +159,21 @@ class Shard:
         leave: Any = ray.actor.exit_actor  # untyped
         leave()
 
-    def _execute(
-        self, key: Key, command: str, arguments: Sequence[Any], message: Message | None
-    ) -> Any:
-        """Runs a command, and writes a snapshot if one is due."""
+    def _execute(self, command: str, arguments: Sequence[Any], message: Message | None) -> Any:
         value = getattr(self._state, command)(*arguments, message)
         self._number += 1
-        self._note_call(key, command, value)
-        if self._snapshots is not None and not self._number % self._settings.period:
-            self._write_snapshot(self._snapshots)
         return value
 
-    def _write_snapshot(self, snapshots: Snapshots) -> None:
-        """Writes a snapshot. If that fails and ``period`` is 1, undoes the command and raises."""
+    def _write_snapshot(self) -> None:
+        """Writes a snapshot if one is due.
+
+        If that fails and ``period`` is 1, undoes the last command and raises.
+        """
+        if self._snapshots is None or self._number % self._settings.period:
+            return
         try:
-            snapshots.write(self._number, self._snapshot())
+            state = {"state": self._state.save(), "calls": self._calls}
+            self._snapshots.write(self._number, state)
         except OSError as error:
             if self._settings.period == 1:
                 self._load(self._number - 1)
@@ -220,19 +181,12 @@ class Shard:
             name = self._settings.actor_name
             log_warning(__name__, "no snapshot %d of %r: %s", self._number, name, error)
 
-    def _note_call(self, key: Key, command: str, value: Any) -> None:
-        """Called after a command and before its snapshot; does nothing here."""
-
-    def _snapshot(self) -> dict[str, Any]:
-        """Returns the contents of a snapshot."""
-        return {"state": self._state.save()}
-
-    def _load(self, number: int) -> dict[str, Any]:
-        """Loads a snapshot and returns its contents; 0 means the empty state of a new actor."""
+    def _load(self, number: int) -> None:
+        """Loads a snapshot; 0 means the empty state of a new actor."""
         saved: dict[str, Any] = {}
         if self._snapshots is not None:
             saved = self._snapshots.read(number) if number else {}
             self._snapshots.remove(above=number)  # the next commands get these numbers
         self._state.load(saved.get("state"))
+        self._calls = saved.get("calls", {})
         self._number, self._staged = number, {}
-        return saved

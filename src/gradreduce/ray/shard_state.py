@@ -1,12 +1,56 @@
-"""The interface of the state of an actor: a set of accumulators, or a center."""
+"""The settings of an actor, and the interface of its state: accumulators, or a center."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from gradreduce.backends import Kernels, open_mesh
+from gradreduce.device import Device
 
 Key = tuple[str, int]  # identifies a call: name of the caller, number of the call
+
+
+class Settings(NamedTuple):
+    """The settings of an actor.
+
+    Attributes:
+        name: name of the coordinator; the other shards are called ``name#1``, ``name#2``, ...
+        shard: number of the shard.
+        num_shards: number of shards.
+        folder: folder of the snapshots; None: there are none.
+        period: number of commands from one snapshot to the next; 1: each command is answered after
+            a snapshot that includes it is on the disk.
+        num_gpus: number of GPUs of each actor.
+        kernels: how actors without a GPU compute; see ``open_mesh``.
+        definition: what else all clients of the actor must agree on, such as its kind and shapes.
+    """
+
+    name: str
+    shard: int
+    num_shards: int
+    folder: str | None
+    period: int
+    num_gpus: float
+    kernels: Kernels
+    definition: Mapping[str, Any] = {}  # never changed
+
+    def open_device(self) -> Device:
+        """Opens the device of the calling actor."""
+        if self.num_gpus:
+            return open_mesh(backend="cuda").devices[0]
+        return open_mesh(1, backend="sim", kernels=self.kernels).devices[0]
+
+    def description(self) -> dict[str, Any]:
+        """Returns what all clients of the actor must agree on, by name."""
+        durability = "push" if self.period == 1 else self.period
+        return {**self.definition, "snapshots": self.folder, "durability": durability}
+
+    @property
+    def actor_name(self) -> str:
+        """The name of the shard's actor."""
+        return f"{self.name}#{self.shard}" if self.shard else self.name
 
 
 class ShardState(ABC):
@@ -18,6 +62,9 @@ class ShardState(ABC):
     state unchanged. A command returns a small value that is equal on all shards, or a ``Message``
     with the tensors of this shard.
 
+    Args:
+        settings: settings of the shard.
+
     Attributes:
         repeated: name of a command that returns a message -> name of the method that returns this
             message again. If such a command is not listed, its repeated call returns None.
@@ -25,9 +72,12 @@ class ShardState(ABC):
 
     repeated: Mapping[str, str]
 
-    @abstractmethod
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._device = settings, settings.open_device()
+
     def describe(self) -> dict[str, Any]:
-        """Returns what all clients of an actor must agree on, such as its kind and shapes."""
+        """Returns what all clients of the actor must agree on."""
+        return self._settings.description()
 
     @property
     @abstractmethod
@@ -46,15 +96,13 @@ class ShardState(ABC):
         """Returns whether a command may raise on some shards only; if so, ``check`` runs first."""
         return False
 
-    def check(self, command: str, *arguments: Any) -> None:
+    def check(self, command: str, *arguments: Any) -> None:  # noqa: B027  # if ``may_raise``
         """Raises the error that a command would raise; runs on all shards before the command."""
-        raise NotImplementedError
 
     # -- accumulators only ------------------------------------------------------------------------
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: Key) -> None:  # noqa: B027
         """Frees the results of a take."""
-        raise NotImplementedError
 
     def can_take(self, num_required: int) -> bool:
         """Returns whether a take need not wait: there are enough gradients, or it raises."""
@@ -66,6 +114,13 @@ class ShardState(ABC):
 
     # -- centers only -----------------------------------------------------------------------------
 
-    def register(self, tasks: Sequence[int]) -> None:
+    def register(self, tasks: Sequence[int]) -> None:  # noqa: B027
         """Registers those of these workers that the actor does not know, after its restart."""
-        raise NotImplementedError
+
+
+def set_last(known: dict[str, Any], key: str, value: Any, most: int) -> None:
+    """Sets the newest entry of a dict; drops the oldest entries beyond ``most``."""
+    known.pop(key, None)
+    known[key] = value
+    while len(known) > most:
+        del known[next(iter(known))]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from gradreduce.accumulator.checkpoint import ready_state
 from gradreduce.accumulator.multi import as_result, warn_of_default
@@ -27,14 +25,14 @@ from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
-from .client import Client, SharedOptions, shards_for
-from .lead import Origin, WorkerInfo
+from .client import SharedObject, SharedOptions, shards_for
+from .lead import Origin
 from .messages import Layout, specs_of
 
 _KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy arrays
 
 
-class SharedAccumulator:
+class SharedAccumulator(SharedObject):
     """Base class: one or more accumulators of one name; each call is atomic over all of them.
 
     Args:
@@ -78,17 +76,11 @@ class SharedAccumulator:
             ),
             shards=shards_for(sizes, settings.num_shards),
         )
-        self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
-        make_state = partial(AccumulatorSetState, spec=self._spec)
-        self._client = Client(settings, make_state, self._spec.description(), options.timeout)
+        settings = settings._replace(definition={"kind": "accumulators", **self._spec._asdict()})
+        super().__init__(settings, partial(AccumulatorSetState, spec=self._spec), options)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of {len(self._states)} tensors on Ray>"
-
-    @property
-    def name(self) -> str:
-        """The ``shared_name``."""
-        return self._client.name
 
     @property
     def global_step(self) -> int:
@@ -116,29 +108,9 @@ class SharedAccumulator:
         """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""
         self._client.call("set_global_step", as_step("new_global_step", new_global_step))
 
-    def workers(self) -> list[WorkerInfo]:
-        """Returns a ``WorkerInfo`` for each worker that has sent a gradient, sorted by name.
-
-        A restarted actor has an empty list; workers appear there with their next gradients.
-        """
-        return self._client.workers()
-
     def leave(self) -> None:
         """Removes this worker from ``workers()``; its next gradient adds it again."""
         self._client.leave(self._worker)
-
-    def close(self) -> None:
-        """Ends the actors and removes their snapshots; a second call does nothing.
-
-        In every process, waiting takes and all later calls raise ``CancelledError``.
-        """
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from gradreduce.errors import log_warning
 
 _KEPT = 2  # the older one is loaded if the newest is damaged, or if another shard does not have it
 _FINISHED, _UNFINISHED = ".snapshot", ".snapshot.tmp"
-_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -63,7 +62,7 @@ class Snapshots:
         path, unfinished = self._path(number), self._path(number, _UNFINISHED)
         self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         try:
-            with unfinished.open("wb") as file:
+            with unfinished.open("w+b") as file:
                 _write(file, state)
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -164,18 +163,18 @@ class Snapshots:
 
 
 def _write(file: IO[bytes], state: Mapping[str, Any]) -> None:
-    """Writes the digest and the arrays of a state."""
+    """Writes the digest and the arrays of a state to a file that can be read, too."""
     tensors, metadata = checkpoint.split(state)
     contents = json.dumps({"names": list(tensors), "metadata": metadata}).encode()
     file.write(bytes(_DIGEST_BYTES))
-    hashed = _Hashed(file)
     for array in (np.frombuffer(contents, np.uint8), *tensors.values()):
         array = np.asarray(array, order="C")
         header = np.lib.format.header_data_from_array_1_0(array)
-        np.lib.format.write_array_header_1_0(hashed, header)
-        hashed.write(array.reshape(-1).view(np.uint8).data)  # np.save would copy it
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.reshape(-1).view(np.uint8).data)  # np.save would copy it
+    digest = _digest(file)
     file.seek(0)
-    file.write(hashed.digest())
+    file.write(digest)
     file.flush()
 
 
@@ -192,22 +191,13 @@ def _next_array(file: IO[bytes]) -> np.ndarray:
     return array
 
 
-class _Hashed:
-    """Writes to a file, and computes the digest of what it writes."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
-        self.digest = self._hash.digest
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
-
-
 def _is_whole(file: IO[bytes]) -> bool:
     """Returns whether the digest at the beginning of a file is that of its contents."""
-    digest, found = file.read(_DIGEST_BYTES), hashlib.sha256()
-    while block := file.read(_BLOCK_BYTES):
-        found.update(block)
-    return found.digest() == digest
+    digest = file.read(_DIGEST_BYTES)
+    return _digest(file) == digest
+
+
+def _digest(file: IO[bytes]) -> bytes:
+    """Returns the digest of the contents of a file."""
+    file.seek(_DIGEST_BYTES)
+    return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]  # of open("rb")

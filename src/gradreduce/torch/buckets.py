@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 
-class Size(NamedTuple):
-    """The properties of a parameter's gradient that decide about its bucket.
-
-    Attributes:
-        dtype: the dtype; all gradients in a bucket have the same.
-        nbytes: the number of bytes.
-    """
-
-    dtype: Hashable
-    nbytes: int
-
-
-def plan_buckets(sizes: Sequence[Size], order: Sequence[int], most_bytes: float) -> list[list[int]]:
+def plan_buckets(
+    parameters: Sequence[Any], order: Sequence[int], most_bytes: float
+) -> list[list[int]]:
     """Returns the parameters of each bucket, in the order in which the buckets become ready.
 
     If a parameter would make a bucket larger than ``most_bytes``, it begins a new bucket. A
     parameter larger than that has a bucket of its own.
 
     Args:
-        sizes: the sizes of all parameters.
+        parameters: all parameters; all in a bucket have the same dtype.
         order: the parameters in the order in which their gradients become ready.
         most_bytes: the largest size of a bucket.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     for index in order:
-        dtype, nbytes = sizes[index]
+        dtype, nbytes = parameters[index].dtype, parameters[index].nbytes
         bucket, filled = open_buckets.get(dtype, ([], 0))
         if bucket and filled + nbytes > most_bytes:
             buckets.append(bucket)

@@ -145,7 +145,8 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         trained = [[each for each in row if each[1].requires_grad] for row in named]
         _check_parameters(named, trained)
         options = {"broadcast_buffers": broadcast_buffers, "check_replicas": check_replicas}
-        with comparing(mesh[0], {**options, **_frozen_or_not(named[0])}):
+        options |= {f"requires_grad of {name}": each.requires_grad for name, each in named[0]}
+        with comparing(mesh[0], options):
             broadcast_state(replicas, mesh, ops)
         self._mesh, self._cross_device_ops = mesh, ops
         self._reducer = Reducer(
@@ -329,11 +330,6 @@ def _check_parameters(
         other = reducer_of(parameter)
         if other is not None:
             other.remove_hooks()
-
-
-def _frozen_or_not(named: Sequence[tuple[str, Any]]) -> dict[str, bool]:
-    """Returns what the processes must have alike, besides shapes and dtypes."""
-    return {f"requires_grad of {name}": each.requires_grad for name, each in named}
 
 
 # The DataParallel of each module that is part of one.

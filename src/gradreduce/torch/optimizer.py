@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,52 +30,41 @@ _OPTIONS_OF_PYTORCH = {
 }  # fmt: skip
 
 
-class _Row(NamedTuple):
-    """A parameter that is updated.
-
-    Attributes:
-        variable: a Variable on its memory.
-        views: the tensors in ``Optimizer.state``, which share memory with its slots. Empty before
-            the slots exist.
-    """
-
-    variable: ParameterVariable
-    views: list[Any]
-
-
 class _Group:
     """The rule and the Variables of a parameter group.
 
     Args:
         number: the number of the group.
         rule: an optimizer that only this group uses.
+
+    Attributes:
+        number: see above.
+        rule: see above.
+        variables: for each parameter that is updated a Variable on its memory.
+        views: for each of them that has slots the tensors in ``Optimizer.state``, which share
+            memory with the slots.
     """
 
     def __init__(self, number: int, rule: optim.Optimizer) -> None:
         self.number = number
         self.rule = rule
-        self.rows: dict[Any, _Row] = {}
+        self.variables: dict[Any, ParameterVariable] = {}
+        self.views: dict[Any, list[Any]] = {}
         self._mesh: Mesh | None = None  # of parameters that were passed without Variables
 
-    def add(self, parameter: Any, variable: ParameterVariable) -> _Row:
-        """Adds a parameter, and the Variable on its memory."""
-        row = self.rows[parameter] = _Row(variable, [])
-        return row
-
-    def row_of(self, options: Mapping[str, Any], index: int) -> _Row:
-        """Returns the row of a parameter of the group; the first call creates it."""
+    def variable_of(self, options: Mapping[str, Any], index: int) -> ParameterVariable:
+        """Returns the Variable of a parameter of the group; the first call creates it."""
         parameter = options["params"][index]
-        row = self.rows.get(parameter)
-        if row is None:
+        if parameter not in self.variables:
             names = options.get("param_names")
             name = names[index] if names else f"param_groups[{self.number}].params[{index}]"
             order = axis_order(parameter)  # such as channels_last
             mesh = self._mesh = self._mesh or _mesh_of(options["params"])
             gpu = parameter.device.index
             device = next((each for each in mesh if each.physical == gpu), mesh[0])
-            variable = ParameterVariable(name, [parameter], [device], [[]], order)
-            row = self.add(parameter, variable)
-        return row
+            made = ParameterVariable(name, [parameter], [device], [[]], order)
+            self.variables[parameter] = made
+        return self.variables[parameter]
 
 
 class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see DataParallel
@@ -146,7 +134,13 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         items = [params] if isinstance(params, torch.Tensor | Variable) else params
         if not isinstance(items, set):
             items = list(items)
-            param_group["params"] = list(chain.from_iterable(map(_parameters_of, items)))
+            param_group["params"] = [
+                parameter
+                for item in items
+                for parameter in (
+                    item._parameters if isinstance(item, ParameterVariable) else (item,)
+                )
+            ]
         rule = self._template
         known = {*_OPTIONS_OF_PYTORCH, *rule._hyperparameters, *rule._settings}
         wrong = sorted(name for name in known - {*self._options} if param_group.get(name))
@@ -162,9 +156,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             group.rule._check_hyperparameters()
             for variable in [each for each in items if isinstance(each, ParameterVariable)]:
                 for index, parameter in enumerate(variable._parameters):
-                    group.add(parameter, variable.of_replica(index))
+                    group.variables[parameter] = variable.of_replica(index)
             indices = range(len(param_group["params"]))
-            variables = [group.row_of(param_group, index).variable for index in indices]
+            variables = [group.variable_of(param_group, index) for index in indices]
             check_separate(variables)
             if len({each.devices[0].mesh_state for each in variables}) > 1:
                 raise ValueError(
@@ -268,8 +262,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             values: dict[Variable, dict[str, Any]] = {}
             for index, each in zip(range(len(options["params"])), saved, strict=False):
                 if each:
-                    row = group.row_of(options, index)
-                    values[row.variable] = _checked(group.rule, row.variable, each)
+                    variable = group.variable_of(options, index)
+                    values[variable] = _checked(group.rule, variable, each)
             slots = group.rule._slots
             powers = tuple(
                 [power(name, options[name]) for name in slots.power_names if name in options]
@@ -279,8 +273,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         for group, powers, load in ready:
             load()
             group.rule._slots.powers = powers
-            for row in group.rows.values():
-                row.views.clear()
+            group.views.clear()
             self._show_state(group)
 
     def _pairs(
@@ -292,38 +285,35 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             grad = parameter.grad
             if grad is None:
                 continue
-            row = group.row_of(options, index)
-            if row.views and not _are_same(self.state.get(parameter, {}).values(), row.views):
+            variable = group.variable_of(options, index)
+            views = group.views.get(parameter)
+            state = self.state.get(parameter, {}).values()
+            if views is not None and list(map(id, state)) != list(map(id, views)):
                 raise RuntimeError(
-                    f"the state of the parameter {brief(row.variable.name)} was replaced: change "
-                    "its tensors in place, or call load_state_dict"
+                    f"the state of the parameter {brief(variable.name)} was replaced: change its "
+                    "tensors in place, or call load_state_dict"
                 )
             grad = grad.detach() if grad.requires_grad else grad
-            order = row.variable.order
-            found.append((grad if order is None else in_order(grad, order), row.variable))
+            order = variable.order
+            found.append((grad if order is None else in_order(grad, order), variable))
         return found
 
     def _show_state(self, group: _Group) -> None:
         """Adds new slots of parameters to ``state``."""
         slots = group.rule._slots.by_name
-        for parameter, row in group.rows.items() if slots else ():
-            if row.views:
+        for parameter, variable in group.variables.items() if slots else ():
+            if parameter in group.views:
                 continue
             made = {
-                name: of_name[row.variable].array("torch")
+                name: of_name[variable].array("torch")
                 for name, of_name in slots.items()
-                if row.variable in of_name
+                if variable in of_name
             }
-            if (order := row.variable.order) is not None:
+            if (order := variable.order) is not None:
                 made = {name: in_order(view, inverse(order)) for name, view in made.items()}
             if made:
-                row.views.extend(made.values())
+                group.views[parameter] = list(made.values())
                 self.state[parameter] = made
-
-
-def _parameters_of(item: Any) -> Sequence[Any]:
-    """Returns the parameters of one item of ``params``."""
-    return item._parameters if isinstance(item, ParameterVariable) else (item,)
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh:
@@ -363,12 +353,6 @@ def _set_options(rule: optim.Optimizer, options: Mapping[str, Any], names: Seque
             setattr(rule, "learning_rate" if is_renamed else name, options[name])
 
 
-def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the same objects."""
-    found = list(some)
-    return len(found) == len(others) and all(map(is_, found, others))
-
-
 def _check_form(saved: Any, options: Sequence[str]) -> None:
     """Checks types, sizes and depths of a ``state_dict``, before PyTorch copies parts of it."""
     if not isinstance(saved, Mapping):
@@ -402,7 +386,4 @@ def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> 
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
-    found: dict[str, Any] = checked(
-        where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)
-    )
-    return found
+    return dict(checked(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))

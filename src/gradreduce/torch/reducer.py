@@ -28,7 +28,7 @@ from gradreduce.device.exchange import fail
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .buckets import Size, plan_buckets
+from .buckets import plan_buckets
 from .engine import check_engine, pass_on
 from .replica import Bucket, Part, Replica, naming
 from .sparse_gradients import average_sparse
@@ -51,6 +51,7 @@ class Reducer:
         mesh: the mesh of the devices.
         owner: the DataParallel that made the reducer, which sets this. When it has been freed,
             another reducer may use the parameters.
+        is_paused: whether ``no_sync`` has been entered.
         num_steps: how often the gradients have been averaged.
         sparse: the indices of parameters with sparse gradients; the DataParallel sets this.
     """
@@ -76,8 +77,8 @@ class Reducer:
         self._lock = Lock()  # replicas may run in threads
         self._replicas = [Replica(*each) for each in enumerate(replicas)]
         self._buckets: list[Bucket] = []
-        self._tasks: list[Task] = []  # of the buckets whose reduction has started
-        self._is_paused = False
+        self._tasks: list[Task] = []  # of the first buckets, whose reduction has started
+        self.is_paused = False
         self._is_interrupted = False
         self.num_steps = 0
         self._round = 0  # the number of the round, equal in all processes
@@ -91,15 +92,10 @@ class Reducer:
             for index, parameter in enumerate(parameters)
         ]
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether ``no_sync`` has been entered."""
-        return self._is_paused
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See ``DataParallel.no_sync``."""
-        if self._is_paused:
+        if self.is_paused:
             yield
             return
         self._clean_up()
@@ -110,14 +106,14 @@ class Reducer:
                 "replicas had theirs: enter it before the first backward of a step"
             )
         try:
-            self._is_paused = True
+            self.is_paused = True
             for replica in self._replicas:
                 replica.waits = False
                 for part in replica.parts:
                     part.missing = math.inf
             yield
         finally:
-            self._is_paused = False
+            self.is_paused = False
             self._reset()
 
     def drop_begun(self) -> None:
@@ -187,7 +183,7 @@ class Reducer:
             if part.missing > 0:
                 return
         bucket = part.bucket
-        if bucket.is_launched:
+        if bucket in self._buckets[: len(self._tasks)]:
             with self._dropping_if_failed():
                 name = self._names[part.indices[position]]
                 raise RuntimeError(
@@ -274,7 +270,7 @@ class Reducer:
         """Ends an interrupted round together with the other processes; fails if they cannot."""
         for bucket in self._buckets:
             bucket.step.attaches = False  # the gradients may be those of the next step already
-        launched = sum([bucket.is_launched for bucket in self._buckets])
+        launched = len(self._tasks)
         try:
             most = self._group.rounds.drop(self._number, self._round, launched)
         except CollectiveError as error:
@@ -309,16 +305,12 @@ class Reducer:
                 )
 
     def _finish(self) -> None:
-        """Reduces the remaining buckets, and waits for all reductions."""
-        self._launch_until(len(self._buckets))
-        self._wait()
-
-    def _launch_until(self, count: int) -> None:
-        """Starts the reductions of further buckets, also without all of their gradients."""
-        for number in range(len(self._tasks), count):
+        """Reduces the remaining buckets, also without all of their gradients, and waits for all."""
+        for number in range(len(self._tasks), len(self._buckets)):
             for replica in self._replicas:
                 self._collect(replica.parts[number], replica)
             self._launch(self._buckets[number], attaches=self._has_done())
+        self._wait()
 
     def _wait(self) -> None:
         """Waits for all reductions that have started."""
@@ -349,7 +341,6 @@ class Reducer:
         return [replica.parameters[index] for replica in replicas for index in self.sparse]
 
     def _launch(self, bucket: Bucket, *, attaches: bool) -> None:
-        bucket.is_launched = True
         bucket.step.attaches = attaches
         self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
 
@@ -386,7 +377,7 @@ class Reducer:
             replica.runs, replica.is_done, replica.ready = False, False, []
             replica.wait()
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.num_ready = 0
         # Last, so that the next backward cleans up after an interrupt of this function.
         for replica in self._replicas:
             replica.finish()
@@ -407,8 +398,7 @@ class Reducer:
         if self.mesh.num_processes > 1:  # all use the order of process 0
             first = self._cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
             order = first.primary.tolist()
-        sizes = [Size(each.dtype, each.nbytes) for each in rows[0]]
-        plan = plan_buckets(sizes, order, self._bucket_bytes)
+        plan = plan_buckets(rows[0], order, self._bucket_bytes)
         parts = [[Part(replica, indices) for indices in plan] for replica in self._replicas]
         for row, of_replica in zip(rows, parts, strict=True):
             for part in of_replica:
@@ -417,7 +407,7 @@ class Reducer:
         if self.mesh.num_processes > 1:
             flags = [make_flags(*pair) for pair in zip(rows, parts, strict=True)]
         made: dict[int, Bucket] = {}
-        nbytes = [sum([sizes[index].nbytes for index in indices]) for indices in plan]
+        nbytes = [sum([rows[0][index].nbytes for index in indices]) for indices in plan]
         # The largest bucket first, because the others reuse its temporary memory.
         for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
             names = [self._names[index] for index in plan[number]]
@@ -473,7 +463,7 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
     """Returns the hook of a parameter in the first round, or of one with sparse gradients."""
 
     def gradient_is_ready(_: Any) -> None:
-        if not reducer._is_paused:
+        if not reducer.is_paused:
             if replica.waits or replica.gone:
                 reducer.begin(replica)  # may drop a round, and its marks
             replica.ready.append(index)

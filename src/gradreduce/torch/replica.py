@@ -70,7 +70,7 @@ class Replica:
         for marks in (self.used, *[part.used for part in self.parts]):
             marks[:] = bytes(len(marks))
         for part in self.parts:
-            part.unset = []
+            part.unset = set()
 
     def drop(self) -> None:
         """Forgets a step that was dropped: a ``.grad`` that was None before it is None again."""
@@ -138,17 +138,17 @@ class Part:
         counts = Counter(replica.ready)
         self.indices = indices
         self.used = bytearray([replica.used[index] for index in indices])
-        self.unset: list[int] = []
+        self.unset: set[int] = set()
         self.total = sum([max(1, counts[index]) for index in indices])
         self.missing: float = math.inf
 
     def find_unset(self, parameters: Sequence[Any]) -> None:
         """Notes which gradients must become None again if they were None in all replicas."""
-        self.unset = [
+        self.unset = {
             position
             for position, index in enumerate(self.indices)
             if not self.used[position] and getattr(parameters[index], "grad", self) is None
-        ]
+        }
 
 
 class Bucket:
@@ -159,7 +159,6 @@ class Bucket:
         blocks: the memory of the flat buffer of each replica.
         step: the prepared step that reduces the bucket.
         num_ready: the number of parts that are ready.
-        is_launched: whether its reduction has started in this round.
         streams: on GPUs, for each replica the stream that computed its gradients.
         flagged: the replicas whose flags are in this bucket.
     """
@@ -169,7 +168,6 @@ class Bucket:
         self.blocks = [buffer.block for buffer in step.flat.buffers]
         self.step = step
         self.num_ready = 0
-        self.is_launched = False
         self.streams: dict[int, Any] = {}
         self.flagged: Sequence[Replica] = ()
 
@@ -179,10 +177,6 @@ class Bucket:
             for replica in self.flagged:
                 write_flags(replica)
             self.step()
-
-    def reset(self) -> None:
-        """Prepares for the next round."""
-        self.num_ready, self.is_launched = 0, False
 
 
 @contextmanager

@@ -66,10 +66,5 @@ def leave_unused(replicas: Sequence[Any]) -> None:
 
 
 def _flags_of(parts: Sequence[Any]) -> bytearray:
-    flags = bytearray()
-    for part in parts:
-        of_part = bytearray(b"\1" * len(part.indices))
-        for position in part.unset:
-            of_part[position] = 0
-        flags += of_part
-    return flags
+    positions = [(part, position) for part in parts for position in range(len(part.indices))]
+    return bytearray([position not in part.unset for part, position in positions])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradreduce.arrays.convert import Form, in_order, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
@@ -14,20 +14,6 @@ from gradreduce.errors import about, brief
 
 from .data_parallel import as_modules, check_alike
 from .engine import check_value
-
-
-class _Copy(NamedTuple):
-    """A parameter of one replica.
-
-    Attributes:
-        parameter: the parameter.
-        layout: the result of ``_layout`` when its memory was shared.
-        places: the modules that have it, each with the parameter's name in the module.
-    """
-
-    parameter: Any
-    layout: tuple[Any, ...]
-    places: Sequence[tuple[Any, str]]
 
 
 class ParameterVariable(Variable):
@@ -67,16 +53,17 @@ class ParameterVariable(Variable):
             _shared(name, parameter, device, order)
             for parameter, device in zip(parameters, devices, strict=True)
         )
+        # For each replica the parameter, its layout when its memory was shared, and its places.
         self._copies = [
-            _Copy(parameter, _layout(parameter), within)
+            (parameter, _layout(parameter), within)
             for parameter, within in zip(parameters, places, strict=True)
         ]
 
     def of_replica(self, index: int) -> ParameterVariable:
         """Returns a Variable on one replica's copy."""
-        copy, device = self._copies[index], self.devices[index]
+        parameter, _, places = self._copies[index]
         name = self.name if len(self._copies) == 1 else f"{self.name} of replica {index}"
-        return ParameterVariable(name, [copy.parameter], [device], [copy.places])
+        return ParameterVariable(name, [parameter], [self.devices[index]], [places])
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -146,7 +133,7 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
         )
     named = [list(replica.named_parameters()) for replica in replicas]
     for name, parameter in chain.from_iterable(named):
-        check_value(_what(name), parameter)
+        check_value(f"the parameter {brief(name)}", parameter)
     check_alike(named)
     if not named[0]:
         raise ValueError("the module has no parameter")
@@ -186,14 +173,9 @@ def _layout(parameter: Any) -> tuple[Any, ...]:
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
-def _what(name: str) -> str:
-    """Returns the beginning of an error about a parameter."""
-    return f"the parameter {brief(name)}"
-
-
 def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
     """Returns a Buffer of ``device`` that shares the memory of a parameter."""
-    what = _what(name)
+    what = f"the parameter {brief(name)}"
     check_value(what, parameter)
     seen = parameter.detach() if order is None else in_order(parameter.detach(), order)
     try:

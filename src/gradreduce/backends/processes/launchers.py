@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -34,12 +34,12 @@ _REPORT_SECONDS = 1.0
 LAUNCHERS = ("auto", "none", "torchrun", "mpi", "slurm")
 # The variables in which launchers set the number of processes. A launcher that may be started by
 # another one comes first.
-_NUM_PROCESSES = (
-    ("torchrun", "WORLD_SIZE"),
-    ("mpi", "OMPI_COMM_WORLD_SIZE"),
-    ("mpi", "PMI_SIZE"),
-    ("slurm", "SLURM_STEP_NUM_TASKS"),
-)
+_NUM_PROCESSES = {
+    "WORLD_SIZE": "torchrun",
+    "OMPI_COMM_WORLD_SIZE": "mpi",
+    "PMI_SIZE": "mpi",
+    "SLURM_STEP_NUM_TASKS": "slurm",
+}
 # The groups of open meshes -> id of the process that has opened them.
 _open_groups: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 # The values on which the processes of a mesh must agree.
@@ -65,7 +65,7 @@ def check_processes(processes: Any, process_group: Any, communicator: Any) -> No
         raise ValueError(f"pass only one of {', '.join(passed)}")
     if processes is not None and not (isinstance(processes, str) and processes in LAUNCHERS):
         raise ValueError(f"processes={brief(processes)} must be None or one of {LAUNCHERS}")
-    found = first_number(os.environ, [variable for _, variable in _NUM_PROCESSES], 2)
+    found = first_number(os.environ, _NUM_PROCESSES, 2)
     if found is not None and not passed:
         name, number = found
         raise RuntimeError(
@@ -188,14 +188,12 @@ def _notice(group: ProcessGroup, rank: int, end: float) -> str | None:
 
 def detect(environment: Mapping[str, str]) -> str | None:
     """Returns the launcher that has started several processes, this one included; or None."""
-    for name, variable in _NUM_PROCESSES:
-        if first_number(environment, [variable], 2) is not None:
-            return name
-    return None
+    found = first_number(environment, _NUM_PROCESSES, 2)
+    return None if found is None else _NUM_PROCESSES[found[0]]
 
 
 def first_number(
-    environment: Mapping[str, str], variables: Sequence[str], minimum: int
+    environment: Mapping[str, str], variables: Iterable[str], minimum: int
 ) -> tuple[str, int] | None:
     """Returns the first of these variables whose value is an integer of at least ``minimum``."""
     for name in variables:

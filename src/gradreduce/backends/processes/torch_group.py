@@ -495,8 +495,7 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
 def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
     """Like ``_agreed_name``; also raises if the process of the store is stopped."""
     call = partial(_agreed_name, store, rank, size, timeout)
-    name: str = _call(call, timeout + _STORE_SECONDS)
-    return name
+    return str(_call(call, timeout + _STORE_SECONDS))
 
 
 def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
