@@ -20,7 +20,7 @@ def reduce_jobs(name: str, jobs: Sequence[Job], groups: ReductionGroups | None =
     devices = [buffer.device for buffer in jobs[0].inputs]
     algorithm = ALGORITHMS[name](devices, groups)
     with devices[0].mesh_state.launch_lock:
-        for _ in algorithm.start(jobs)(range(len(jobs)), "compute"):
+        for _ in algorithm.all_reduce(algorithm.allocate(jobs), "compute"):
             pass
 
 

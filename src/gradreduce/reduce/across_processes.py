@@ -11,7 +11,7 @@ and each adds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import ref
@@ -29,7 +29,7 @@ from gradreduce.device import (
 from gradreduce.device.exchange import exchange
 from gradreduce.device.process_group import Parcel
 
-from .algorithm import Algorithm, Job, Steps, copy_to_all
+from .algorithm import Algorithm, Job, Steps, copy_to_all, part_of
 from .hierarchical_copy import SLICE_BYTES, extents, plan_slices
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
@@ -134,14 +134,6 @@ class AcrossProcesses(Algorithm):
         self._temporaries: list[ref[Block]] = []
         self._num_used = 0  # how many of these the present reduction uses
 
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """See ``Algorithm.start``."""
-
-        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-            return self._steps([jobs[index] for index in indices], queue)
-
-        return steps_of
-
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; each process receives the terms that it adds."""
         device = self._device
@@ -181,13 +173,14 @@ class AcrossProcesses(Algorithm):
         assert job.owner is not None, "only jobs with an owner are reduced or sent for one"
         return self._group.rank_of(job.owner)
 
-    def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+    def all_reduce(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+        """See ``Algorithm.all_reduce``."""
         self._num_used = 0
         slices = plan_process_slices(extents(jobs), self._group.size)
         terms = self._exchange_terms(jobs, slices, queue)
         yield
         for (index, _, start, stop), groups in terms:
-            self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
+            self._add(part_of(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
         if len(slices[0].ranks) == 1:
             self._exchange_sums(jobs, slices, queue)
             yield
@@ -206,7 +199,8 @@ class AcrossProcesses(Algorithm):
         found = []
         for each in slices:
             mine = {
-                term: _part(buffer, each.start, each.stop) for term, buffer in own[each.job].items()
+                term: part_of(buffer, each.start, each.stop)
+                for term, buffer in own[each.job].items()
             }
             sends += [
                 (other, buffer) for other in each.ranks if other != rank for buffer in mine.values()
@@ -227,7 +221,7 @@ class AcrossProcesses(Algorithm):
         sends: list[Parcel] = []
         receives: list[Parcel] = []
         for index, (adder,), start, stop in slices:
-            part = _part(jobs[index].outs[0], start, stop)
+            part = part_of(jobs[index].outs[0], start, stop)
             if adder == self._group.rank:
                 sends += [(other, part) for other in self._group.others]
             else:
@@ -293,9 +287,3 @@ class AcrossProcesses(Algorithm):
         """Returns terms that one launch can read: casts them if only some are sums."""
         is_mixed = len({term.dtype for term in terms}) > 1
         return [self._sum([term], cast=is_mixed) for term in terms]
-
-
-def _part(buffer: Buffer, start: int, stop: int) -> Buffer:
-    if (start, stop) == (0, buffer.size):
-        return buffer
-    return buffer.parts((start,), (stop - start,))[0]

@@ -10,8 +10,9 @@ override.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -49,11 +50,12 @@ class Job:
     owner: int | None = None
 
     def part(self, start: int, stop: int) -> Job:
-        """Returns the job for the elements from ``start`` to ``stop``."""
-        starts, sizes = (start,), (stop - start,)
+        """Returns the job for the elements from ``start`` to ``stop``; itself for all of them."""
+        if (start, stop) == (0, (self.inputs or self.outs)[0].size):
+            return self
         return Job(
-            [buffer.parts(starts, sizes)[0] for buffer in self.inputs],
-            [buffer.parts(starts, sizes)[0] for buffer in self.outs],
+            [part_of(buffer, start, stop) for buffer in self.inputs],
+            [part_of(buffer, start, stop) for buffer in self.outs],
             self.divisor,
             self.owner,
         )
@@ -88,26 +90,62 @@ class Algorithm(ABC):
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
         self.devices = tuple(devices)
+        self._groups: Sequence[Sequence[int]] = [range(len(self.devices))]
 
     def connect(self) -> None:  # noqa: B027  # optional
         """Connects the devices, if that takes time; called before the first launch."""
 
-    @abstractmethod
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """Allocates the memory of all jobs, and launches nothing.
+    def allocate(self, jobs: Sequence[Job]) -> Sequence[Any]:
+        """Allocates the memory that jobs need besides their own; launches nothing.
 
         Returns:
-            A function that returns the steps of a stage. Its arguments are the indices of the
-            stage's jobs, and the queue for transfers. Sums run on the compute queues.
+            For each job what ``all_reduce`` gets of it. Default: the job.
+        """
+        return jobs
+
+    @abstractmethod
+    def all_reduce(self, jobs: Sequence[Any], queue: Queue) -> Steps:
+        """Returns the steps of a stage.
+
+        Args:
+            jobs: the results of ``allocate`` for the stage's jobs.
+            queue: the queue for transfers. Sums run on the compute queues.
         """
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """Reduces each job into its owner's out, on the compute queues.
 
+        Each job is added on the device of its owner, with the bits of an all-reduce.
+
         Args:
             jobs: jobs with owners, in the order of the owners.
         """
-        add_on_owners(jobs, self.devices, [range(len(self.devices))])
+        devices, groups = self.devices, self._groups
+        split = len(groups[0]) if len(groups) == 2 else 0
+        by_gpu: dict[int, list[Job]] = {}
+        for job in jobs:
+            assert job.owner is not None, "a reduce-scatter has owners"
+            by_gpu.setdefault(devices[job.owner].physical, []).append(job)
+        owners = [here[0].outs[0].device for here in by_gpu.values()]
+        terms = []
+        for device, here in zip(owners, by_gpu.values(), strict=True):
+            # Each device starts with copies from a different device.
+            first = devices.index(device)
+            replicas = [*range(first, len(devices)), *range(first)]
+            found = [
+                {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
+                for job in here
+            ]
+            terms.append(found)
+        for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
+            rows = [[row[at] for each in groups for at in each] for row in found]
+            if len(groups) > 2:
+                rows = [
+                    [group_sum(device, [row[at] for at in each]) for each in groups]
+                    for row in found
+                ]
+            sums = [(job.divisor, job.outs, row) for job, row in zip(here, rows, strict=True)]
+            write_sums(sums, device, split)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """Copies each job's only input to all its outs, on the compute queues.
@@ -118,50 +156,34 @@ class Algorithm(ABC):
         copy_to_all([(job.inputs[0], job.outs) for job in jobs], self.devices)
 
 
-def add_on_owners(
-    jobs: Sequence[Job], devices: Sequence[Device], groups: Sequence[Sequence[int]]
+def part_of(buffer: Buffer, start: int, stop: int) -> Buffer:
+    """Returns the elements from ``start`` to ``stop``; the Buffer itself for all of them."""
+    if (start, stop) == (0, buffer.size):
+        return buffer
+    return buffer.parts((start,), (stop - start,))[0]
+
+
+def write_sums(
+    sums: Iterable[tuple[float, Sequence[Buffer], Sequence[Buffer]]],
+    device: Device,
+    split: int = 0,
+    queue: Queue = "compute",
 ) -> None:
-    """Adds each job on the device of its owner, with the bits of an all-reduce.
+    """Adds, divides and writes, with one launch of ``device`` for each divisor.
 
     Args:
-        jobs: jobs with owners, in the order of the owners.
-        devices: the devices of the replicas, in one process.
-        groups: lists of replica indices, none empty. Each list is added left to right, then their
-            sums are.
+        sums: divisor, outs and inputs of each sum.
+        device: a device that can access all of them.
+        split: see ``ops.all_sum``.
+        queue: see ``ops.all_sum``.
     """
-    split = len(groups[0]) if len(groups) == 2 else 0
-    by_gpu: dict[int, list[Job]] = {}
-    for job in jobs:
-        assert job.owner is not None, "a reduce-scatter has owners"
-        by_gpu.setdefault(devices[job.owner].physical, []).append(job)
-    owners = [here[0].outs[0].device for here in by_gpu.values()]
-    terms = []
-    for device, here in zip(owners, by_gpu.values(), strict=True):
-        # Each device starts with copies from a different device.
-        first = devices.index(device)
-        replicas = [*range(first, len(devices)), *range(first)]
-        found = [
-            {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
-            for job in here
-        ]
-        terms.append(found)
-    for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
-        rows = [[row[at] for each in groups for at in each] for row in found]
-        if len(groups) > 2:
-            rows = [
-                [group_sum(device, [row[at] for at in each]) for each in groups] for row in found
-            ]
-        by_divisor: dict[float, list[int]] = {}
-        for index, job in enumerate(here):
-            by_divisor.setdefault(job.divisor, []).append(index)
-        for divisor, indices in by_divisor.items():
-            ops.all_sum(
-                [here[index].outs for index in indices],
-                [rows[index] for index in indices],
-                split,
-                divisor=divisor,
-                device=device,
-            )
+    by_divisor: dict[float, tuple[list[Sequence[Buffer]], list[Sequence[Buffer]]]] = {}
+    for divisor, outs, inputs in sums:
+        rows = by_divisor.setdefault(divisor, ([], []))
+        rows[0].append(outs)
+        rows[1].append(inputs)
+    for divisor, rows in by_divisor.items():
+        ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
 
 
 def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:

@@ -11,19 +11,20 @@ replicas TensorFlow leaves out the last one; here any number works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import (
     ALIGNMENT,
+    Buffer,
     Device,
     Queue,
     by_physical,
     ensure_accessible,
 )
 
-from .algorithm import Algorithm, Job, Steps, add_on_owners, group_sum
+from .algorithm import Algorithm, Job, Steps, group_sum, write_sums
 from .reduction_groups import ReductionGroups, reduction_groups_of
 
 # Packs of a stage with at least this many bytes together are divided among the devices, so that
@@ -115,41 +116,24 @@ class HierarchicalCopy(Algorithm):
         self._order = [replica for group in self._groups for replica in group]
         self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
 
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """See ``Algorithm.start``."""
-
-        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-            together = [jobs[index] for index in indices]
-            work = []
-            for at, main, start, stop in plan_slices(extents(together), self._mains):
-                job = together[at]
-                whole = stop - start == job.inputs[0].size
-                work.append((main, job if whole else job.part(start, stop)))
-            if self.in_place:
-                return self._direct(work, queue)
-            return _staged(work, self.devices, self._groups, queue)
-
-        return steps_of
-
-    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
-        """See ``Algorithm.reduce_scatter``."""
-        add_on_owners(jobs, self.devices, self._groups)
+    def all_reduce(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+        """See ``Algorithm.all_reduce``."""
+        work = [
+            (main, jobs[at].part(start, stop))
+            for at, main, start, stop in plan_slices(extents(jobs), self._mains)
+        ]
+        if self.in_place:
+            return self._direct(work, queue)
+        return _staged(work, self.devices, self._groups, queue)
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
-        devices = self.devices
-        by_main: dict[tuple[int, float], list[Job]] = {}
+        by_main: dict[int, list[tuple[float, Sequence[Buffer], Sequence[Buffer]]]] = {}
         for main, job in work:
-            by_main.setdefault((main, job.divisor), []).append(job)
-        for (main, divisor), parts in by_main.items():
-            ops.all_sum(
-                [job.outs for job in parts],
-                [[job.inputs[replica] for replica in self._order] for job in parts],
-                self._split,
-                divisor=divisor,
-                device=devices[main],
-                queue=queue,
-            )
+            terms = [job.inputs[replica] for replica in self._order]
+            by_main.setdefault(main, []).append((job.divisor, job.outs, terms))
+        for main, sums in by_main.items():
+            write_sums(sums, self.devices[main], self._split, queue)
         yield
 
 

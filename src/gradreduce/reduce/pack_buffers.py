@@ -65,8 +65,7 @@ class PackBuffers:
         """Returns the reduction of a range; ``divisor`` divides the sums, unless packing did."""
         owner, senders, receivers = self.plan.share
         divisor = divisor if self.plan.divisor == 1 else 1
-        made = Job(self.inputs[senders], self.outs[receivers], divisor, owner)
-        return made if stop - start == self.plan.layout.size else made.part(start, stop)
+        return Job(self.inputs[senders], self.outs[receivers], divisor, owner).part(start, stop)
 
 
 # Flat buffers, and the begin and end of a range of elements.

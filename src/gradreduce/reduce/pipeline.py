@@ -429,21 +429,24 @@ def reduce_batch(
     positions = positions or range(len(gradients))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
     divisor = 1 if plan.counts else plan.divisor
-    jobs = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
+    jobs: Sequence[Any] = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
     groups = _stages(plan, packs)
     # A single stage overlaps with nothing, so it needs no waits between two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     what = plan.description
     with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
+        reduce = getattr(algorithm, plan.call.replace("-", "_"))
         if plan.call == "all-reduce":
-            reduce = algorithm.start(jobs)
+            jobs = algorithm.allocate(jobs)
         else:
-            reduce = partial(_at_once, getattr(algorithm, plan.call.replace("-", "_")), jobs)
+            reduce = partial(_at_once, reduce)
         waiting = [
             (
                 _pack_info(packs, group, positions, plan.names),
                 _steps_of_stage(
-                    plan, [packs[index] for index in group], partial(reduce, group, queue)
+                    plan,
+                    [packs[index] for index in group],
+                    partial(reduce, [jobs[index] for index in group], queue),
                 ),
             )
             for group in groups
@@ -474,9 +477,7 @@ def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Bu
     return [tuple([next(means) for _ in row]) for row in sums]
 
 
-def _at_once(
-    reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], group: Sequence[int], queue: Queue
-) -> Steps:
+def _at_once(reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], _: Queue) -> Steps:
     """Runs a collective that has one stage of one step."""
     reduce(jobs)
     yield
