@@ -111,7 +111,7 @@ def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
     return [
         dry_run.buffer(part)
         if isinstance(part, Buffer)
-        else IndexedSlices.of(dry_run.buffer(part.values), part.indices, part.dense_shape)
+        else part._with_values(dry_run.buffer(part.values))
         for part in parts
     ]
 

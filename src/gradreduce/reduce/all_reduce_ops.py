@@ -21,6 +21,7 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    as_count,
     as_deadline,
     as_dtype,
     as_flag,
@@ -34,7 +35,6 @@ from gradreduce.errors import CollectiveError, brief
 from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
-    as_count,
     check_op,
     checked_mesh,
     checked_requests,

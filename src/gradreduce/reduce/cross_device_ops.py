@@ -27,6 +27,7 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    as_count,
     as_deadline,
     as_flag,
     deadline_scope,
@@ -36,7 +37,6 @@ from gradreduce.errors import brief
 
 from .arguments import (
     Request,
-    as_count,
     as_reduced,
     checked_mesh,
     checked_requests,

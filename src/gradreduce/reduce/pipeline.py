@@ -256,7 +256,9 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or requests[0].devices[0].mesh_state.process_group is None:
         return requests
     values = [
-        request.value._with_parts(with_dense(request.value.parts))
+        request.value._changed(
+            _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
+        )
         if _is_dense(request)
         else request.value
         for request in requests

@@ -273,7 +273,6 @@ def check_preparable(call: Call) -> None:
 
     These are arrays that had to be copied, and values on several meshes.
     """
-    _check_written(call)
     check_one_mesh(call.requests, "a step")
     for index, (request, kind) in enumerate(zip(call.requests, call.kinds, strict=True)):
         if request.value.is_sparse:
@@ -281,6 +280,17 @@ def check_preparable(call: Call) -> None:
                 f"{request.value._name_of(index)} contains IndexedSlices, whose rows may change "
                 "with each call: only dense values can be prepared"
             )
+        name_of = request.value._name_of
+        for replica, out in enumerate(call.outs[index] if call.outs else ()):
+            if out.copied is not None:
+                why = (
+                    "is in host memory, which deferred commands cannot write: with schedule_seed= "
+                    "pass Buffers"
+                    if out.buffer.device.defers
+                    else "does not have the strides of its value's replicas: a step writes the "
+                    "arrays themselves; pass dense ones with the same strides"
+                )
+                raise ValueError(f"{name_of(index, replica, 'out')} {why}")
         for replica, buffer in enumerate(request.value.buffers):
             if buffer.array_owner == "copy":
                 raise ValueError(
@@ -295,18 +305,3 @@ def check_preparable(call: Call) -> None:
                 f"{request.value._name_of(index)}: later calls cannot overwrite results of kind "
                 f"{kind!r}; pass another output_type"
             )
-
-
-def _check_written(call: Call) -> None:
-    for index, row in enumerate(call.outs):
-        for replica, each in enumerate(row):
-            if each.copied is not None:
-                why = (
-                    "is in host memory, which deferred commands cannot write: with schedule_seed= "
-                    "pass Buffers"
-                    if each.buffer.device.defers
-                    else "does not have the strides of its value's replicas: a step writes the "
-                    "arrays themselves; pass dense ones with the same strides"
-                )
-                name = call.requests[index].value._name_of(index, replica, "out")
-                raise ValueError(f"{name} {why}")

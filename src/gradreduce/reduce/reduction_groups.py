@@ -6,9 +6,8 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import Any, Literal
 
+from gradreduce.device import as_count
 from gradreduce.errors import brief, listed
-
-from .arguments import as_count
 
 # The replica numbers of each group, in the order of its additions; groups in the order of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
