@@ -136,7 +136,7 @@ class DistributedValues(NotCopied):
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
             try:
-                parts.append(part := part_on(device, value))
+                part = part_on(device, value)
                 if part.device is not device:
                     raise DeviceMismatchError(
                         f"{buffer_of(part)} was passed as the value for {device.name}; pass one on "
@@ -147,6 +147,7 @@ class DistributedValues(NotCopied):
                 if self._key is None:  # a value on its own has no position
                     name = f"{self._name}: " * bool(self._name) + f"replica {replica}"
                 raise about(name, error) from None
+            parts.append(part)
         return tuple(parts)
 
     @classmethod
@@ -297,8 +298,6 @@ class DistributedValues(NotCopied):
     @property
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
-        if self._kind == "buffer":
-            return self.parts
         with StreamScope():
             return tuple(map(self._as_result, range(len(self._own))))
 
