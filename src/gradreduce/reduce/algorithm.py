@@ -10,22 +10,28 @@ override.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 from gradreduce import ops
 from gradreduce.device import (
     Buffer,
     Device,
+    DType,
     Queue,
     accumulate_dtype,
+    as_count,
     by_physical,
     ensure_accessible,
 )
+from gradreduce.errors import brief, listed
 
-from .reduction_groups import ReductionGroups
-
+# The replica numbers of each group, in the order of its additions; groups in the order of theirs.
+ReductionGroups = tuple[tuple[int, ...], ...]
+# The replicas of each process are one group.
+Processes = Literal["processes"]
 # The work of one stage, in steps. At each yield it waits for transfers, and other stages can run.
 Steps = Iterator[None]
 
@@ -186,14 +192,35 @@ def write_sums(
         ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
 
 
-def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
-    """Adds buffers that ``device`` can access left to right, in the accumulate type."""
+def group_sum(
+    device: Device,
+    terms: Sequence[Buffer],
+    empty: Callable[[tuple[int, ...], DType], Buffer] | None = None,
+) -> Buffer:
+    """Adds buffers that ``device`` can access left to right, in the accumulate type.
+
+    Args:
+        device: the device that adds.
+        terms: the buffers, all of one dtype.
+        empty: allocates memory for the sum; default: ``device.empty``.
+    """
     acc_dtype = accumulate_dtype(terms[0].dtype)
     if len(terms) == 1 and terms[0].dtype == acc_dtype:
         return terms[0]
-    total = device.empty(terms[0].shape, acc_dtype)
+    total = (empty or device.empty)(terms[0].shape, acc_dtype)
     ops.add_n([total], [terms], device=device)
     return total
+
+
+def as_one_dtype(
+    device: Device,
+    terms: Sequence[Buffer],
+    empty: Callable[[tuple[int, ...], DType], Buffer] | None = None,
+) -> Sequence[Buffer]:
+    """Returns terms that one launch can read: in the accumulate type if only some are sums."""
+    if len({term.dtype for term in terms}) == 1:
+        return terms
+    return [group_sum(device, [term], empty) for term in terms]
 
 
 def copy_to_all(
@@ -221,5 +248,72 @@ def copy_on_gpus(
             if source.device.physical == devices[index].physical
             and source.address != outs[index].address
         ]
-        if moves:
-            ops.pack_rows(moves, device=devices[here[0]])
+        ops.pack_rows(moves, device=devices[here[0]])
+
+
+def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
+    """Checks the groups as far as possible without knowing the devices.
+
+    Raises:
+        ValueError: it is neither lists nor ``"processes"``, a number is not a non-negative integer
+            or is repeated, or a number below the largest is missing.
+    """
+    if isinstance(reduction_groups, str) and reduction_groups == "processes":
+        return "processes"
+    if not isinstance(reduction_groups, list | tuple):
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} must be a list of lists of replica "
+            "numbers, or 'processes'"
+        )
+    groups = tuple([_as_group(reduction_groups, group) for group in reduction_groups])
+    names = f"reduction_groups={brief(reduction_groups)} names"
+    named = sorted([number for group in groups for number in group])
+    if not named:
+        raise ValueError(f"{names} no replica")
+    if named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
+        raise ValueError(f"{names} replica {named[-1]} and leaves out most replicas below it")
+    twice = [number for number, after in pairwise(named) if number == after]
+    if twice:
+        raise ValueError(f"{names} {_replicas(dict.fromkeys(twice))} twice")
+    missing = sorted(set(range(named[-1])) - set(named))
+    if missing:
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} leaves out {_replicas(missing)}"
+        )
+    return groups
+
+
+def reduction_groups_of(
+    num_replicas: int, reduction_groups: ReductionGroups | None = None
+) -> ReductionGroups:
+    """Returns ``reduction_groups``; by default the first n // 2 replicas and the rest.
+
+    Raises:
+        ValueError: ``reduction_groups`` is for another number of replicas.
+    """
+    if reduction_groups is None:
+        split = num_replicas // 2
+        return tuple(range(split)), tuple(range(split, num_replicas))
+    num_named = sum(map(len, reduction_groups))
+    if num_named != num_replicas:
+        ends = sorted([num_named, num_replicas])
+        verb = "leaves out" if num_named < num_replicas else "names"
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} {verb} {_replicas(range(*ends))} of "
+            f"{num_replicas} replicas"
+        )
+    return reduction_groups
+
+
+def _as_group(reduction_groups: Any, group: Any) -> tuple[int, ...]:
+    if not isinstance(group, list | tuple | range):
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)}: {brief(group)} must be a list of replica "
+            "numbers"
+        )
+    where = f"reduction_groups={brief(reduction_groups)}: "
+    return tuple([as_count(where, number) for number in group])
+
+
+def _replicas(numbers: Collection[int]) -> str:
+    return f"replica{'s' if len(numbers) > 1 else ''} {listed(numbers)}"

@@ -24,8 +24,16 @@ from gradreduce.device import (
     ensure_accessible,
 )
 
-from .algorithm import Algorithm, Job, Steps, group_sum, write_sums
-from .reduction_groups import ReductionGroups, reduction_groups_of
+from .algorithm import (
+    Algorithm,
+    Job,
+    ReductionGroups,
+    Steps,
+    as_one_dtype,
+    group_sum,
+    reduction_groups_of,
+    write_sums,
+)
 
 # Packs of a stage with at least this many bytes together are divided among the devices, so that
 # every link is used. Smaller ones are reduced by one device each, which saves launches. Not
@@ -34,11 +42,11 @@ SLICE_BYTES = 64 * 1024
 
 
 class Slice(NamedTuple):
-    """A part of a pack, and the replica whose device adds it.
+    """A part of a pack, and the replica whose device adds it (or the process).
 
     Attributes:
         job: the index of the pack.
-        main: the replica whose device adds it.
+        main: the replica whose device adds it; over processes the rank of the process.
         start: the first element.
         stop: one past the last element.
     """
@@ -184,8 +192,7 @@ def _steps_of_slice(
     ]
     accessible.clear()
     yield
-    if len({partial.dtype for partial in partials}) > 1:  # a launch reads one dtype
-        partials = [group_sum(home, [partial]) for partial in partials]
+    partials = [*as_one_dtype(home, partials)]
     here = on_gpus.pop(home.physical)
     ops.all_sum([[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=home)
     partials.clear()

@@ -25,8 +25,7 @@ from gradreduce.device import (
     by_physical,
 )
 
-from .algorithm import Algorithm, Job, Steps, copy_on_gpus, write_sums
-from .reduction_groups import ReductionGroups
+from .algorithm import Algorithm, Job, ReductionGroups, Steps, copy_on_gpus, write_sums
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,13 @@ class Nccl(Algorithm):
                 _fold([job for job, _ in jobs], folded, indices)
             with collective.group():  # each group costs a launch on every GPU and messages
                 for _, parts in jobs:
-                    _cross(collective, parts, queue)
+                    sources = [part.source for part in parts]
+                    gathered = [part.gathered for part in parts if part.gathered is not None]
+                    if gathered:
+                        collective.all_gather(gathered, sources, queue=queue)
+                    else:
+                        outs = [part.folded for part in parts]
+                        collective.all_reduce(outs, sources=sources, queue=queue)
         yield
         for rank, indices in enumerate(self._sharing):
             sums = [
@@ -113,8 +118,7 @@ class Nccl(Algorithm):
         """
         collective = self._collective
         apart = [job for job in jobs if collective is None or _is_gathered(job.inputs[0].dtype)]
-        if apart:
-            super().reduce_scatter(apart)
+        super().reduce_scatter(apart)
         if collective is not None and len(apart) < len(jobs):
             rest = [job for job in jobs if not _is_gathered(job.inputs[0].dtype)]
             self._reduce_to_owners(rest, collective)
@@ -204,17 +208,6 @@ def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int])
         [[job.inputs[index] for index in indices] for job in jobs],
         device=jobs[0].inputs[indices[0]].device,
     )
-
-
-def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
-    """Calls the collective for one job, over all physical devices."""
-    folded = [part.folded for part in ranks]
-    sources = [part.source for part in ranks]
-    gathered = [part.gathered for part in ranks if part.gathered is not None]
-    if gathered:
-        collective.all_gather(gathered, sources, queue=queue)
-    else:
-        collective.all_reduce(folded, sources=sources, queue=queue)
 
 
 def _write(

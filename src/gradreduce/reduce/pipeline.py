@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
 
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
@@ -25,7 +24,7 @@ from gradreduce.device.process_group import Description
 
 from .across_processes import AcrossProcesses, process_groups
 from .aggregation import compile_parts, dry_run_parts, with_dense
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
@@ -39,14 +38,12 @@ from .packing import (
     plan_stages,
 )
 from .process_values import described, first_replica, num_replicas_of, slices_of_all
-from .reduction_groups import Processes, ReductionGroups
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
 Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
-_name_of = attrgetter("value._name")
 
 
 class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
@@ -311,7 +308,7 @@ def plan_requests(
 
 def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
     """Returns the names (or numbers) of some values; empty if none has a name."""
-    names = tuple(map(_name_of, map(requests.__getitem__, indices)))
+    names = tuple([requests[index].value._name for index in indices])
     if not any(names):
         return ()
     return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
@@ -325,19 +322,21 @@ def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
 def compile_alone(
     request: Request,
     key: Hashable,
-    reduce: Callable[[Request, DryRunMesh], tuple[Part, ...]],
+    reduce: Callable[[Request, Device], tuple[Part, ...]],
+    home: Device | None = None,
 ) -> None:
     """Compiles the kernels that reduce one value that is not all-reduced.
 
     Args:
         request: the request of the value.
         key: what the kernels depend on besides the request.
-        reduce: reduces a dry-run copy of the request.
+        reduce: reduces a dry-run copy of the request on a dry-run copy of ``home``.
+        home: the device that adds. Default: the first device of the result.
     """
 
     def work(dry_run: DryRunMesh) -> None:
         dry = dry_run_request(dry_run, request)
-        copy_to_out([dry], [reduce(dry, dry_run)])
+        copy_to_out([dry], [reduce(dry, *dry_run.devices_like([home or request.devices[0]]))])
 
     key = ("alone", key, request.out is not None)
     compile_parts(key, request.value.parts, work, request.devices)
