@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from types import UnionType
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert import (
@@ -12,7 +13,6 @@ from gradreduce.arrays.convert import (
     in_order,
     is_array,
     kind_of,
-    numbers,
     to_buffer,
 )
 from gradreduce.arrays.convert_gpu import wait_for_inputs
@@ -418,7 +418,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     if isinstance(tensor, Variable):
         return PerReplica.of([tensor._current()], "native")
     if not isinstance(tensor, DistributedValues):
-        return _alone(_as_array(tensor, what), what, mesh)
+        return _alone(tensor, what, mesh, also=int | float | complex)
     count = len(tensor.devices)
     if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
@@ -428,21 +428,20 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     return tensor._first_replica()
 
 
-def _as_array(value: Any, what: str) -> Any:
-    """Returns a number as an array, and other values unchanged."""
-    if not isinstance(value, int | float | complex) or is_array(value):
-        return value
-    try:
-        return numbers(value, None)
-    except TypeError as error:
-        raise about(what, error) from None
+def _alone(
+    value: Any, what: str, mesh: Mesh | None, *, also: type | UnionType = IndexedSlices
+) -> PerReplica:
+    """Wraps an array on its device; a host array goes to ``gr.replica``'s device.
 
-
-def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
-    """Wraps an array on its device; a host array goes to ``gr.replica``'s device."""
+    Args:
+        value: the argument of the caller.
+        what: its name in errors.
+        mesh: see ``CrossDeviceOps``.
+        also: what is allowed besides arrays and IndexedSlices.
+    """
     if isinstance(value, Buffer):
         return PerReplica.of([value])
-    if not isinstance(value, IndexedSlices) and not is_array(value):
+    if not isinstance(value, IndexedSlices | also) and not is_array(value):
         raise ValueError(
             f"{what} is {type(value).__name__}; pass a PerReplica, an array or IndexedSlices"
         )
