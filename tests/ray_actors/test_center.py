@@ -257,7 +257,8 @@ def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, ru
 
     def calls(mesh):
         actor, worker = (mesh, other) if where == "actor" else (other, mesh)
-        monkeypatch.setattr(modules.shard_state.Settings, "open_device", lambda self: actor.devices[0])
+        settings = modules.shard_state.Settings
+        monkeypatch.setattr(settings, "open_device", lambda self: actor.devices[0])
         center = gr.AGNCenter(worker)
         center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")
         yield from compiled_first.agn(

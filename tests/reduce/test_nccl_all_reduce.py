@@ -235,7 +235,7 @@ def test_the_memory_and_collectives_of_gathering(
         journal, groups = run(mesh, jobs)
     ranks = [placement.index(physical) for physical in sorted(set(placement))]
     crossing = sizes if len(ranks) > 1 else []
-    assert gathered == [(rank, (len(ranks), size)) for rank in ranks for size in crossing]
+    assert gathered == [(rank, (len(ranks), size)) for size in crossing for rank in ranks]
     assert [(r.name, r.device, r.nbytes) for r in journal.of("collective")] == [
         ("all_gather", rank, 2 * size) for size in crossing for rank in ranks
     ]

@@ -17,10 +17,7 @@ class AddOnFirst(Algorithm):
 
     in_place = False  # it allocates after its first copy
 
-    def start(self, jobs):
-        return lambda indices, queue: self._steps([jobs[index] for index in indices])
-
-    def _steps(self, jobs):
+    def all_reduce(self, jobs, queue):
         first = self.devices[0]
         for job in jobs:
             terms = [to_local(first, each) for each in job.inputs]

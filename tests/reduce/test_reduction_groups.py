@@ -24,7 +24,7 @@ from support.meshes import (
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
-from gradreduce.reduce.reduction_groups import as_reduction_groups, reduction_groups_of
+from gradreduce.reduce.algorithm import as_reduction_groups, reduction_groups_of
 
 hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
 

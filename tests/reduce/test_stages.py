@@ -62,10 +62,10 @@ def test_a_stage_is_packed_before_the_previous_one_continues(monkeypatch):
         def compile(self, wire, total):
             pass
 
-        def start(self, jobs):
-            return self.steps
+        def allocate(self, jobs):
+            return range(len(jobs))
 
-        def steps(self, jobs, queue):
+        def all_reduce(self, jobs, queue):
             for step in ("send", "add", "end"):
                 done.append((step, *jobs, queue))
                 yield

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradreduce.device import Buffer, Device
-from gradreduce.reduce.algorithm import Job
+from gradreduce.reduce.algorithm import Job, ReductionGroups
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import PackBuffers, lay_out, move, moves_in
 from gradreduce.reduce.packing import FlatPlan
-from gradreduce.reduce.reduction_groups import ReductionGroups
 
 __all__ = ["pack", "reduce_jobs"]
 
@@ -20,7 +19,7 @@ def reduce_jobs(name: str, jobs: Sequence[Job], groups: ReductionGroups | None =
     devices = [buffer.device for buffer in jobs[0].inputs]
     algorithm = ALGORITHMS[name](devices, groups)
     with devices[0].mesh_state.launch_lock:
-        for _ in algorithm.start(jobs)(range(len(jobs)), "compute"):
+        for _ in algorithm.all_reduce(algorithm.allocate(jobs), "compute"):
             pass
 
 

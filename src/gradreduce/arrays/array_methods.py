@@ -20,13 +20,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def holds_traceable(value: Any) -> bool:
-    """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
-    if isinstance(value, list | tuple):
-        return any(isinstance(each, Traceable) for each in value)
-    return isinstance(value, Traceable)
-
-
 def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates ``function`` so that traced values and Variables handle the call.
 
@@ -158,6 +151,12 @@ class Traceable(NDArrayOperatorsMixin):
         if len(axes) == 1:
             axes = axes[0]
         return np.transpose(self, axes or None)
+
+
+def holds_traceable(value: Any, cls: type = Traceable) -> bool:
+    """Whether an argument, or an element of a list or tuple, is ``Traceable``, or of a subclass."""
+    within = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, cls) for each in within)
 
 
 for _name in (

@@ -208,8 +208,6 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     Raises:
         TypeError: it is not an array, or its dtype cannot be added.
     """
-    if type(array) is np.ndarray:
-        return array.shape, as_dtype(array.dtype)
     kind = kind_of(array)
     if kind == "torch":
         check_tensor(array)
@@ -239,6 +237,15 @@ def host_array(value: Any) -> np.ndarray:
         if value.dtype is sys.modules["torch"].bfloat16:
             value = value.float()  # NumPy has no bfloat16
     return np.asarray(value)
+
+
+def host_view(tensor: Any) -> np.ndarray:
+    """Returns a PyTorch tensor in host memory as a NumPy array on its memory."""
+    torch = sys.modules["torch"]
+    if tensor.dtype is torch.bfloat16:  # PyTorch cannot convert it
+        return host_view(tensor.view(torch.int16)).view(BFLOAT16)
+    array: np.ndarray = tensor.numpy()
+    return array
 
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
@@ -368,7 +375,10 @@ def check_tensor(tensor: Any) -> None:
 @cache
 def _unsupported(cls: type) -> str:
     """Returns why tensors of a class are not supported; empty if they are."""
-    if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
+    if (
+        cls.__name__ in ("Tensor", "Parameter", "Buffer")
+        and cls.__module__.partition(".")[0] == "torch"
+    ):
         return ""
     for ancestor in cls.__mro__:
         if ancestor.__name__ in _UNSUPPORTED:
@@ -413,7 +423,6 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
     check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
-    torch = sys.modules["torch"]
     _check_strided(tensor)
     if tensor.is_conj() or tensor.is_neg():
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
@@ -423,14 +432,11 @@ def _from_torch(tensor: Any, device: Device) -> Buffer:
         return adopt_torch(tensor, device)
     if not tensor.is_cpu:
         raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
-    is_bfloat16 = tensor.dtype is torch.bfloat16
-    if is_bfloat16:
-        tensor = tensor.view(torch.int16)
     try:
-        array, address = tensor.numpy(), tensor.data_ptr()
+        array, address = host_view(tensor), tensor.data_ptr()
     except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
         raise not_readable(error) from None
-    return device.put(array.view(BFLOAT16) if is_bfloat16 else array, address)
+    return device.put(array, address)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------

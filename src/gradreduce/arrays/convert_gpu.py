@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import numpy as np
-
 from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
@@ -25,8 +23,6 @@ from .caller_streams import is_first, keep_alive, record_input
 OWNED_BY_CALLER = ("torch", "cupy")  # JAX arrays never change
 # "coo": torch.sparse_coo tensors, also as results; dense results are PyTorch tensors.
 Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer", "coo"]
-_INT16 = np.dtype("int16")
-_NOWHERE = nullcontext()
 
 
 # ---- in ------------------------------------------------------------------------------------------
@@ -123,9 +119,8 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
     At the end of the call ``stream`` waits for our queue, unless the array is immutable (JAX). A
     JAX array needs its own wait: CuPy's stream waits for this array only now.
     """
+    _check_on_gpu(device)
     gpu = int(array.device.id)
-    if device.mesh_state.backend != "cuda":
-        raise DeviceMismatchError(f"the array is on GPU {gpu}, but {device.name} is simulated")
     candidates = [device, *device.mesh.devices]
     home = next((each for each in candidates if each.physical == gpu), None)
     if home is None:
@@ -192,7 +187,7 @@ def current_of(device: Device, kind: str) -> Stream:
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     """Context manager: CuPy uses the GPU of ``device``; no effect on simulated devices."""
     if device is None or device.mesh_state.backend != "cuda":
-        return _NOWHERE
+        return nullcontext()
     return device._activate()
 
 
@@ -212,7 +207,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
 def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
     """Shares a NumPy or CuPy array with PyTorch by ``share``, also if it is bfloat16."""
     if array.dtype == BFLOAT16:
-        return share(array.view(_INT16)).view(sys.modules["torch"].bfloat16)
+        return share(array.view("int16")).view(sys.modules["torch"].bfloat16)
     return share(array)
 
 

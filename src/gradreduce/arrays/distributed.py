@@ -136,12 +136,18 @@ class DistributedValues(NotCopied):
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
             try:
-                parts.append(_placed(value, device))
+                part = part_on(device, value)
+                if part.device is not device:
+                    raise DeviceMismatchError(
+                        f"{buffer_of(part)} was passed as the value for {device.name}; pass one on "
+                        f"{device.name}"
+                    )
             except (TypeError, ValueError) as error:
                 name = self._name_of(0, replica)
                 if self._key is None:  # a value on its own has no position
                     name = f"{self._name}: " * bool(self._name) + f"replica {replica}"
                 raise about(name, error) from None
+            parts.append(part)
         return tuple(parts)
 
     @classmethod
@@ -235,23 +241,17 @@ class DistributedValues(NotCopied):
 
     def _in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order, without copies."""
-        if self._form is None:
-            return self
-        made = type(self).of(self._own, self._kind)
-        made._key, made._name, made._external = self._key, self._name, self._external
-        return made
+        return self._changed(_form=None, _kept=None)
 
-    def _with_parts(self, parts: Sequence[Part]) -> DistributedValues:
-        """Returns a value with other parts and the name of this one."""
-        made = type(self).of(parts, name=self._name)
-        made._key = self._key
+    def _changed(self, **attributes: Any) -> Self:
+        """Returns a value that differs in these attributes."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), **attributes)
         return made
 
     def _renamed(self, name: str, key: str | None) -> Self:
         """Returns the same value by another name; processes compare it if ``key`` is not None."""
-        made = type(self).__new__(type(self))
-        vars(made).update(vars(self), _name=name, _key=key)
-        return made
+        return self._changed(_name=name, _key=key)
 
     def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""
@@ -298,8 +298,6 @@ class DistributedValues(NotCopied):
     @property
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
-        if self._kind == "buffer":
-            return self.parts
         with StreamScope():
             return tuple(map(self._as_result, range(len(self._own))))
 
@@ -500,14 +498,9 @@ def buffer_of(part: Part) -> Buffer:
     return buffer
 
 
-def _placed(value: Any, device: Device) -> Part:
+def part_on(device: Device, value: Any) -> Part:
+    """Converts a value, or the rows of IndexedSlices, to a Buffer; see ``convert.to_buffer``."""
     value = as_slices(value)
-    array = value.values if isinstance(value, IndexedSlices) else value
-    buffer = to_buffer(array, device)
-    if buffer.device is not device:
-        raise DeviceMismatchError(
-            f"{buffer} was passed as the value for {device.name}; pass one on {device.name}"
-        )
-    if array is value:
-        return buffer
-    return IndexedSlices.of(buffer, value.indices, value.dense_shape)
+    if isinstance(value, IndexedSlices):
+        return value._with_values(to_buffer(value.values, device))
+    return to_buffer(value, device)

@@ -104,6 +104,10 @@ class IndexedSlices:
         _, made._dtype = shape_and_dtype(values)
         return made
 
+    def _with_values(self, values: Any) -> IndexedSlices:
+        """Returns the same rows in another array or Buffer."""
+        return IndexedSlices.of(values, self._indices, self._dense_shape)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         raise TypeError(
             "IndexedSlices are rows, not one array: use .to_dense() for the whole array, or "
@@ -199,12 +203,11 @@ class IndexedSlices:
 
     def _in_buffer(self) -> IndexedSlices:
         """Puts the rows into a Buffer, on the device of ``gr.replica``, else the first."""
-        (rows,) = on_current_devices([self._values])
-        return IndexedSlices.of(rows, self._indices, self._dense_shape)
+        return self._with_values(*on_current_devices([self._values]))
 
     def _as_result(self, kind: Kind) -> Any:
         """Converts rows in a Buffer to ``kind``; "coo" means a ``torch.sparse_coo`` tensor."""
-        made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
+        made = self._with_values(from_buffer(self._values, kind))
         return made._as_coo() if kind == "coo" else made
 
     def _as_coo(self) -> Any:

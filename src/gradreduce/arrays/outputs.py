@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradreduce.device import Buffer, Device
-from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
 from .caller_streams import StreamScope
@@ -20,6 +19,7 @@ from .convert import (
     axis_order,
     from_buffer,
     hand_over,
+    host_view,
     in_order,
     inverse,
     kind_of,
@@ -136,8 +136,7 @@ def release_outputs(outs: Iterable[Out]) -> None:
     with StreamScope():
         for out in outs:
             if out.copied is None:
-                if out.buffer.device.defers:  # else all its work is done
-                    hand_over(out.buffer, out.kind)
+                hand_over(out.buffer, out.kind)
             elif isinstance(out.copied, np.ndarray):
                 np.copyto(out.copied, out.buffer.device.release(out.buffer))
             else:  # on its library's current stream
@@ -184,9 +183,7 @@ def _tensor_memory(tensor: Any, device: Device) -> _Memory:
         return _gpu_memory(plain, plain.is_contiguous(), lies, device)
     if plain.device.type != "cpu":
         raise DeviceMismatchError(f"out is on {plain.device}; expected it on {device.name}")
-    if plain.dtype is torch.bfloat16:
-        return _host_memory(plain.view(torch.int16).numpy().view(BFLOAT16), device)
-    return _host_memory(plain.numpy(), device)
+    return _host_memory(host_view(plain), device)
 
 
 def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Device) -> _Memory:

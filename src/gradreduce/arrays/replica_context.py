@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from gradreduce.backends import default_mesh
-from gradreduce.device import Buffer, Device, Mesh, as_index
-from gradreduce.errors import about, brief
+from gradreduce.device import Buffer, Device, Mesh, as_count
+from gradreduce.errors import about
 
 from .convert import kind_of, to_buffer
 from .convert_gpu import wait_for_inputs
@@ -40,13 +40,7 @@ def replica(index: int) -> AbstractContextManager[None]:
         ...     value.get() is value[1]
         True
     """
-    try:
-        number = as_index(index)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"replica index {brief(index)} must be a non-negative integer")
-    return replica_on(None, number)
+    return replica_on(None, as_count("replica index ", index))
 
 
 @contextmanager

@@ -1,16 +1,18 @@
 """Variables: named arrays that are trained, on one device or mirrored on several.
 
-Arithmetic with a Variable uses its value, see ``variable_operators.py``.
+Arithmetic with a Variable reads it first, then uses its value: inside a loss a traced value,
+elsewhere a plain array.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradreduce import ops
 from gradreduce.backends import default_mesh
@@ -29,6 +31,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, about, brief, listed
 
+from .array_methods import Traceable, holds_traceable
 from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
@@ -36,6 +39,7 @@ from .convert import (
     converted,
     from_buffer,
     is_array,
+    kind_of,
     numbers,
     shape_and_dtype,
     to_buffer,
@@ -43,17 +47,20 @@ from .convert import (
 from .convert_gpu import on_gpu_of, wait_for_inputs
 from .outputs import count_writes
 from .replica_context import current_replica
-from .trace_context import check_unread, current_reader, make_like
+from .trace_context import check_unread, current_reader, make_like, named_arguments
 from .types import OutputType
-from .variable_operators import Readable
 
 if TYPE_CHECKING:
     import numpy as np
 
 _numbers = itertools.count()
+# NumPy's functions that write their first argument.
+_WRITING = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
+# The module of a library that has functions with NumPy's names.
+_FUNCTIONS = {"torch": "torch", "jax": "jax.numpy"}
 
 
-class Variable(NotCopied, Readable):
+class Variable(NotCopied, Traceable):
     """A named array that is changed in place, with an equal copy on each device.
 
     ``variable == 1.0`` compares identity, because Variables are keys of dictionaries. To compare
@@ -88,6 +95,8 @@ class Variable(NotCopied, Readable):
     """
 
     _copy_hint = "pass variable.numpy(), and make a new Variable of it"
+
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
     _parameters: tuple[Any, ...] = ()  # PyTorch tensors that share its memory
 
@@ -306,6 +315,52 @@ class Variable(NotCopied, Readable):
         names = listed(device.name for device in self.devices)
         return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
 
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else "; use variable.read() or variable.numpy()"
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check_written(self)
+
+    def __bool__(self) -> bool:
+        """Returns True for every value, like objects without a truth value."""
+        return True
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        _check_written(kwargs.get("out"), *(inputs[:1] if method == "at" else ()))
+        function = ufunc if method == "__call__" else getattr(ufunc, method)
+        return _call(function, inputs, kwargs)
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
+            return self._make_like(function, args, kwargs)
+        named = named_arguments(function, args, kwargs)
+        in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
+        _check_written([*args, *kwargs.values()][0] if in_place else named.get("out"))
+        return _call(function, args, kwargs)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs CuPy's own kernels, which do not use NumPy's protocols, on the value."""
+        _check_written(kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :])
+        return _call(kernel, args, kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs PyTorch functions on the value as a tensor."""
+        kwargs = kwargs or {}
+        _check_written(_written_tensor(function, args, kwargs))
+        named = {name: _read(each, "torch") for name, each in kwargs.items()}
+        return function(*[_read(each, "torch") for each in args], **named)
+
+    def __jax_array__(self) -> Any:
+        return self.read("jax")
+
     @contextmanager
     def _all_copies(self) -> Iterator[None]:
         """Context manager: writes all copies or none, under the launch lock."""
@@ -354,6 +409,60 @@ class Variable(NotCopied, Readable):
                 f"{brief(self.name)} is {self.dtype}{list(self.shape)}"
             )
         return source
+
+
+def _check_written(*written: Any) -> None:
+    """Raises ``TypeError`` if a call would write a Variable, or one in a list or tuple."""
+    if any(holds_traceable(each, Variable) for each in written):
+        raise TypeError("a Variable cannot be changed in place: use assign or assign_add")
+
+
+def _call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a NumPy function with the values of Variables.
+
+    With an array of PyTorch or JAX, and in a loss of JAX, calls their function of this name.
+    """
+    library = _library(args)
+    named = {name: _read(each, library) for name, each in kwargs.items()}
+    values = [_read(each, library) for each in args]
+    library = library or _library(values)
+    if library is not None:
+        name = "pow" if function.__name__ == "power" else function.__name__
+        function = getattr(sys.modules[_FUNCTIONS[library]], name, function)
+    return function(*values, **named)
+
+
+def _library(values: Any) -> str | None:
+    """Returns the library of a PyTorch or JAX array among the values; None without one."""
+    for value in values:
+        if isinstance(value, Traceable):
+            continue
+        try:
+            kind = kind_of(value)
+        except TypeError:  # for example a slice
+            continue
+        if kind in _FUNCTIONS:
+            return kind
+    return None
+
+
+def _read(value: Any, output_type: Any) -> Any:
+    """Replaces Variables in an argument, list or tuple by their values."""
+    if isinstance(value, Variable):
+        return value.read(output_type)
+    if isinstance(value, list | tuple) and holds_traceable(value, Variable):
+        within = [_read(each, output_type) for each in value]
+        return tuple(within) if isinstance(value, tuple) else within
+    return value
+
+
+def _written_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns what a PyTorch function writes: its first argument if its name ends in ``_``."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or kwargs.get("inplace"):
+        return args[0] if args else next(iter(kwargs.values()))
+    return kwargs.get("out")
 
 
 def begin_writes(variables: Sequence[Variable]) -> None:

@@ -21,7 +21,16 @@ from .collective import NOT_CAPTURED, Collective
 from .command_list import CommandList
 from .deadlines import deadline_scope
 from .device import Device
-from .dtypes import ELEMENT_OF, DType, accumulate_dtype, as_dtype, as_flag, as_index, mean_dtype
+from .dtypes import (
+    ELEMENT_OF,
+    DType,
+    accumulate_dtype,
+    as_count,
+    as_dtype,
+    as_flag,
+    as_index,
+    mean_dtype,
+)
 from .flat_buffer import FlatBuffer, attach_again
 from .forks import ModuleLock
 from .graph_capture import Capture, check_peers, no_collection

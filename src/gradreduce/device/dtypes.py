@@ -9,6 +9,7 @@ divided.
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,14 @@ def as_index(value: Any) -> int:
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{brief(value)} is a boolean, not an integer")
     return operator.index(value)
+
+
+def as_count(where: str, number: Any) -> int:
+    """Returns a non-negative integer of any library; raises ``ValueError`` otherwise."""
+    with suppress(TypeError):
+        if as_index(number) >= 0:
+            return as_index(number)
+    raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
 
 
 def as_flag(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ and each adds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import ref
@@ -29,9 +29,18 @@ from gradreduce.device import (
 from gradreduce.device.exchange import exchange, send_to_all
 from gradreduce.device.process_group import Parcel
 
-from .algorithm import Algorithm, Job, Steps, copy_to_all
-from .hierarchical_copy import SLICE_BYTES, extents, plan_slices
-from .reduction_groups import ReductionGroups, reduction_groups_of
+from .algorithm import (
+    Algorithm,
+    Job,
+    ReductionGroups,
+    Steps,
+    as_one_dtype,
+    copy_to_all,
+    group_sum,
+    part_of,
+    reduction_groups_of,
+)
+from .hierarchical_copy import SLICE_BYTES, Slice, extents, plan_slices
 
 
 class Term(NamedTuple):
@@ -79,34 +88,6 @@ def process_groups(counts: Sequence[int]) -> ReductionGroups:
     return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
 
 
-class ProcessSlice(NamedTuple):
-    """A part of a pack, and the processes that add it.
-
-    Attributes:
-        job: the index of the pack.
-        ranks: the ranks of the processes: one, or all if the pack is small.
-        start: the first element.
-        stop: one past the last element.
-    """
-
-    job: int
-    ranks: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def plan_process_slices(packs: Sequence[tuple[int, int]], num_processes: int) -> list[ProcessSlice]:
-    """Plans which process adds which part of each pack; see ``plan_slices``."""
-    if sum([size * itemsize for size, itemsize in packs]) < SLICE_BYTES:
-        # All processes add all of it: one exchange of few bytes instead of two exchanges.
-        everyone = tuple(range(num_processes))
-        return [ProcessSlice(job, everyone, 0, size) for job, (size, _) in enumerate(packs)]
-    return [
-        ProcessSlice(job, (rank,), start, stop)
-        for job, rank, start, stop in plan_slices(packs, range(num_processes))
-    ]
-
-
 class AcrossProcesses(Algorithm):
     """Reduces every job over all processes; every process makes the same calls."""
 
@@ -126,20 +107,12 @@ class AcrossProcesses(Algorithm):
         self._temporaries: list[ref[Block]] = []
         self._num_used = 0  # how many of these the present reduction uses
 
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """See ``Algorithm.start``."""
-
-        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-            return self._steps([jobs[index] for index in indices], queue)
-
-        return steps_of
-
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; each process receives the terms that it adds."""
         device = self._device
         self._num_used = 0
         slices = [
-            ProcessSlice(index, (self._rank_of(job),), 0, job.inputs[0].size)
+            Slice(index, self._rank_of(job), 0, job.inputs[0].size)
             for index, job in enumerate(jobs)
         ]
         terms = self._exchange_terms(jobs, slices, "compute")
@@ -168,15 +141,19 @@ class AcrossProcesses(Algorithm):
         assert job.owner is not None, "only jobs with an owner are reduced or sent for one"
         return self._group.rank_of(job.owner)
 
-    def _steps(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+    def all_reduce(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+        """See ``Algorithm.all_reduce``."""
         self._num_used = 0
-        slices = plan_process_slices(extents(jobs), self._group.size)
-        terms = self._exchange_terms(jobs, slices, queue)
+        packs = extents(jobs)
+        slices = plan_slices(packs, range(self._group.size))
+        # One exchange of few bytes instead of two exchanges.
+        all_add = sum([size * itemsize for size, itemsize in packs]) < SLICE_BYTES
+        terms = self._exchange_terms(jobs, slices, queue, all_add=all_add)
         yield
         for (index, _, start, stop), groups in terms:
-            self._add(_part(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
-        if len(slices[0].ranks) == 1:
-            sums = [(adder, _part(jobs[job].outs[0], *cut)) for job, (adder,), *cut in slices]
+            self._add(part_of(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
+        if not all_add:
+            sums = [(adder, part_of(jobs[job].outs[0], *cut)) for job, adder, *cut in slices]
             send_to_all(self._device, sums, queue)
             yield
         for job in jobs:
@@ -184,9 +161,21 @@ class AcrossProcesses(Algorithm):
                 device.copy(out, job.outs[0])
 
     def _exchange_terms(
-        self, jobs: Sequence[Job], slices: Sequence[ProcessSlice], queue: Queue
-    ) -> list[tuple[ProcessSlice, list[list[Buffer]]]]:
-        """Exchanges terms; returns the terms of each slice that this process adds, by group."""
+        self,
+        jobs: Sequence[Job],
+        slices: Sequence[Slice],
+        queue: Queue,
+        *,
+        all_add: bool = False,
+    ) -> list[tuple[Slice, list[list[Buffer]]]]:
+        """Exchanges terms; returns the terms of each slice that this process adds, by group.
+
+        Args:
+            jobs: the jobs.
+            slices: the parts of the jobs; ``main`` is the process that adds.
+            queue: the queue of the exchange.
+            all_add: whether all processes add each slice.
+        """
         rank = self._group.rank
         own = [self._own_terms(job) for job in jobs]
         sends: list[Parcel] = []
@@ -194,12 +183,14 @@ class AcrossProcesses(Algorithm):
         found = []
         for each in slices:
             mine = {
-                term: _part(buffer, each.start, each.stop) for term, buffer in own[each.job].items()
+                term: part_of(buffer, each.start, each.stop)
+                for term, buffer in own[each.job].items()
             }
+            adders = range(self._group.size) if all_add else (each.main,)
             sends += [
-                (other, buffer) for other in each.ranks if other != rank for buffer in mine.values()
+                (other, buffer) for other in adders if other != rank for buffer in mine.values()
             ]
-            if rank in each.ranks:
+            if rank in adders:
                 groups = self._with_memory(jobs[each.job].inputs[0].dtype, mine)
                 found.append((each, groups))
                 for terms, buffers in zip(self._terms, groups, strict=True):
@@ -246,30 +237,15 @@ class AcrossProcesses(Algorithm):
             self._temporaries[index : index + 1] = [ref(block)]
         return Buffer(block, 0, shape, dtype)
 
-    def _sum(self, terms: Sequence[Buffer], *, cast: bool = False) -> Buffer:
-        """Adds terms left to right in the accumulate dtype.
-
-        A single term is returned unchanged, or cast to that dtype if ``cast`` is True.
-        """
-        acc_dtype = accumulate_dtype(terms[0].dtype)
-        if len(terms) == 1 and (not cast or terms[0].dtype == acc_dtype):
+    def _sum(self, terms: Sequence[Buffer]) -> Buffer:
+        """Adds terms left to right in the accumulate dtype; returns a single term unchanged."""
+        if len(terms) == 1:
             return terms[0]
-        total = self._temporary(terms[0].shape, acc_dtype)
-        ops.add_n([total], [self._as_one_dtype(terms)], device=self._device)
-        return total
+        same = as_one_dtype(self._device, terms, self._temporary)
+        return group_sum(self._device, same, self._temporary)
 
     def _add(self, out: Buffer, groups: Sequence[Sequence[Buffer]], divisor: float) -> None:
         """Adds each group left to right, then their sums, divides, and rounds once."""
-        sums = self._as_one_dtype([self._sum(terms) for terms in groups])
-        ops.all_sum([[out]], [sums], divisor=divisor, device=self._device)
-
-    def _as_one_dtype(self, terms: Sequence[Buffer]) -> list[Buffer]:
-        """Returns terms that one launch can read: casts them if only some are sums."""
-        is_mixed = len({term.dtype for term in terms}) > 1
-        return [self._sum([term], cast=is_mixed) for term in terms]
-
-
-def _part(buffer: Buffer, start: int, stop: int) -> Buffer:
-    if (start, stop) == (0, buffer.size):
-        return buffer
-    return buffer.parts((start,), (stop - start,))[0]
+        sums = [self._sum(terms) for terms in groups]
+        same = as_one_dtype(self._device, sums, self._temporary)
+        ops.all_sum([[out]], [same], divisor=divisor, device=self._device)

@@ -111,7 +111,7 @@ def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
     return [
         dry_run.buffer(part)
         if isinstance(part, Buffer)
-        else IndexedSlices.of(dry_run.buffer(part.values), part.indices, part.dense_shape)
+        else part._with_values(dry_run.buffer(part.values))
         for part in parts
     ]
 
@@ -175,8 +175,7 @@ def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
             home.copy(*moves[0])
         else:
             local += _copied_packed(home, moves)
-    if local:
-        _pack(home, local)
+    _pack(home, local)
     return whole
 
 
@@ -292,10 +291,6 @@ def add_n(
         >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])
         array([11, 22])
     """
-    if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
-        made = _sum_directly(inputs)
-        if made is not None:
-            return made
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):

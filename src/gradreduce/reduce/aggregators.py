@@ -130,7 +130,7 @@ class MultiDeviceSum:
         aggregator: the class that adds the terms of one device.
 
     Attributes:
-        count: the number of terms so far.
+        count: the number of terms that were checked so far.
     """
 
     def __init__(self, aggregator: type[Aggregator]) -> None:
@@ -138,7 +138,6 @@ class MultiDeviceSum:
         self._aggregator = aggregator
         self._dtype_error = aggregator.dtype_error
         self._like: tuple[tuple[int, ...], DType] | None = None
-        self._checked = 0
         self._parts: dict[Device, Aggregator] = {}
 
     def check(self, shape: tuple[int, ...], dtype: DType) -> None:
@@ -149,14 +148,14 @@ class MultiDeviceSum:
         if dtype != wanted_dtype:
             raise self._dtype_error(
                 f"inputs have dtypes that don't all match: input 0 is {wanted_dtype}, input "
-                f"{self._checked} is {dtype}"
+                f"{self.count} is {dtype}"
             )
         if shape != wanted_shape:
             raise ValueError(
                 "inputs must have the same size and shape (nothing is broadcast). Input 0: "
-                f"{list(wanted_shape)} != input {self._checked}: {list(shape)}"
+                f"{list(wanted_shape)} != input {self.count}: {list(shape)}"
             )
-        self._checked += 1
+        self.count += 1
 
     def use_tree(self) -> None:
         """Adds later terms in pairs, if the method is ``OneBuffer``."""
@@ -173,7 +172,6 @@ class MultiDeviceSum:
         if part is None:
             part = self._parts[term.device] = self._aggregator()
         part.push(term)
-        self.count += 1
 
     def result(self) -> Buffer:
         """Returns the sum, on the device of the first term."""

@@ -10,21 +10,28 @@ override.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
 
 from gradreduce import ops
 from gradreduce.device import (
     Buffer,
     Device,
+    DType,
     Queue,
     accumulate_dtype,
+    as_count,
     by_physical,
     ensure_accessible,
 )
+from gradreduce.errors import brief, listed
 
-from .reduction_groups import ReductionGroups
-
+# The replica numbers of each group, in the order of its additions; groups in the order of theirs.
+ReductionGroups = tuple[tuple[int, ...], ...]
+# The replicas of each process are one group.
+Processes = Literal["processes"]
 # The work of one stage, in steps. At each yield it waits for transfers, and other stages can run.
 Steps = Iterator[None]
 
@@ -49,11 +56,12 @@ class Job:
     owner: int | None = None
 
     def part(self, start: int, stop: int) -> Job:
-        """Returns the job for the elements from ``start`` to ``stop``."""
-        starts, sizes = (start,), (stop - start,)
+        """Returns the job for the elements from ``start`` to ``stop``; itself for all of them."""
+        if (start, stop) == (0, (self.inputs or self.outs)[0].size):
+            return self
         return Job(
-            [buffer.parts(starts, sizes)[0] for buffer in self.inputs],
-            [buffer.parts(starts, sizes)[0] for buffer in self.outs],
+            [part_of(buffer, start, stop) for buffer in self.inputs],
+            [part_of(buffer, start, stop) for buffer in self.outs],
             self.divisor,
             self.owner,
         )
@@ -88,26 +96,62 @@ class Algorithm(ABC):
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
         self.devices = tuple(devices)
+        self._groups: Sequence[Sequence[int]] = [range(len(self.devices))]
 
     def connect(self) -> None:  # noqa: B027  # optional
         """Connects the devices, if that takes time; called before the first launch."""
 
-    @abstractmethod
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """Allocates the memory of all jobs, and launches nothing.
+    def allocate(self, jobs: Sequence[Job]) -> Sequence[Any]:
+        """Allocates the memory that jobs need besides their own; launches nothing.
 
         Returns:
-            A function that returns the steps of a stage. Its arguments are the indices of the
-            stage's jobs, and the queue for transfers. Sums run on the compute queues.
+            For each job what ``all_reduce`` gets of it. Default: the job.
+        """
+        return jobs
+
+    @abstractmethod
+    def all_reduce(self, jobs: Sequence[Any], queue: Queue) -> Steps:
+        """Returns the steps of a stage.
+
+        Args:
+            jobs: the results of ``allocate`` for the stage's jobs.
+            queue: the queue for transfers. Sums run on the compute queues.
         """
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """Reduces each job into its owner's out, on the compute queues.
 
+        Each job is added on the device of its owner, with the bits of an all-reduce.
+
         Args:
             jobs: jobs with owners, in the order of the owners.
         """
-        add_on_owners(jobs, self.devices, [range(len(self.devices))])
+        devices, groups = self.devices, self._groups
+        split = len(groups[0]) if len(groups) == 2 else 0
+        by_gpu: dict[int, list[Job]] = {}
+        for job in jobs:
+            assert job.owner is not None, "a reduce-scatter has owners"
+            by_gpu.setdefault(devices[job.owner].physical, []).append(job)
+        owners = [here[0].outs[0].device for here in by_gpu.values()]
+        terms = []
+        for device, here in zip(owners, by_gpu.values(), strict=True):
+            # Each device starts with copies from a different device.
+            first = devices.index(device)
+            replicas = [*range(first, len(devices)), *range(first)]
+            found = [
+                {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
+                for job in here
+            ]
+            terms.append(found)
+        for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
+            rows = [[row[at] for each in groups for at in each] for row in found]
+            if len(groups) > 2:
+                rows = [
+                    [group_sum(device, [row[at] for at in each]) for each in groups]
+                    for row in found
+                ]
+            sums = [(job.divisor, job.outs, row) for job, row in zip(here, rows, strict=True)]
+            write_sums(sums, device, split)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """Copies each job's only input to all its outs, on the compute queues.
@@ -118,60 +162,65 @@ class Algorithm(ABC):
         copy_to_all([(job.inputs[0], job.outs) for job in jobs], self.devices)
 
 
-def add_on_owners(
-    jobs: Sequence[Job], devices: Sequence[Device], groups: Sequence[Sequence[int]]
+def part_of(buffer: Buffer, start: int, stop: int) -> Buffer:
+    """Returns the elements from ``start`` to ``stop``; the Buffer itself for all of them."""
+    if (start, stop) == (0, buffer.size):
+        return buffer
+    return buffer.parts((start,), (stop - start,))[0]
+
+
+def write_sums(
+    sums: Iterable[tuple[float, Sequence[Buffer], Sequence[Buffer]]],
+    device: Device,
+    split: int = 0,
+    queue: Queue = "compute",
 ) -> None:
-    """Adds each job on the device of its owner, with the bits of an all-reduce.
+    """Adds, divides and writes, with one launch of ``device`` for each divisor.
 
     Args:
-        jobs: jobs with owners, in the order of the owners.
-        devices: the devices of the replicas, in one process.
-        groups: lists of replica indices, none empty. Each list is added left to right, then their
-            sums are.
+        sums: divisor, outs and inputs of each sum.
+        device: a device that can access all of them.
+        split: see ``ops.all_sum``.
+        queue: see ``ops.all_sum``.
     """
-    split = len(groups[0]) if len(groups) == 2 else 0
-    by_gpu: dict[int, list[Job]] = {}
-    for job in jobs:
-        assert job.owner is not None, "a reduce-scatter has owners"
-        by_gpu.setdefault(devices[job.owner].physical, []).append(job)
-    owners = [here[0].outs[0].device for here in by_gpu.values()]
-    terms = []
-    for device, here in zip(owners, by_gpu.values(), strict=True):
-        # Each device starts with copies from a different device.
-        first = devices.index(device)
-        replicas = [*range(first, len(devices)), *range(first)]
-        found = [
-            {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
-            for job in here
-        ]
-        terms.append(found)
-    for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
-        rows = [[row[at] for each in groups for at in each] for row in found]
-        if len(groups) > 2:
-            rows = [
-                [group_sum(device, [row[at] for at in each]) for each in groups] for row in found
-            ]
-        by_divisor: dict[float, list[int]] = {}
-        for index, job in enumerate(here):
-            by_divisor.setdefault(job.divisor, []).append(index)
-        for divisor, indices in by_divisor.items():
-            ops.all_sum(
-                [here[index].outs for index in indices],
-                [rows[index] for index in indices],
-                split,
-                divisor=divisor,
-                device=device,
-            )
+    by_divisor: dict[float, tuple[list[Sequence[Buffer]], list[Sequence[Buffer]]]] = {}
+    for divisor, outs, inputs in sums:
+        rows = by_divisor.setdefault(divisor, ([], []))
+        rows[0].append(outs)
+        rows[1].append(inputs)
+    for divisor, rows in by_divisor.items():
+        ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
 
 
-def group_sum(device: Device, terms: Sequence[Buffer]) -> Buffer:
-    """Adds buffers that ``device`` can access left to right, in the accumulate type."""
+def group_sum(
+    device: Device,
+    terms: Sequence[Buffer],
+    empty: Callable[[tuple[int, ...], DType], Buffer] | None = None,
+) -> Buffer:
+    """Adds buffers that ``device`` can access left to right, in the accumulate type.
+
+    Args:
+        device: the device that adds.
+        terms: the buffers, all of one dtype.
+        empty: allocates memory for the sum; default: ``device.empty``.
+    """
     acc_dtype = accumulate_dtype(terms[0].dtype)
     if len(terms) == 1 and terms[0].dtype == acc_dtype:
         return terms[0]
-    total = device.empty(terms[0].shape, acc_dtype)
+    total = (empty or device.empty)(terms[0].shape, acc_dtype)
     ops.add_n([total], [terms], device=device)
     return total
+
+
+def as_one_dtype(
+    device: Device,
+    terms: Sequence[Buffer],
+    empty: Callable[[tuple[int, ...], DType], Buffer] | None = None,
+) -> Sequence[Buffer]:
+    """Returns terms that one launch can read: in the accumulate type if only some are sums."""
+    if len({term.dtype for term in terms}) == 1:
+        return terms
+    return [group_sum(device, [term], empty) for term in terms]
 
 
 def copy_to_all(
@@ -199,5 +248,72 @@ def copy_on_gpus(
             if source.device.physical == devices[index].physical
             and source.address != outs[index].address
         ]
-        if moves:
-            ops.pack_rows(moves, device=devices[here[0]])
+        ops.pack_rows(moves, device=devices[here[0]])
+
+
+def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
+    """Checks the groups as far as possible without knowing the devices.
+
+    Raises:
+        ValueError: it is neither lists nor ``"processes"``, a number is not a non-negative integer
+            or is repeated, or a number below the largest is missing.
+    """
+    if isinstance(reduction_groups, str) and reduction_groups == "processes":
+        return "processes"
+    if not isinstance(reduction_groups, list | tuple):
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} must be a list of lists of replica "
+            "numbers, or 'processes'"
+        )
+    groups = tuple([_as_group(reduction_groups, group) for group in reduction_groups])
+    names = f"reduction_groups={brief(reduction_groups)} names"
+    named = sorted([number for group in groups for number in group])
+    if not named:
+        raise ValueError(f"{names} no replica")
+    if named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
+        raise ValueError(f"{names} replica {named[-1]} and leaves out most replicas below it")
+    twice = [number for number, after in pairwise(named) if number == after]
+    if twice:
+        raise ValueError(f"{names} {_replicas(dict.fromkeys(twice))} twice")
+    missing = sorted(set(range(named[-1])) - set(named))
+    if missing:
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} leaves out {_replicas(missing)}"
+        )
+    return groups
+
+
+def reduction_groups_of(
+    num_replicas: int, reduction_groups: ReductionGroups | None = None
+) -> ReductionGroups:
+    """Returns ``reduction_groups``; by default the first n // 2 replicas and the rest.
+
+    Raises:
+        ValueError: ``reduction_groups`` is for another number of replicas.
+    """
+    if reduction_groups is None:
+        split = num_replicas // 2
+        return tuple(range(split)), tuple(range(split, num_replicas))
+    num_named = sum(map(len, reduction_groups))
+    if num_named != num_replicas:
+        ends = sorted([num_named, num_replicas])
+        verb = "leaves out" if num_named < num_replicas else "names"
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)} {verb} {_replicas(range(*ends))} of "
+            f"{num_replicas} replicas"
+        )
+    return reduction_groups
+
+
+def _as_group(reduction_groups: Any, group: Any) -> tuple[int, ...]:
+    if not isinstance(group, list | tuple | range):
+        raise ValueError(
+            f"reduction_groups={brief(reduction_groups)}: {brief(group)} must be a list of replica "
+            "numbers"
+        )
+    where = f"reduction_groups={brief(reduction_groups)}: "
+    return tuple([as_count(where, number) for number in group])
+
+
+def _replicas(numbers: Collection[int]) -> str:
+    return f"replica{'s' if len(numbers) > 1 else ''} {listed(numbers)}"

@@ -21,6 +21,7 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    as_count,
     as_deadline,
     as_dtype,
     as_flag,
@@ -31,10 +32,10 @@ from gradreduce.device import (
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, brief
 
+from .algorithm import Processes, ReductionGroups, as_reduction_groups
 from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
-    as_count,
     check_op,
     checked_mesh,
     checked_requests,
@@ -55,7 +56,6 @@ from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .process_values import num_replicas_of
 from .profile import Profile, profile_of
-from .reduction_groups import Processes, ReductionGroups, as_reduction_groups
 from .shares import joined_shares, reduced_shares
 
 
@@ -275,10 +275,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         check_op("op", op)
         nests = self._checked_nests(grads)
-        pairs = [(value, value) for value in nests.values]
         outs = None if out is None else nests.outs_of(out)
         reduced = self.batch_reduce(
-            op, pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
+            op, nests.pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
         )
         return nests.nested([each.values for each in reduced]) if out is None else out
 
@@ -312,7 +311,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> [value.name for value, _ in pairs]
             ['w']
         """
-        return [(value, value) for value in self._checked_nests(grads).values]
+        return self._checked_nests(grads).pairs
 
     @overload
     def reduce_scatter(
@@ -446,8 +445,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> Any:
         """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
         nests = self._checked_nests(grads)
-        pairs = [(value, value) for value in nests.values]
-        requests = checked_requests(pairs, ReduceOp.SUM, self.mesh)
+        requests = checked_requests(nests.pairs, ReduceOp.SUM, self.mesh)
         shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
         outs = None if out is None else nests.outs_of(out)
         call = checked_call(requests, op, output_type, outs, shapes)

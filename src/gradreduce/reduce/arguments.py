@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
+from types import UnionType
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.convert import (
@@ -13,7 +13,6 @@ from gradreduce.arrays.convert import (
     in_order,
     is_array,
     kind_of,
-    numbers,
     to_buffer,
 )
 from gradreduce.arrays.convert_gpu import wait_for_inputs
@@ -24,13 +23,14 @@ from gradreduce.arrays.distributed import (
     PerReplica,
     ReduceOp,
     buffer_of,
+    part_on,
 )
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices
 from gradreduce.arrays.outputs import Out, as_out, overlaps
 from gradreduce.arrays.replica_context import current_device
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import as_device, is_device_like
-from gradreduce.device import Buffer, Device, Mesh, as_index, mean_dtype
+from gradreduce.device import Buffer, Device, Mesh, mean_dtype
 from gradreduce.errors import (
     DeviceMismatchError,
     InvalidArgumentError,
@@ -117,7 +117,6 @@ def checked_requests(
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
     usable: tuple[Device, ...] = ()
-    last: tuple[Any, tuple[Device, ...]] = (None, ())
     for index, (entry, destination) in enumerate(checked_pairs(pairs)):
         value = _distributed(entry, index, reduce_op, destination, mesh)
         own, checked, form = value.devices, value, None
@@ -129,15 +128,16 @@ def checked_requests(
         usable = own
         if destination is value:
             devices = own
-        elif destination is not last[0] or own != last[1]:
+        else:
             devices = destination_devices(destination, index, value.mesh)
             if set(devices) == set(own):
                 devices = own
         if value is not entry:
             _check_one_replica(destination, devices, index, reduce_op)
-        last = (destination, own)
         requests.append(Request(checked, devices, None, form))
-    _wait_for_inputs(requests)
+    external = [request.value for request in requests if request.value._external]
+    if external and external[0].devices[0].mesh_state.backend == "cuda":
+        wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
     return requests
 
 
@@ -176,13 +176,6 @@ def _check_one_replica(
             "the mean of: pass a PerReplica with an array for each, or call broadcast to copy the "
             "array"
         )
-
-
-def _wait_for_inputs(requests: Sequence[Request]) -> None:
-    """Makes the call wait for the streams of callers' arrays on GPUs."""
-    external = [request.value for request in requests if request.value._external]
-    if external and external[0].devices[0].mesh_state.backend == "cuda":
-        wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
 
 
 def as_reduced(
@@ -390,14 +383,6 @@ def check_op(name: str, op: Any) -> None:
         raise ValueError(f"{name}={brief(op)} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
 
 
-def as_count(where: str, number: Any) -> int:
-    """Returns a non-negative integer of any library; raises ``ValueError`` otherwise."""
-    with suppress(TypeError):
-        if as_index(number) >= 0:
-            return as_index(number)
-    raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
-
-
 def checked_mesh(mesh: Any) -> Mesh | None:
     """Returns a mesh or None; raises ``ValueError`` otherwise."""
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -433,7 +418,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     if isinstance(tensor, Variable):
         return PerReplica.of([tensor._current()], "native")
     if not isinstance(tensor, DistributedValues):
-        return _alone(_as_array(tensor, what), what, mesh)
+        return _alone(tensor, what, mesh, also=int | float | complex)
     count = len(tensor.devices)
     if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
@@ -443,31 +428,27 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     return tensor._first_replica()
 
 
-def _as_array(value: Any, what: str) -> Any:
-    """Returns a number as an array, and other values unchanged."""
-    if not isinstance(value, int | float | complex) or is_array(value):
-        return value
-    try:
-        return numbers(value, None)
-    except TypeError as error:
-        raise about(what, error) from None
+def _alone(
+    value: Any, what: str, mesh: Mesh | None, *, also: type | UnionType = IndexedSlices
+) -> PerReplica:
+    """Wraps an array on its device; a host array goes to ``gr.replica``'s device.
 
-
-def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
-    """Wraps an array on its device; a host array goes to ``gr.replica``'s device."""
+    Args:
+        value: the argument of the caller.
+        what: its name in errors.
+        mesh: see ``CrossDeviceOps``.
+        also: what is allowed besides arrays and IndexedSlices.
+    """
     if isinstance(value, Buffer):
         return PerReplica.of([value])
-    if not isinstance(value, IndexedSlices) and not is_array(value):
+    if not isinstance(value, IndexedSlices | also) and not is_array(value):
         raise ValueError(
             f"{what} is {type(value).__name__}; pass a PerReplica, an array or IndexedSlices"
         )
     try:
         value = as_slices(value)
         if isinstance(value, IndexedSlices):
-            rows = value.values
-            if not isinstance(rows, Buffer):
-                rows = to_buffer(rows, current_device(mesh))
-            part = IndexedSlices.of(rows, value.indices, value.dense_shape)
+            part = part_on(value.device or current_device(mesh), value)
             return PerReplica.of([part], value.kind)
         home = current_device(mesh)
         form = axis_order(value)

@@ -27,6 +27,7 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    as_count,
     as_deadline,
     as_flag,
     deadline_scope,
@@ -36,7 +37,6 @@ from gradreduce.errors import brief
 
 from .arguments import (
     Request,
-    as_count,
     as_reduced,
     checked_mesh,
     checked_requests,
@@ -532,7 +532,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         homes = [self._home(request, index) for index, request in enumerate(requests)]
         if self.accumulation_fn is None:
             for request, home in zip(requests, homes, strict=True):
-                self._compile(reduce_op, request, home, coalesce)
+                compile_alone(
+                    request,
+                    ("on one device", reduce_op, home.index, coalesce),
+                    lambda dry, at: reduce_to_one(reduce_op, dry, at, coalesce=coalesce),
+                    home,
+                )
         results = []
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
             with home.mesh_state.pack_scope(label_of(requests, [index])):
@@ -545,16 +550,6 @@ class ReductionToOneDevice(CrossDeviceOps):
                     raise
             results.append(each)
         return results
-
-    @staticmethod
-    def _compile(reduce_op: ReduceOp, request: Request, home: Device, coalesce: bool) -> None:
-        compile_alone(
-            request,
-            ("on one device", reduce_op, home.index, coalesce),
-            lambda dry, dry_run: reduce_to_one(
-                reduce_op, dry, *dry_run.devices_like([home]), coalesce=coalesce
-            ),
-        )
 
     def _home(self, request: Request, index: int) -> Device:
         if self.reduce_to_device is None:

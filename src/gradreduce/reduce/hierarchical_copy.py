@@ -11,20 +11,29 @@ replicas TensorFlow leaves out the last one; here any number works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import (
     ALIGNMENT,
+    Buffer,
     Device,
     Queue,
     by_physical,
     ensure_accessible,
 )
 
-from .algorithm import Algorithm, Job, Steps, add_on_owners, group_sum
-from .reduction_groups import ReductionGroups, reduction_groups_of
+from .algorithm import (
+    Algorithm,
+    Job,
+    ReductionGroups,
+    Steps,
+    as_one_dtype,
+    group_sum,
+    reduction_groups_of,
+    write_sums,
+)
 
 # Packs of a stage with at least this many bytes together are divided among the devices, so that
 # every link is used. Smaller ones are reduced by one device each, which saves launches. Not
@@ -33,11 +42,11 @@ SLICE_BYTES = 64 * 1024
 
 
 class Slice(NamedTuple):
-    """A part of a pack, and the replica whose device adds it.
+    """A part of a pack, and the replica whose device adds it (or the process).
 
     Attributes:
         job: the index of the pack.
-        main: the replica whose device adds it.
+        main: the replica whose device adds it; over processes the rank of the process.
         start: the first element.
         stop: one past the last element.
     """
@@ -115,41 +124,24 @@ class HierarchicalCopy(Algorithm):
         self._order = [replica for group in self._groups for replica in group]
         self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
 
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """See ``Algorithm.start``."""
-
-        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-            together = [jobs[index] for index in indices]
-            work = []
-            for at, main, start, stop in plan_slices(extents(together), self._mains):
-                job = together[at]
-                whole = stop - start == job.inputs[0].size
-                work.append((main, job if whole else job.part(start, stop)))
-            if self.in_place:
-                return self._direct(work, queue)
-            return _staged(work, self.devices, self._groups, queue)
-
-        return steps_of
-
-    def reduce_scatter(self, jobs: Sequence[Job]) -> None:
-        """See ``Algorithm.reduce_scatter``."""
-        add_on_owners(jobs, self.devices, self._groups)
+    def all_reduce(self, jobs: Sequence[Job], queue: Queue) -> Steps:
+        """See ``Algorithm.all_reduce``."""
+        work = [
+            (main, jobs[at].part(start, stop))
+            for at, main, start, stop in plan_slices(extents(jobs), self._mains)
+        ]
+        if self.in_place:
+            return self._direct(work, queue)
+        return _staged(work, self.devices, self._groups, queue)
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
-        devices = self.devices
-        by_main: dict[tuple[int, float], list[Job]] = {}
+        by_main: dict[int, list[tuple[float, Sequence[Buffer], Sequence[Buffer]]]] = {}
         for main, job in work:
-            by_main.setdefault((main, job.divisor), []).append(job)
-        for (main, divisor), parts in by_main.items():
-            ops.all_sum(
-                [job.outs for job in parts],
-                [[job.inputs[replica] for replica in self._order] for job in parts],
-                self._split,
-                divisor=divisor,
-                device=devices[main],
-                queue=queue,
-            )
+            terms = [job.inputs[replica] for replica in self._order]
+            by_main.setdefault(main, []).append((job.divisor, job.outs, terms))
+        for main, sums in by_main.items():
+            write_sums(sums, self.devices[main], self._split, queue)
         yield
 
 
@@ -200,8 +192,7 @@ def _steps_of_slice(
     ]
     accessible.clear()
     yield
-    if len({partial.dtype for partial in partials}) > 1:  # a launch reads one dtype
-        partials = [group_sum(home, [partial]) for partial in partials]
+    partials = [*as_one_dtype(home, partials)]
     here = on_gpus.pop(home.physical)
     ops.all_sum([[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=home)
     partials.clear()

@@ -12,7 +12,7 @@ and each link carries n - 1 buffers instead of 2 * (n - 1) / n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
@@ -25,8 +25,7 @@ from gradreduce.device import (
     by_physical,
 )
 
-from .algorithm import Algorithm, Job, Steps, copy_on_gpus
-from .reduction_groups import ReductionGroups
+from .algorithm import Algorithm, Job, ReductionGroups, Steps, copy_on_gpus, write_sums
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,38 @@ class Nccl(Algorithm):
         if (collective := self._collective) is not None:
             collective.connect([self.devices[first] for first, *_ in self._sharing])
 
-    def start(self, jobs: Sequence[Job]) -> Callable[[Sequence[int], Queue], Steps]:
-        """See ``Algorithm.start``."""
+    def allocate(self, jobs: Sequence[Job]) -> Sequence[tuple[Job, Sequence[_Part]]]:
+        """See ``Algorithm.allocate``; with one physical device a job needs no memory."""
+        sharing = () if self._collective is None else self._sharing
+        return [(job, [_part(job, replicas, len(sharing)) for replicas in sharing]) for job in jobs]
+
+    def all_reduce(self, jobs: Sequence[tuple[Job, Sequence[_Part]]], queue: Queue) -> Steps:
+        """See ``Algorithm.all_reduce``; on one physical device reads n buffers, writes n."""
         collective = self._collective
-        if collective is None:
-            return lambda indices, _: _on_one_gpu([jobs[at] for at in indices])
-        num_ranks = len(self._sharing)
-        parts = [[_part(job, replicas, num_ranks) for job in jobs] for replicas in self._sharing]
-
-        def steps_of(indices: Sequence[int], queue: Queue) -> Steps:
-            here = [[gpu_parts[at] for at in indices] for gpu_parts in parts]
-            return _over_gpus([jobs[at] for at in indices], self._sharing, here, collective, queue)
-
-        return steps_of
+        if collective is not None:
+            for rank, indices in enumerate(self._sharing):
+                folded = [parts[rank].folded for _, parts in jobs]
+                _fold([job for job, _ in jobs], folded, indices)
+            with collective.group():  # each group costs a launch on every GPU and messages
+                for _, parts in jobs:
+                    sources = [part.source for part in parts]
+                    gathered = [part.gathered for part in parts if part.gathered is not None]
+                    if gathered:
+                        collective.all_gather(gathered, sources, queue=queue)
+                    else:
+                        outs = [part.folded for part in parts]
+                        collective.all_reduce(outs, sources=sources, queue=queue)
+        yield
+        for rank, indices in enumerate(self._sharing):
+            sums = [
+                (
+                    job.divisor,
+                    [job.outs[index] for index in indices],
+                    parts[rank].terms if parts else job.inputs,
+                )
+                for job, parts in jobs
+            ]
+            _write(sums, self.devices[indices[0]])
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; one reduce for each job, all in one group call.
@@ -100,8 +118,7 @@ class Nccl(Algorithm):
         """
         collective = self._collective
         apart = [job for job in jobs if collective is None or _is_gathered(job.inputs[0].dtype)]
-        if apart:
-            super().reduce_scatter(apart)
+        super().reduce_scatter(apart)
         if collective is not None and len(apart) < len(jobs):
             rest = [job for job in jobs if not _is_gathered(job.inputs[0].dtype)]
             self._reduce_to_owners(rest, collective)
@@ -160,30 +177,6 @@ class Nccl(Algorithm):
         return next(rank for rank, indices in enumerate(self._sharing) if job.owner in indices)
 
 
-def _on_one_gpu(jobs: Sequence[Job]) -> Steps:
-    """Reduces jobs on one physical device: reads n buffers, writes n."""
-    _finish([(job, job.inputs) for job in jobs], range(len(jobs[0].inputs)))
-    yield
-
-
-def _over_gpus(
-    jobs: Sequence[Job],
-    sharing: Sequence[Sequence[int]],
-    parts: Sequence[Sequence[_Part]],
-    collective: Collective,
-    queue: Queue,
-) -> Steps:
-    """Reduces jobs over several physical devices; ``sharing`` are the replicas of each."""
-    for indices, gpu_parts in zip(sharing, parts, strict=True):
-        _fold(jobs, [part.folded for part in gpu_parts], indices)
-    with collective.group():  # each group costs a launch on every GPU and messages
-        for of_job in zip(*parts, strict=True):
-            _cross(collective, of_job, queue)
-    yield
-    for indices, gpu_parts in zip(sharing, parts, strict=True):
-        _finish([(job, part.terms) for job, part in zip(jobs, gpu_parts, strict=True)], indices)
-
-
 def _is_gathered(dtype: DType) -> bool:
     """Whether this dtype is gathered: NCCL cannot add 16-bit integers."""
     return dtype.kind in "iu" and dtype.itemsize == 2
@@ -217,40 +210,13 @@ def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int])
     )
 
 
-def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
-    """Calls the collective for one job, over all physical devices."""
-    folded = [part.folded for part in ranks]
-    sources = [part.source for part in ranks]
-    gathered = [part.gathered for part in ranks if part.gathered is not None]
-    if gathered:
-        collective.all_gather(gathered, sources, queue=queue)
-    else:
-        collective.all_reduce(folded, sources=sources, queue=queue)
-
-
-def _finish(finished: Sequence[tuple[Job, Sequence[Buffer]]], indices: Sequence[int]) -> None:
-    """Adds remaining terms, divides, and writes the outs on the devices of ``indices``."""
-    rows = [
-        (job.divisor, [job.outs[index] for index in indices], inputs) for job, inputs in finished
-    ]
-    _write(rows, finished[0][0].outs[indices[0]].device)
-
-
 def _write(
-    rows: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], device: Device
+    sums: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], device: Device
 ) -> None:
-    """Adds inputs, divides, and writes outs.
-
-    A row is a divisor with the outs and inputs on one GPU.
-    """
-    by_divisor: dict[float, list[tuple[Sequence[Buffer], Sequence[Buffer]]]] = {}
-    for divisor, outs, inputs in rows:
-        alone = len(outs) == len(inputs) == 1
-        if alone and outs[0].address == inputs[0].address and divisor == 1:
-            continue  # the library has written the out itself
-        by_divisor.setdefault(divisor, []).append((outs, inputs))
-    for divisor, of_divisor in by_divisor.items():
-        ops.all_sum(
-            [outs for outs, _ in of_divisor], [inputs for _, inputs in of_divisor],
-            divisor=divisor, device=device,
-        )  # fmt: skip
+    """Calls ``write_sums``, except for an out that the library has written itself."""
+    left = [
+        (divisor, outs, inputs)
+        for divisor, outs, inputs in sums
+        if divisor != 1 or len(outs) > 1 or len(inputs) > 1 or outs[0].address != inputs[0].address
+    ]
+    write_sums(left, device)

@@ -21,7 +21,6 @@ from gradreduce.errors import brief, listed, short_name
 
 Path = tuple[Any, ...]
 Container = dict[Any, Any] | list[Any] | tuple[Any, ...]
-_MUST = "must be a list, tuple or dict of arrays, or a PyTorch module"
 
 
 class Nests:
@@ -47,19 +46,20 @@ class Nests:
         self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
 
     @property
-    def values(self) -> list[PerReplica]:
-        """Returns the tensors that are not None, with their names for errors."""
-        found: list[PerReplica] = []
+    def pairs(self) -> list[tuple[PerReplica, PerReplica]]:
+        """Pairs of value and destination, twice the same, of the tensors that are not None."""
+        found: list[tuple[PerReplica, PerReplica]] = []
         for path, column in self._columns.items():
             if column[0] is not None:
                 key = key_of(path)
                 number = len(found)
                 name = key if isinstance(key, str) else "" if key == number else str(key)
-                found.append(PerReplica.of_grads(column, key, name, self._mesh))
+                value = PerReplica.of_grads(column, key, name, self._mesh)
+                found.append((value, value))
         return found
 
     def outs_of(self, out: Any) -> list[list[Any]]:
-        """Returns the arrays of ``out`` for each of ``values``, after checking its nesting."""
+        """Returns the arrays of ``out`` for each of ``pairs``, after checking its nesting."""
         out = as_list(out)
         _check_entries("out", out, len(self._grads), ", as grads has")
         names = ["grads[0]", *[f"out[{index}]" for index in range(len(out))]]
@@ -67,7 +67,7 @@ class Nests:
         return [column[1:] for column in found.values() if column[0] is not None]
 
     def nested(self, results: Iterable[Sequence[Any]]) -> Any:
-        """Nests the results of ``values``, ``[tensor][device]``, like the gradients."""
+        """Nests the results of ``pairs``, ``[tensor][device]``, like the gradients."""
         found = iter(results)
         by_path = {
             path: column if column[0] is None else next(found)
@@ -111,7 +111,10 @@ class Nests:
         for entry, name in zip(entries, names, strict=True):
             container = self._opened(entry, f"{name}{where}", is_entry=not path)
             if container is None:
-                raise ValueError(f"{name}{where} {_MUST}, not {type(entry).__name__}")
+                raise ValueError(
+                    f"{name}{where} must be a list, tuple or dict of arrays, or a PyTorch module, "
+                    f"not {type(entry).__name__}"
+                )
             opened.append(container)
             _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
         found: dict[Path, list[Any]] = {}
@@ -119,7 +122,7 @@ class Nests:
             column = [container[key] for container in opened]
             types = set(map(type, column))
             inner = (*path, part)
-            if set(map(_form_of, types)) != _ARRAYS:
+            if set(map(_form_of, types)) != {"array"}:
                 where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
                 if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
@@ -152,7 +155,6 @@ class Nests:
 
 
 _Form = Literal["dict", "list", "module", "iterator", "array"]
-_ARRAYS = {"array"}
 
 
 def _found_form(cls: type) -> _Form:
@@ -252,8 +254,6 @@ def _items_of(entry: Container) -> Iterable[tuple[Any, Any]]:
 
 def _like(like: Container, parts: list[Any]) -> Any:
     """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
-    if type(like) is dict:
-        return dict(zip(like, parts, strict=True))
     if isinstance(like, dict):
         made = copy.copy(like)
         made.update(zip(like, parts, strict=True))

@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
-from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
 from gradreduce.device import (
     Buffer,
@@ -112,8 +112,7 @@ def copied_to(
     """
     if isinstance(part, IndexedSlices):
         copies = copied_to(part.values, devices, keep=keep)  # all share the read-only indices
-        of = (part.indices, part.dense_shape)
-        return tuple([IndexedSlices.of(buffer_of(rows), *of) for rows in copies])
+        return tuple([part._with_values(rows) for rows in copies])
     outs = out or [
         part if keep and device is part.device else device.empty(part.shape, part.dtype)
         for device in devices

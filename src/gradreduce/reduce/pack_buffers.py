@@ -65,8 +65,7 @@ class PackBuffers:
         """Returns the reduction of a range; ``divisor`` divides the sums, unless packing did."""
         owner, senders, receivers = self.plan.share
         divisor = divisor if self.plan.divisor == 1 else 1
-        made = Job(self.inputs[senders], self.outs[receivers], divisor, owner)
-        return made if stop - start == self.plan.layout.size else made.part(start, stop)
+        return Job(self.inputs[senders], self.outs[receivers], divisor, owner).part(start, stop)
 
 
 # Flat buffers, and the begin and end of a range of elements.
@@ -182,23 +181,20 @@ def _laid_out(
     shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
     count, share = len(algorithm.devices), plan.share
     nothing: list[Any] = [None] * count
-    inputs, outs, filling, targets = nothing.copy(), nothing.copy(), nothing, nothing
+    inputs, outs, filling, targets = [nothing.copy() for _ in range(4)]
     if plan.wire is plan.dtype and plan.divisor == 1:
         inputs[share.senders] = [_already_flat(plan, each, algorithm) for each in tensors]
-    if None in (found := inputs[share.senders]):
-        filling = nothing.copy()
-        filling[share.senders] = [
-            None if flat else each for each, flat in zip(tensors, found, strict=True)
-        ]
+    filling[share.senders] = [
+        None if flat else each for each, flat in zip(tensors, inputs[share.senders], strict=True)
+    ]
     if wanted is not None:
         writes_targets = algorithm.in_place or algorithm.writes_targets or share.owner is not None
         if writes_targets and plan.sum_dtype is plan.out_dtype:
             outs[share.receivers] = [
                 _already_flat(plan, each, algorithm, written=True) for each in wanted
             ]
-        found, targets = outs[share.receivers], nothing.copy()
         targets[share.receivers] = [
-            None if out else each for each, out in zip(wanted, found, strict=True)
+            None if out else each for each, out in zip(wanted, outs[share.receivers], strict=True)
         ]
     if consume and plan.wire is plan.sum_dtype:
         outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]

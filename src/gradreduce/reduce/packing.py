@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,11 +52,6 @@ class FlatPlan:
         layout: the position of each tensor, in elements; on vector boundaries in all dtypes.
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
             in all dtypes.
-        sum_dtype: the dtype in which a sum is written: the narrower of wire and result. A sum for a
-            narrower result is rounded once, by the kernel; a wider result is cast on its own
-            device.
-        has_gaps: whether some bytes of the flat buffer belong to no tensor.
-        pieces: for each pack, and for the whole, the tensors or parts of tensors in it.
         together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
         divisor: divides the tensors when they are moved into the flat buffer; if it is not 1, all
             tensors are moved.
@@ -71,15 +67,26 @@ class FlatPlan:
     together: bool
     divisor: float = 1
     share: Share = EVERYONE
-    sum_dtype: DType = field(init=False)
-    has_gaps: bool = field(init=False)
-    pieces: dict[tuple[int, int], Pieces] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sum_dtype", sum_dtype_of(self.wire, self.out_dtype))
-        object.__setattr__(self, "has_gaps", self.layout.size != sum(self.layout.sizes))
+    @cached_property
+    def sum_dtype(self) -> DType:
+        """The dtype in which a sum is written: the narrower of wire and result.
+
+        A sum for a narrower result is rounded once, by the kernel; a wider result is cast on its
+        own device.
+        """
+        return self.out_dtype if self.out_dtype.itemsize < self.wire.itemsize else self.wire
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether some bytes of the flat buffer belong to no tensor."""
+        return self.layout.size != sum(self.layout.sizes)
+
+    @cached_property
+    def pieces(self) -> dict[tuple[int, int], Pieces]:
+        """For each pack, and for the whole, the tensors or parts of tensors in it."""
         ranges = dict.fromkeys([*self.packs, (0, self.layout.size)])
-        object.__setattr__(self, "pieces", {each: _pieces(self.layout, *each) for each in ranges})
+        return {each: _pieces(self.layout, *each) for each in ranges}
 
 
 class Pieces(NamedTuple):
@@ -115,16 +122,6 @@ def _pieces(layout: FlatLayout, start: int, stop: int) -> Pieces:
             made.spans.append(end - begin)
             made.sizes.append(part)
     return made
-
-
-def wire_of(dtype: DType, wire: DType | None) -> DType:
-    """Returns the dtype in which a tensor is transferred: only real floats are cast."""
-    return dtype if wire is None or not is_real_float(dtype) else wire
-
-
-def sum_dtype_of(wire: DType, out_dtype: DType) -> DType:
-    """Returns the dtype of a sum; see ``FlatPlan.sum_dtype``."""
-    return out_dtype if out_dtype.itemsize < wire.itemsize else wire
 
 
 def is_real_float(dtype: DType) -> bool:
@@ -181,7 +178,7 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
         else:
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)
         for group in groups:
-            carried = wire_of(pair[0], wire)
+            carried = wire if wire is not None and is_real_float(pair[0]) else pair[0]
             narrowest = min(dtype.itemsize for dtype in (*pair, carried))
             together = num_packs > 0 or len(group) > 1
             if together:

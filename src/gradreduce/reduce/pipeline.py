@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
 
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
@@ -25,7 +24,7 @@ from gradreduce.device.process_group import Description, replica_counts
 
 from .across_processes import AcrossProcesses, process_groups
 from .aggregation import compile_parts, dry_run_parts, with_dense
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
@@ -39,14 +38,12 @@ from .packing import (
     plan_stages,
 )
 from .process_values import described, num_replicas_of, slices_of_all
-from .reduction_groups import Processes, ReductionGroups
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
 Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
-_name_of = attrgetter("value._name")
 
 
 class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
@@ -256,7 +253,9 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or requests[0].devices[0].mesh_state.process_group.size == 1:
         return requests
     values = [
-        request.value._with_parts(with_dense(request.value.parts))
+        request.value._changed(
+            _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
+        )
         if _is_dense(request)
         else request.value
         for request in requests
@@ -309,7 +308,7 @@ def plan_requests(
 
 def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
     """Returns the names (or numbers) of some values; empty if none has a name."""
-    names = tuple(map(_name_of, map(requests.__getitem__, indices)))
+    names = tuple([requests[index].value._name for index in indices])
     if not any(names):
         return ()
     return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
@@ -323,19 +322,21 @@ def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
 def compile_alone(
     request: Request,
     key: Hashable,
-    reduce: Callable[[Request, DryRunMesh], tuple[Part, ...]],
+    reduce: Callable[[Request, Device], tuple[Part, ...]],
+    home: Device | None = None,
 ) -> None:
     """Compiles the kernels that reduce one value that is not all-reduced.
 
     Args:
         request: the request of the value.
         key: what the kernels depend on besides the request.
-        reduce: reduces a dry-run copy of the request.
+        reduce: reduces a dry-run copy of the request on a dry-run copy of ``home``.
+        home: the device that adds. Default: the first device of the result.
     """
 
     def work(dry_run: DryRunMesh) -> None:
         dry = dry_run_request(dry_run, request)
-        copy_to_out([dry], [reduce(dry, dry_run)])
+        copy_to_out([dry], [reduce(dry, *dry_run.devices_like([home or request.devices[0]]))])
 
     key = ("alone", key, request.out is not None)
     compile_parts(key, request.value.parts, work, request.devices)
@@ -428,21 +429,24 @@ def reduce_batch(
     positions = positions or range(len(gradients))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
     divisor = 1 if plan.counts else plan.divisor
-    jobs = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
+    jobs: Sequence[Any] = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
     groups = _stages(plan, packs)
     # A single stage overlaps with nothing, so it needs no waits between two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
     what = plan.description
     with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
+        reduce = getattr(algorithm, plan.call.replace("-", "_"))
         if plan.call == "all-reduce":
-            reduce = algorithm.start(jobs)
+            jobs = algorithm.allocate(jobs)
         else:
-            reduce = partial(_at_once, getattr(algorithm, plan.call.replace("-", "_")), jobs)
+            reduce = partial(_at_once, reduce)
         waiting = [
             (
                 _pack_info(packs, group, positions, plan.names),
                 _steps_of_stage(
-                    plan, [packs[index] for index in group], partial(reduce, group, queue)
+                    plan,
+                    [packs[index] for index in group],
+                    partial(reduce, [jobs[index] for index in group], queue),
                 ),
             )
             for group in groups
@@ -473,9 +477,7 @@ def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Bu
     return [tuple([next(means) for _ in row]) for row in sums]
 
 
-def _at_once(
-    reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], group: Sequence[int], queue: Queue
-) -> Steps:
+def _at_once(reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], _: Queue) -> Steps:
     """Runs a collective that has one stage of one step."""
     reduce(jobs)
     yield

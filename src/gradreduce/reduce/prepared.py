@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
-from gradreduce.arrays.convert_gpu import current_of
+from gradreduce.arrays.convert_gpu import OWNED_BY_CALLER, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.outputs import count_writes, tensors_of
 from gradreduce.device import (
@@ -34,8 +35,6 @@ from .pipeline import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
 
-# JAX arrays never change: the inputs were ready when the step was made.
-_SHARED_KINDS = ("torch", "cupy")
 _ON_HOST = ("native", "numpy", "torch")
 _ON_GPU = ("native", "torch", "cupy")
 
@@ -59,23 +58,21 @@ class StreamBoundary:
         producers: Sequence[tuple[str | None, Device]],
         consumers: Sequence[tuple[str, Device]],
     ) -> None:
-        # On GPUs: the kind, the first device, and whether arrays are read.
+        # On GPUs: the kind, a device, and whether arrays are read.
         self._boundaries: list[tuple[str, Device, bool]] = []
         self._host_consumers: list[Device] = []  # devices whose results are in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
-        if not devices or devices[0].mesh_state.backend != "cuda":
+        if devices[0].mesh_state.backend != "cuda":
             readers = [device for kind, device in consumers if kind in _ON_HOST]
             self._host_consumers = list(dict.fromkeys(readers))
             return
-        shared = [each for each in dict.fromkeys(producers) if each[0] in _SHARED_KINDS]
+        shared = [each for each in dict.fromkeys(producers) if each[0] in OWNED_BY_CALLER]
         read = {(kind == "torch", device.physical) for kind, device in shared}
-        found: dict[tuple[bool, int], str] = {}
+        found: dict[tuple[bool, int], tuple[str, Device]] = {}
         for kind, device in (*consumers, *shared):
             if kind in _ON_GPU:
-                found.setdefault((kind == "torch", device.physical), kind)
-        for index, kind in found.items():
-            first = next(device for device in devices if device.physical == index[1])
-            self._boundaries.append((kind, first, index in read))
+                found.setdefault((kind == "torch", device.physical), (kind, device))
+        self._boundaries = [(*each, index in read) for index, each in found.items()]
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -147,6 +144,7 @@ class PreparedStep(NotCopied):
         self._mesh_state = call.devices[0].mesh_state
         self._devices = call.devices
         self._command_list = CommandList()
+        self._replay: Callable[[], None] = partial(self._command_list.replay, self._mesh_state.log)
         self._lock = threading.Lock()
         self._active = self._devices[0]._activate()
         self._held = [request.value for request in call.requests]  # keeps the inputs alive
@@ -230,9 +228,6 @@ class PreparedStep(NotCopied):
             return [self._boundary, self._attached]
         return [self._boundary]
 
-    def _replay(self) -> None:
-        self._command_list.replay(self._mesh_state.log)
-
 
 class CapturedStep(PreparedStep):
     """A ``PreparedStep`` that each call submits as one CUDA graph.
@@ -247,10 +242,7 @@ class CapturedStep(PreparedStep):
     def __init__(self, call: Call, reduce: Reduce) -> None:
         check_peers(call.devices)  # before anything is launched
         super().__init__(call, reduce)
-        self._capture = Capture(call.devices, self._command_list)
-
-    def _replay(self) -> None:
-        self._capture.submit()
+        self._replay = Capture(call.devices, self._command_list).submit
 
 
 def _boundary_of(call: Call) -> StreamBoundary:
@@ -273,7 +265,6 @@ def check_preparable(call: Call) -> None:
 
     These are arrays that had to be copied, and values on several meshes.
     """
-    _check_written(call)
     check_one_mesh(call.requests, "a step")
     for index, (request, kind) in enumerate(zip(call.requests, call.kinds, strict=True)):
         if request.value.is_sparse:
@@ -281,6 +272,17 @@ def check_preparable(call: Call) -> None:
                 f"{request.value._name_of(index)} contains IndexedSlices, whose rows may change "
                 "with each call: only dense values can be prepared"
             )
+        name_of = request.value._name_of
+        for replica, out in enumerate(call.outs[index] if call.outs else ()):
+            if out.copied is not None:
+                why = (
+                    "is in host memory, which deferred commands cannot write: with schedule_seed= "
+                    "pass Buffers"
+                    if out.buffer.device.defers
+                    else "does not have the strides of its value's replicas: a step writes the "
+                    "arrays themselves; pass dense ones with the same strides"
+                )
+                raise ValueError(f"{name_of(index, replica, 'out')} {why}")
         for replica, buffer in enumerate(request.value.buffers):
             if buffer.array_owner == "copy":
                 raise ValueError(
@@ -295,18 +297,3 @@ def check_preparable(call: Call) -> None:
                 f"{request.value._name_of(index)}: later calls cannot overwrite results of kind "
                 f"{kind!r}; pass another output_type"
             )
-
-
-def _check_written(call: Call) -> None:
-    for index, row in enumerate(call.outs):
-        for replica, each in enumerate(row):
-            if each.copied is not None:
-                why = (
-                    "is in host memory, which deferred commands cannot write: with schedule_seed= "
-                    "pass Buffers"
-                    if each.buffer.device.defers
-                    else "does not have the strides of its value's replicas: a step writes the "
-                    "arrays themselves; pass dense ones with the same strides"
-                )
-                name = call.requests[index].value._name_of(index, replica, "out")
-                raise ValueError(f"{name} {why}")

@@ -14,9 +14,9 @@ from gradreduce.arrays.types import NestT, OutputType
 from gradreduce.device import DType, FlatBuffer, Mesh
 from gradreduce.errors import brief
 
+from .algorithm import Processes
 from .all_reduce_ops import AllReduceCrossDeviceOps
 from .prepared import PreparedStep
-from .reduction_groups import Processes
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):

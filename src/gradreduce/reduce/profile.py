@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from gradreduce.device import Buffer, Device, Mesh, Record
 
 from .pipeline import PHASES
-from .plan import Counts, DryRun, ReducePlan
-from .traffic import Traffic, add_traffic
+from .plan import Counts, DryRun, ReducePlan, Traffic, add_traffic
 
 # Bytes of a measured copy: more than a cache holds, and on a GPU enough that the host queues the
 # next copy before the present one ends.

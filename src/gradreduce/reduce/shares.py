@@ -57,7 +57,13 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     num_replicas = num_replicas_of(values[0])
     first = requests[0].devices[0].mesh_state.process_group.first_replica
     results = [
-        request.out or tuple([_empty_whole(part, num_replicas) for part in parts])
+        request.out
+        or tuple(
+            [
+                part.device.empty((num_replicas * part.shape[0], *part.shape[1:]), part.dtype)
+                for part in parts
+            ]
+        )
         for request, parts in zip(requests, values, strict=True)
     ]
     tensors = [
@@ -72,11 +78,6 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     ]
     reduce_batch(plan, tensors, out=out, positions=positions)
     return results
-
-
-def _empty_whole(part: Buffer, num_replicas: int) -> Buffer:
-    """Allocates memory for the rows of all replicas."""
-    return part.device.empty((num_replicas * part.shape[0], *part.shape[1:]), part.dtype)
 
 
 def _rows_of(whole: Buffer, owner: int, num_replicas: int) -> Buffer:

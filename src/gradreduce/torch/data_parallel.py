@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
-from gradreduce.device import Mesh, as_flag
+from gradreduce.device import Mesh, as_count, as_flag
 from gradreduce.device.exchange import comparing
 from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
-from gradreduce.reduce.arguments import as_count
 
 from .before_forward import BeforeForward
 from .engine import check_value, check_values
