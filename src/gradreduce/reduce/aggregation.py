@@ -291,6 +291,10 @@ def add_n(
         >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])
         array([11, 22])
     """
+    if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
+        made = _sum_directly(inputs)
+        if made is not None:
+            return made
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
