@@ -1,12 +1,14 @@
 """Small launches of every kernel: tails, empty rows, rows off a 16-byte boundary, shared memory.
 
 Values have subnormal numbers, infinities, NaNs and ties. Each instantiation is launched with one
-row and with two, of which the first one is huge and only its end exists; with many rows in the
-parameters; and with many rows in memory and their map.
+row that crosses item 2**32; with two rows, of which the first one is huge and only its end exists;
+with many rows in the parameters; and with many rows in memory and their map. Of many rows, the last
+one is after the end of the launch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -26,9 +28,10 @@ from .machine import Machine, Memory
 from .text import Entry
 
 CHUNK = 112  # items: seven vectors of bytes
+FAR = 1 << 33  # is added to the numbers of rows, before which nothing exists
 # The items of the rows of a launch.
-ROWS = (224, 112, 0, 1, 16, 15, 80, 33, 112, 111, 224, 113, 229, 0, 100, 80, 97, 112, 48, 337, 36)
-ROWS += (0,)
+ROWS = (224, 13, 0, 1, 16, 4, 80, 20, 112, 111, 224, 113, 229, 0, 108, 12, 73, 337, 56, 8, 28)
+ROWS += (0, 5)
 
 
 class Operand(NamedTuple):
@@ -72,16 +75,20 @@ class Geometry(NamedTuple):
         skipped: items of the first row that do not exist, a multiple of ``CHUNK``.
         blocks: the number of blocks, of which only those that have a chunk are run. 0: two chunks
             for each block, or one if the rows are in memory.
+        after: the number of last rows that belong to the table, but not to the launch.
     """
 
     inline: bool
     threads: int
     skipped: int = 0
     blocks: int = 0
+    after: int = 0
 
 
+CROSSING = Geometry(True, 4, 2**32 // CHUNK * CHUNK, 2**17 + 1)
 HUGE = Geometry(True, 4, (CHUNK << 32) + (CHUNK << 22), 2**17 + 1)  # sizes of 2**39
-INLINE, MAPPED = Geometry(True, 2, CHUNK << 14), Geometry(False, 32)
+INLINE = Geometry(True, 2, CHUNK << 14, after=1)
+MAPPED = Geometry(False, 32, CHUNK << 14, after=1)
 
 
 class Launch:
@@ -97,15 +104,16 @@ class Launch:
     def __init__(self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[float],
                  geometry: Geometry) -> None:  # fmt: skip
         self.kernel, self.rows, self.scalars, self.geometry = kernel, rows, scalars, geometry
-        self.executed, self.num_steps = set[int](), 0  # of the last run; see Machine
+        self.executed, self.num_steps = Counter[int](), 0  # of the last run; see Machine
 
     @cached_property
     def expected(self) -> list[np.ndarray]:
         """The operands of all rows after the launch, by the NumPy reference."""
         copies = {id(each.memory): each.memory.copy() for row in self.rows for each in row}
         table = [[copies[id(each.memory)].view(each.dtype) for each in row] for row in self.rows]
+        launched = table[: len(table) - self.geometry.after]
         with np.errstate(all="ignore"):
-            self.kernel.reference([row for row in table if row[0].size], *self.scalars)
+            self.kernel.reference([row for row in launched if row[0].size], *self.scalars)
         return [operand for row in table for operand in row]
 
     def problem(self, entry: Entry, most: int = 100_000) -> str:
@@ -141,7 +149,7 @@ class Launch:
         return memory, places
 
     def _machine(self, entry: Entry, memory: Memory, places: dict[int, int]) -> Machine:
-        inline, threads, skipped, blocks = self.geometry
+        inline, threads, skipped, blocks, after = self.geometry
         addresses = [
             [places[id(each.memory)] - each.before * each.dtype.itemsize for each in row]
             for row in self.rows
@@ -156,7 +164,8 @@ class Launch:
             mapped = np.append(words, row_map(words, num_chunks))
             address = memory.add(mapped.view(np.uint8))
         table = struct(words, num_chunks, address=address, chunk_size=CHUNK)
-        num_chunks -= skipped // CHUNK
+        table["end_chunk"] = end = words[-after, 0] if after else num_chunks
+        num_chunks = int(end) - skipped // CHUNK
         grid = blocks or (num_chunks // 2 if inline else num_chunks + 1)
         first_block = blocks and blocks - num_chunks
         table["first_chunk"] = skipped // CHUNK - first_block
@@ -183,7 +192,7 @@ def values(size: int, dtype: str | np.dtype, number: int) -> np.ndarray:
     if dtype.itemsize == 4:  # halfway between two numbers of bfloat16, and beside it
         ties = (bits & 0xFFFF0000) + rng.integers(0x7FFF, 0x8002, size).astype(np.uint32)
         bits[...] = np.where(rng.random(size) < 0.2, ties, bits)
-    bits[7::41] = np.array(np.inf, dtype).view(bits.dtype) + 1  # a NaN with the least payload
+    bits[7::17] = np.array(np.inf, dtype).view(bits.dtype) + 1  # a NaN with the least payload
     return made
 
 
@@ -217,10 +226,11 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     dtypes = dtypes_of(kernel, template, num_operands, num_written)
     sizes, skipped = [size] * num_operands, [before] * num_operands
     if kernel.name == "pack":
-        sizes[1] = max(0, size - (0, 5, 40, 100)[number % 4])
+        sizes[1] = max(0, size - (0, 5, 40, 100)[number // 2 % 4])
     made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
+    _prepare_results(kernel, scalars, made, number)
     if kernel.name == "clip":
-        made[2], skipped[2] = np.array([(2.0, np.inf, 0.1, np.nan, 1e-3)[number % 5]]), 0
+        made[2], skipped[2] = np.array([(2.0, np.inf, 30.0, np.nan, 7.0)[number % 5]]), 0
     if isinstance(kernel, RuleKernel):
         _prepare_state(made, [kind for kind, _ in layout(kernel, template)], number)
     starts = start_patterns(num_operands)[number % 4 if number % 2 else 0]
@@ -229,6 +239,19 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
         if row[place].memory.size == row[other].memory.size:
             row[place] = row[other]._replace(dtype=row[place].dtype)
     return row
+
+
+def _prepare_results(kernel: Kernel, scalars: Sequence[float], made: list[np.ndarray],
+                     number: int) -> None:  # fmt: skip
+    """Some sums are -0.0 or infinite; some quotients are just above ties of bfloat16, rounded."""
+    for each in made if number % 3 else ():
+        if each.dtype.kind not in "iu":
+            each[3::17], each[5::17] = -0.0, np.inf
+    if kernel.name == "pack" and made[1].dtype == np.float32 and scalars[0] != 1:
+        ties = (made[1][1::2].view(np.uint32) & 0xFFFE0000 | 0x8000).view(np.float32)
+        with np.errstate(all="ignore"):
+            away = np.copysign(np.float32(np.inf), ties)
+            made[1][1::2] = np.nextafter(ties * np.float32(scalars[0]), away)
 
 
 def _prepare_state(made: list[np.ndarray], kinds: list[str], number: int) -> None:
@@ -247,7 +270,7 @@ def _prepare_state(made: list[np.ndarray], kinds: list[str], number: int) -> Non
 def segments(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
     """A third of the sums is added to rows of the output.
 
-    A huge row has many rows before those of the sums, and its numbers of rows are large.
+    A huge row has many rows before those of the sums.
     """
     width, start = (16, 7, 1, 112)[number % 4], number // 4 % 3
     plan = plan_segments(np.random.default_rng(number).integers(0, 9, 14 + number))
@@ -256,35 +279,36 @@ def segments(template: Template, scalars: Sequence[float], number: int, before: 
     num_rows, skipped = 9 if has_into else plan.num_segments, before // width
     row = [operand(values(num_rows * width, str(template[0]), number), start,
                    0 if has_into else before),
-           operand(values(plan.order.size * width, str(template[1]), number + 300), start, before),
-           operand(plan.order, 0, skipped, skipped)]  # fmt: skip
+           operand(values(plan.order.size * width, str(template[1]), number + 300), start,
+                   FAR * width + before),
+           operand(plan.order, 0, FAR + skipped, FAR + skipped)]  # fmt: skip
     if has_into:
         row.append(operand(places, 0, skipped))
     if has_divisors:
-        row.append(operand(1.0 + np.arange(plan.num_segments) % 4, 0, skipped))
-    return [*row, operand(plan.bounds, 0, skipped, skipped)]
+        row.append(operand(1 + np.arange(plan.num_segments) % 4 * 0.7, 0, skipped))
+    return [*row, operand(plan.bounds, 0, skipped, FAR + skipped)]
 
 
 def taken(template: Template, _: Sequence[float], number: int, before: int) -> Row:
     """A huge row is the end of one wide row of the values, the sixth one."""
     width, start, num_taken = (16, 7, 1, 112)[number % 4], number // 4 % 3, 3 + number
-    rows, skipped = np.random.default_rng(number).integers(0, 6, num_taken), 0
+    rows, more, skipped = np.random.default_rng(number).integers(0, 6, num_taken), FAR, FAR * width
     if before:
-        rows, num_taken, width = np.zeros(1, np.int64), 1, 16 * width + 5
+        rows, num_taken, width, more = np.zeros(1, np.int64), 1, 16 * width + 5, 5
         skipped = 5 * (before + width) + before
     return [
         operand(values(num_taken * width, str(template[0]), number), start, before),
         operand(
             values((1 if before else 6) * width, str(template[0]), number + 300), start, skipped
         ),
-        operand(rows, more=5 if before else 0),
+        operand(rows, more=more),
     ]
 
 
 def squares(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
-    lanes, terms, start = int(scalars[0]), int(scalars[1]), number // 5 % 3
+    lanes, terms, start = int(scalars[0]), int(scalars[1]), (0, 1, 0, 2)[number // 5 % 4]
     block = lanes * terms
-    size = (3 * block - 1, 1, lanes, block, 2 * block + lanes + 3)[number % 5]
+    size = (block, 1, lanes, 7 * block - 1, 2 * block + lanes + 3)[number % 5]
     num_blocks = -(-size // block)
     return [
         operand(values(lanes * num_blocks, "float64", number), start, before),
@@ -301,7 +325,10 @@ OTHERS: dict[str, Callable[[Template, Sequence[float], int, int], Row]] = {
 
 
 def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
-    """The scalars of four launches."""
+    """The scalars of at least four launches.
+
+    Loops over operands are unrolled by four: all remainders occur.
+    """
     name, made = kernel.name, launch_of(kernel, template)[1]
     divides = all("float" in part for part in template if isinstance(part, str))
     if isinstance(kernel, RuleKernel):
@@ -309,28 +336,35 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
         return [all_scalars(kernel, template, numbers, first=k % 2, period=3 - k % 3)
                 for k in range(4)]  # fmt: skip
     if name == "all_sum":
-        by, most = (3.0, 7.0) if divides else (1.0, 1.0), template[2] or 9
-        return [made, (2, most, 0, by[0]), (1, most, min(1, most - 1), by[1]), made]
+        by, n = (10.1, 7.0) if divides else (1.0, 1.0), template[2]
+        if n:
+            return [made, (2, n, 0, by[0]), (1, n, min(1, n - 1), by[1]), made]
+        return [(2, 9, 0, by[0]), (2, 4, 2, by[0]), (1, 13, 1, by[1]), (2, 3, 2, 1.0),
+                (1, 8, 3, 1.0), (1, 7, 4, by[0])]  # fmt: skip
     several: dict[str, list[tuple[float, ...]]] = {
         "pack": [(3.0,), (1.0,), (10.0,), (1.0,)] if divides else [(1.0,)] * 4,
-        "segment_sum": [(0, 0, 3.0), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
+        "segment_sum": [(0, 0, 10.1), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
         else [(0, 0, 1.0), (1, 0, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
-        "add_n": [made] * 4 if template[-1] else [(2,), (9,), (4,), (1,)],
-        "accumulate_n": [(2,), (9,), (4,), (1,)],
+        "add_n": [made] * 4 if template[-1] else [(3,), (9,), (4,), (1,), (2,)],
+        "accumulate_n": [(3,), (9,), (4,), (1,), (2,)],
         "divide": [(3.0,), (0.1,), (7.0,), (3.0,)],
         "clip": [(0.3,), (4.0,), (0.07,), (0.3,)],
-        "square_sum": [(16, 5, 1, 1), (7, 3, 1, 0), (8, 4, 0, 1), (7, 3, 1, 0)],
+        "square_sum": [(7, 15, 1, 1), (8, 17, 1, 0), (16, 16, 0, 1), (7, 31, 0, 0)],
         "distance_scale": [(0.1,), (3.0,), (0.7,), (0.1,)],
     }  # fmt: skip
     return several.get(name, [made] * 4)
 
 
 def launches(kernel: Kernel, template: Template) -> list[Launch]:
-    """The launches of an instantiation, the quickest one first."""
-    two, many, mapped, one = scalars_of(kernel, template)
+    """The launches of an instantiation, the quickest ones first."""
+    all_of_them = huge, many, mapped, *_ = scalars_of(kernel, template)
+    crossing = [
+        _launch(kernel, template, scalars, CROSSING, (49, 21)[: 1 + k], first=3 + 5 * k)
+        for k, scalars in enumerate(dict.fromkeys(all_of_them))
+    ]
     return [
-        _launch(kernel, template, one, HUGE, (17,), first=1),
-        _launch(kernel, template, two, HUGE, (224, 117)),
+        *crossing,
+        _launch(kernel, template, huge, HUGE, (224, 21)),
         _launch(kernel, template, many, INLINE, ROWS, first=2),
         _launch(kernel, template, mapped, MAPPED, ROWS, first=4),
     ]
@@ -339,7 +373,7 @@ def launches(kernel: Kernel, template: Template) -> list[Launch]:
 def _launch(kernel: Kernel, template: Template, scalars: tuple[float, ...], geometry: Geometry,
             sizes: Sequence[int], first: int = 0) -> Launch:  # fmt: skip
     rows = []
-    for number, size in enumerate(sizes[:12] if kernel.name in OTHERS else sizes, first):
+    for number, size in enumerate(sizes[:10] if kernel.name in OTHERS else sizes, first):
         before = geometry.skipped if number == first else 0
         if kernel.name in OTHERS:
             rows.append(OTHERS[kernel.name](template, scalars, number, before))

@@ -8,6 +8,7 @@ that the order makes no difference.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -132,7 +133,8 @@ class Machine:
         first_block: the blocks before this one are not run.
 
     Attributes:
-        executed: the places in the text of the instructions that a lane has reached.
+        executed: the place in the text of each instruction that a lane has reached -> how often
+            lanes have run it.
         num_steps: how many blocks of instructions have been run.
     """
 
@@ -162,7 +164,7 @@ class Machine:
         self._reached = {name: np.zeros(self.lanes.size, bool) for name in self._registers}
         self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
         self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
-        self.executed, self.num_steps = set[int](), 0
+        self.executed, self.num_steps = Counter[int](), 0
 
     def run(self, most: int = 100_000) -> None:
         """Runs all lanes to their end.
@@ -183,7 +185,6 @@ class Machine:
 
     def _execute(self, instruction: Instruction, guard: Callable | None, execute: Callable,
                  lanes: Array) -> None:  # fmt: skip
-        self.executed.add(instruction.start)
         try:
             if guard is not None:
                 chosen = _used(guard(lanes)) == instruction.guard[1]
@@ -191,6 +192,7 @@ class Machine:
                     for name in _names(instruction.operands[0]):
                         self._reached[name][lanes[~chosen]] = True
                 lanes = lanes[chosen]
+            self.executed[instruction.start] += lanes.size
             if lanes.size:
                 execute(lanes)
         except (PtxError, ArithmeticError) as error:

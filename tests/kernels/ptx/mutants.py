@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from .instructions import bits_of
@@ -25,27 +26,33 @@ class Mutant(NamedTuple):
         what: the kind of change.
         body: the changed body of the entry.
         change: the instruction, and what is in its place.
+        place: of the instruction in the text.
+        rest: the size of the text after it.
     """
 
     what: str
     body: str
     change: str
+    place: int
+    rest: int
+
+    def others(self, executed: Counter[int], body: str) -> dict[int, int]:
+        """What ``Machine.executed`` has of the other instructions of this or the changed text."""
+        return {
+            place if place < self.place else place - len(body): count
+            for place, count in executed.items()
+            if place < self.place or place >= len(body) - self.rest
+        }
 
 
 # Changes without a difference -> why. A pattern of: what defines the sources;the instruction ->
 # the change.
 EQUIVALENT = {
-    r"\+24\];.*;@%p\d+ bra\W.* -> bra": "elements on a 16-byte boundary, too, may go one by one",
-    r"-4294967296;.*;@%p\d+ bra\W.* -> $": "64-bit numbers are divided, where 32 bits are enough",
-    r"-4294967296;setp.*\b0 -> .*1$": "of a number whose lower half is 0",
     r"shr\.[us]64 .*\b(59|6\d) ->": "the sign of a size or an index, which is never negative",
     r"2139095040 -> .*2139095041": "arithmetic makes no NaN with this payload",
     r"or\.b32 .*\b64 ->": "the payload of a NaN",
     r"mov\.u32 .*\b1 -> .*\b2": "whether a load is wanted: any number but 0",
     r"setp\.ne\.s32 .*\b0 ->": "whether a load is wanted: 0 or 1",
-    r"mov\.u64 .*\b0 -> .*-1": "a search that starts before the first row",
-    r"and\.b64 .*-4294967296 ->": "64-bit numbers are divided, where 32 bits are enough",
-    r"setp\.lt\.s64 .*\b2 -> .*\b1": "a search in one row",
     r"%n?tid\.x;.*cvt\.u64\.u32.* -> cvt\.u64\.u16": "a number of threads is less than 65536",
 }
 ORDERED = ("sub", "div", "selp", "shl", "shr")
@@ -165,7 +172,7 @@ CHANGES: dict[str, Callable[[Instruction, Before], Texts]] = {
 }  # fmt: skip
 
 
-def mutants(body: str, entry: Entry, executed: set[int], *, rounds: bool, seed: int,
+def mutants(body: str, entry: Entry, executed: Container[int], *, rounds: bool, seed: int,
             number: int) -> list[Mutant]:  # fmt: skip
     """Changes of instructions that lanes have executed: of each kind as many, if there are.
 
@@ -184,7 +191,8 @@ def mutants(body: str, entry: Entry, executed: set[int], *, rounds: bool, seed: 
             # A scope and nothing have no semicolon.
             end = each.start + len(each.text) + (text == "" or text.startswith("{"))
             changed = body[: each.start] + text + body[end:]
-            mutant = Mutant(what, changed, f"{each.text} -> {text}")
+            change = f"{each.text} -> {text}"
+            mutant = Mutant(what, changed, change, each.start, len(body) - end)
             pools.setdefault(what, []).append(mutant)
         before.append(each)
     rng = random.Random(seed)
