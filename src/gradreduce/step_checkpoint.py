@@ -82,6 +82,8 @@ def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
 def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
     device, counts = devices[0], replica_counts(devices)
+    if len(counts) == 1:  # one process: a replica may have a sum alone, see gr.replica
+        return sums
     if sums[0] is None:
         return [None] * sum(counts)
     shape = sums[0].shape

@@ -440,6 +440,7 @@ class SyncStep(StepParts):
         """Sums each list of terms; replicas on the same GPU share the launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
+        If only another process is stale, that is known later, and the sums are dropped.
         """
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(() if stale else self.devices).values():

@@ -175,7 +175,7 @@ def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None)
     Args:
         copies: the copies of this process.
         own: their compared data.
-        device: the device for exchanges with other processes; None: one process.
+        device: the device for exchanges with other processes; None: there are none.
     """
     rows = [_Row(*row) for row in _of_all(own, device)]
     names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]

@@ -1,8 +1,8 @@
 """Compiles the kernels of a call before its first launch, in parallel.
 
-A dry run of the code that launches finds the kernels, so nobody has to list them. One exception: a
-sum of a generator compiles each kernel at its first launch, because its terms, and so its kernels,
-become known one by one.
+A dry run of the code that launches finds the kernels, so nobody has to list them. Two calls compile
+each kernel at its first launch: a sum of a generator, whose terms, and so whose kernels, become
+known one by one, and the conversion of sparse gradients that become dense.
 """
 
 from __future__ import annotations

@@ -274,15 +274,20 @@ class Order:
                 home = block.uses.home
                 block.uses = block.remains.uses = Uses.of_present_work(home, queues)
                 if block.shared:
-                    home.shared_uses.update({queue: Use(queue) for queue in queues})
+                    uses = {queue: Use(queue, queue.submitted) for queue in queues}
+                    home.shared_uses.update(uses)
             self.version += 1
 
         self.locked(queues[0], add)
 
     def waited_for_caller(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-        self.add_work(queue)
-        queue.waited_for_caller = queue.submitted
+
+        def waited() -> None:
+            queue.submitted += 1
+            queue.waited_for_caller = queue.submitted
+
+        self.locked(queue, waited)
 
     def wait_for_shared_uses(self, queue: DeviceQueue) -> None:
         """Makes a compute queue wait for all other uses of memory that callers share.

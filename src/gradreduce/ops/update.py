@@ -31,7 +31,7 @@ Update = Sequence[Buffer]
 
 Variant = Literal["plain", "local", "global"]
 
-# The most elements of small rows in one block; the simulation passes larger rows in such parts.
+# The most elements of small rows in one block; the simulation splits larger rows.
 BLOCK_SIZE = 1 << 17
 # Rows below this size are concatenated: the copies take less time than a NumPy call for each row.
 SMALL_SIZE = 1 << 11

@@ -27,7 +27,7 @@ class WorkerVariables:
         sums: the sums of gradients since the last push. A step or push sets a new mapping; items
             are not added to, or removed from, the old one.
         pulled: the value from which the distance scaling measures, on the worker's first device;
-            see ``Worker._pulled``.
+            see ``Worker._end_period``.
         num_steps: the number of local steps.
         last_push: the plan of the last push if it can run again, its sums, and the slots of the
             center. Used by a center in this process.
@@ -70,6 +70,8 @@ class Center(ABC):
     @abstractmethod
     def join(self, optimizer: Optimizer) -> object:
         """Registers an optimizer. The first one defines the rule.
+
+        The result is for methods of the same class.
 
         Raises:
             ValueError: the optimizer has another class, other slots or other masters than the first

@@ -174,12 +174,12 @@ class Worker:
             inner._slots.powers = powers_after
             if self._resets:
                 self._reset(shared.sums)
-            self._pulled(shared.sums)
+            self._end_period(shared.sums)
             count()
 
         return partial(self._center.push, inner, shared, self.config, scalars, pushed)
 
-    def _pulled(self, variables: Iterable[Variable]) -> None:
+    def _end_period(self, variables: Iterable[Variable]) -> None:
         """Ends a period after a pull or push, when these variables equal the center.
 
         ``distance_scale`` measures the distance between the center at the next push and the values
@@ -203,8 +203,8 @@ class Worker:
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
         check_unread(self.variables.centers)
-        pulled = partial(self._pulled, self.variables.pulled)
-        self._center.pull(self.inner, self.variables, pulled)
+        end = partial(self._end_period, self.variables.pulled)
+        self._center.pull(self.inner, self.variables, end)
 
 
 # Names of slots that hold momentum.
