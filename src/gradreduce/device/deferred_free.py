@@ -135,7 +135,7 @@ class DeferredFree:
         if (
             freed.owned
             and not freed.streams
-            and home.mesh_state.order.is_behind(home.compute, uses)
+            and (uses is home.compute or home.mesh_state.order.is_behind(home.compute, uses))
         ):
             self.free(freed, home)
         else:
