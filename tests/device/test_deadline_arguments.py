@@ -69,7 +69,7 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
             mesh.reset(timeout=deadline)
     assert journal.records == []
     assert accumulator.num_accumulated() == 1
-    assert not mesh.mesh_state.is_guarded
+    assert mesh.mesh_state.watchdog is None
 
 
 def test_minimize_has_its_update_done_by_one(mesh, monkeypatch):

@@ -62,10 +62,10 @@ def ended(threads: list[threading.Thread]) -> bool:
 def test_waits_with_a_deadline_return_the_same_values(mesh):
     """On every backend, waits with a deadline return the same values as waits without."""
     buffer = uploaded(mesh.devices[0], 1)
-    assert not mesh.mesh_state.is_guarded
+    assert mesh.mesh_state.watchdog is None
     with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
         mesh.devices[1].copy(buffer, uploaded(mesh.devices[1], 2))
-    assert mesh.mesh_state.is_guarded
+    assert mesh.mesh_state.watchdog is not None
     assert same(buffer.numpy(deadline=TEST_TIMEOUT), data((SIZE,), seed=2))
     assert same(buffer.numpy(), data((SIZE,), seed=2))
     mesh.synchronize(deadline=TEST_TIMEOUT)

@@ -250,8 +250,11 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         if not checked:
             self.check_stream(stream)
-        sharing = [each for each in self.mesh.devices if each.physical == self.physical]
-        freed = [(each, each._deferred_free.used_by(stream)) for each in sharing if each.freed]
+        freed = [
+            (each, each._deferred_free.used_by(stream))
+            for each in self.mesh.devices
+            if each.freed and each.physical == self.physical
+        ]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
         self.mesh_state.order.waited_for_caller(self.compute)
         for each, users in freed:

@@ -66,6 +66,7 @@ class MeshState:
         reset_lock: held by the thread that resets the mesh.
         generation: how often the mesh was reset.
         is_closed: whether the mesh was closed.
+        watchdog: checks deadlines; None before the first one. With it, host waits poll.
         capturing: the ids of the threads that capture recorded commands.
     """
 
@@ -96,7 +97,7 @@ class MeshState:
         self.reset_lock = threading.Lock()
         self._last_reason = ""
         self._failures: deque[str] = deque()
-        self._watchdog: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
         self.peer_access = peer_access
         self.is_closed = False
@@ -135,8 +136,8 @@ class MeshState:
     def close(self) -> None:
         """Closes the mesh: every later use of its devices raises."""
         self.is_closed = True
-        if self._watchdog is not None:
-            self._watchdog.end()
+        if self.watchdog is not None:
+            self.watchdog.end()
         self._wake(None)
 
     def mark_failed(self, physical: int, reason: str) -> None:
@@ -215,19 +216,14 @@ class MeshState:
         """Whether the mesh has failed since that generation, even if it was reset."""
         return self.reason is not None or self.generation != generation
 
-    @property
-    def is_guarded(self) -> bool:
-        """Whether a deadline was ever set; since then host waits poll."""
-        return self._watchdog is not None
-
     def guard(self) -> Watchdog:
         """Returns the watchdog; starts its thread at the first deadline."""
         self.check_process()
         with self._watchdog_lock:
-            if self._watchdog is None:
+            if self.watchdog is None:
                 with DeferInterrupts():  # Ctrl-C would leave a started thread that is never ended
-                    self._watchdog = Watchdog(self)
-            return self._watchdog
+                    self.watchdog = Watchdog(self)
+            return self.watchdog
 
     @contextmanager
     def watched(self, pending_call: PendingCall) -> Iterator[None]:
@@ -323,7 +319,7 @@ class MeshState:
 
         Without a watchdog it runs in the calling thread, which may hold locks.
         """
-        watchdog = self._watchdog
+        watchdog = self.watchdog
         run_in_thread(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
 
     def _notify_waiters(self) -> None:

@@ -155,7 +155,7 @@ class Order:
 
     def locked(self, queue: DeviceQueue, call: Callable[..., object], *arguments: object) -> None:
         """Makes a call under the lock; raises if the mesh fails before."""
-        if not self._mesh_state.is_guarded:
+        if self._mesh_state.watchdog is None:
             with self.lock:
                 call(*arguments)
         else:
@@ -187,6 +187,8 @@ class Order:
         places, homes = work.places()
         if not places:
             return None
+        # Whole blocks come first, and their reads before their writes: until then blocks with the
+        # same uses keep them, so that the first one stands for all.
         before = [Use(home, home.waited_for_caller) for home in homes]
         for (block, *_), start, stop, is_written in places:
             before += block.uses.before(start, stop, is_written=is_written)
@@ -258,9 +260,10 @@ class Order:
 
     def add_work(self, *queues: DeviceQueue) -> None:
         """Records that queues got work that is no operation on Buffers."""
-        self.locked(queues[0], self._count, queues)
+        self.locked(queues[0], self.count, *queues)
 
-    def _count(self, queues: Iterable[DeviceQueue]) -> None:
+    def count(self, *queues: DeviceQueue) -> None:
+        """Like ``add_work``; the lock must be held."""
         for queue in queues:
             queue.submitted += 1
 
@@ -268,7 +271,7 @@ class Order:
         """Records that queues got work that may use the blocks."""
 
         def add() -> None:
-            self._count(queues)
+            self.count(*queues)
             self.version += 1
             for block in blocks:
                 home = block.uses.home
@@ -282,12 +285,11 @@ class Order:
 
     def waited_for_caller(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
+        self.locked(queue, self._waited_for_caller, queue)
 
-        def waited() -> None:
-            queue.submitted += 1
-            queue.waited_for_caller = queue.submitted
-
-        self.locked(queue, waited)
+    def _waited_for_caller(self, queue: DeviceQueue) -> None:
+        queue.submitted += 1
+        queue.waited_for_caller = queue.submitted
 
     def wait_for_shared_uses(self, queue: DeviceQueue) -> None:
         """Makes a compute queue wait for all other uses of memory that callers share.
@@ -346,17 +348,17 @@ class RepeatedWork:
         If that fails, the blocks count as used by all queues.
         """
         if self._is_one_process:
-            self._order.locked(self._queues[0], self._run, command)
+            self._order.locked(self._queues[0], self._run, command, self._order.count)
         else:  # it may wait for other processes, without the lock
-            self._run(command)
+            self._run(command, self._order.add_work)
 
-    def _run(self, command: Command) -> None:
+    def _run(self, command: Command, count: Callable[..., None]) -> None:
         order, queues = self._order, self._queues
         if order.version != self._seen:
             self._settle()
         try:
             command()
-            order.add_work(*queues)
+            count(*queues)
         except BaseException:
             order.add_uses(self._blocks, queues)
             raise

@@ -227,7 +227,7 @@ class WaitPolicy:
 
         True for a wait with a deadline, and for every wait after the mesh's first deadline.
         """
-        return self._expires != math.inf or self._device.mesh_state.is_guarded
+        return self._expires != math.inf or self._device.mesh_state.watchdog is not None
 
     @property
     def is_late(self) -> bool:
