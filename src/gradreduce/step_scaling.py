@@ -22,7 +22,7 @@ from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import integer, optional, plain
 from gradreduce.device import Buffer, Device, as_dtype, as_flag
 from gradreduce.errors import brief
-from gradreduce.optim.hyperparameters import as_count
+from gradreduce.optim.hyperparameters import as_integer
 
 # The range of a dynamic scale: losses are multiplied by it in float32.
 _LEAST, _MOST = 2.0**-126, 2.0**127
@@ -73,7 +73,7 @@ class DynamicLossScale:
             raise ValueError(f"growth_factor={brief(self.growth_factor)} must be above 1")
         if not above_zero("backoff_factor", self.backoff_factor) < 1:
             raise ValueError(f"backoff_factor={brief(self.backoff_factor)} must be below 1")
-        as_count("growth_interval", self.growth_interval, least=1)
+        as_integer("growth_interval", self.growth_interval, least=1)
 
 
 class GradientScaling:

@@ -1,7 +1,8 @@
 """Derivative rules of reductions and cumulative sums.
 
-A rule has those parameters of its NumPy function that it supports. It returns the function of the
-gradient with what that needs of the operand: its shape, or the operand itself.
+A rule has those parameters of its NumPy function that it supports: calls are checked against its
+signature. It ignores those whose names begin with ``_``. It returns the function of the gradient
+with what that needs of the operand: its shape, or the operand itself.
 """
 
 from __future__ import annotations

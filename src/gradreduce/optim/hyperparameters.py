@@ -115,7 +115,7 @@ def text_of(value: Any) -> str:
     return brief(value)
 
 
-def as_count(name: str, value: Any, *, least: int) -> int:
+def as_integer(name: str, value: Any, *, least: int) -> int:
     """Validates an integer that must be at least ``least``.
 
     Raises:

@@ -222,7 +222,7 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Callable
     """
     for launch in job.before:
         launch()
-    job.before = []
+    job.before = []  # ``job.run`` must not launch them again
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in job.updates:

@@ -28,7 +28,7 @@ from gradreduce.errors import (
     listed,
     log_warning,
 )
-from gradreduce.optim.hyperparameters import as_count
+from gradreduce.optim.hyperparameters import as_integer
 
 from . import cluster
 from .lead import Call, Origin, WorkerInfo, start_shard
@@ -318,9 +318,9 @@ class SharedOptions(NamedTuple):
         return Settings(
             name,
             0,
-            as_count("num_shards", self.num_shards, least=1),
+            as_integer("num_shards", self.num_shards, least=1),
             None if self.snapshots is None else os.fspath(Path(self.snapshots).resolve()),
-            1 if writes_each else as_count("durability", self.durability, least=1),
+            1 if writes_each else as_integer("durability", self.durability, least=1),
             self.num_gpus,
             self.kernels,
         )

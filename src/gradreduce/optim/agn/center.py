@@ -18,7 +18,7 @@ from gradreduce.checkpoint import copies_of, downloader
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, NotCopied, listed
-from gradreduce.optim.hyperparameters import as_count
+from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
@@ -333,7 +333,7 @@ class AGNCenter(NotCopied):
         """
         if not callable(work):
             raise TypeError(f"work={work!r} is not callable")
-        number = as_count("task_index", task_index, least=0)
+        number = as_integer("task_index", task_index, least=0)
         registry = self._shared.registry
         registry.clear_failure(number)
         worker = WorkerThread(number, work, registry)

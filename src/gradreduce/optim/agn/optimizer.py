@@ -22,7 +22,7 @@ from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.errors import brief
 from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
-from gradreduce.optim.hyperparameters import as_count, no_attribute
+from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -121,8 +121,8 @@ class AGNOptimizer(Optimizer):
         self._inner, self._getter = optimizer, custom_getter
         self._devices = custom_getter.devices
         self._center = custom_getter.center._shared
-        self._num_worker = as_count("num_worker", num_worker, least=1)
-        period = as_count("communication_period", communication_period, least=1)
+        self._num_worker = as_integer("num_worker", num_worker, least=1)
+        period = as_integer("communication_period", communication_period, least=1)
         as_flag("use_locking", use_locking)
         config = PushConfig(period, _as_scale(distance_scale), name)
         self._step = step_counter(custom_getter._shared, custom_getter.devices[0])
@@ -257,7 +257,7 @@ class AGNOptimizer(Optimizer):
             [1.]
             [1.]
         """
-        as_count("task_index", task_index, least=0)
+        as_integer("task_index", task_index, least=0)
         if not self._worker.variables.centers:
             raise ValueError("the list of local variables should not be empty: create them with "
                              "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
@@ -298,7 +298,7 @@ class AGNOptimizer(Optimizer):
             array([3.], dtype=float32)
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
-        task = as_count("task_index", task_index, least=0)
+        task = as_integer("task_index", task_index, least=0)
         return AGNHook(self._center.registry, start, task, self._num_worker, limit)
 
     def state_dict(
