@@ -184,8 +184,8 @@ class Worker:
 
         ``distance_scale`` measures the distance between the center at the next push and the values
         that are copied here. A push copies the variables that it pushes; the others keep the value
-        of an earlier pull. Before the first pull or push counts the value that a variable of the
-        worker has at ``prepare`` or its first step, also if the center has another.
+        of an earlier pull. Until the first pull or push, the value that counts is the one of the
+        worker's variable at ``prepare`` or its first step, even if the center has another.
         """
         for var in variables if self.config.gamma is not None else ():
             kept = self.variables.pulled[var]
