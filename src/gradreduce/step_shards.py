@@ -35,7 +35,13 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_red
 from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
-from gradreduce.reduce.pipeline import BatchPlan, Call, compile_reduction, plan_shares, reduce_batch
+from gradreduce.reduce.pipeline import (
+    BatchPlan,
+    Call,
+    plan_shares,
+    reduce_batch,
+    rehearse_reduction,
+)
 from gradreduce.reduce.process_values import described
 from gradreduce.step_scaling import GradientScaling
 
@@ -164,9 +170,9 @@ class OptimizerShards(CrossDeviceOps):
         self._taken = _Taken()
         gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
-            compile_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
+            rehearse_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
         if scaling.acts:
-            compile_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
+            rehearse_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
 
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
@@ -187,9 +193,9 @@ class OptimizerShards(CrossDeviceOps):
         """See ``CrossDeviceOps.reduce_batch``; not used by the step."""
         return self._ops.reduce_batch(reduce_op, requests, coalesce=coalesce)
 
-    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """See ``CrossDeviceOps.compile_sums``."""
-        compile_reduction(
+    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """See ``CrossDeviceOps._rehearse_sums``."""
+        rehearse_reduction(
             self._ops.settings, self._devices, dtype, out_dtype, call="reduce-scatter"
         )
 

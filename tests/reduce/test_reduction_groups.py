@@ -215,7 +215,7 @@ def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(gro
     with MeshCase((0, 1, 2), peer_access=False).open() as mesh, watched_compiles(mesh):
         for reduction_groups in (None, groups, ([], [0, 1, 2])):
             ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
-            ops.compile_sums(mesh.devices, half, half)
+            ops._rehearse_sums(mesh.devices, half, half)
         assert len(mesh.mesh_state.prepared) == 3
 
 

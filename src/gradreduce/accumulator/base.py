@@ -270,9 +270,9 @@ def create_state(  # noqa: PLR0913  # options of one call
             f"cross_device_ops={brief(reducer)} must be an AllReduceCrossDeviceOps: a "
             "SparseConditionalAccumulator merges rows on its first device"
         )
-    storage.compile(state, found)
+    storage.rehearse(state, found)
     if over_mesh and not storage.is_sparse:
-        reducer.compile_sums(devices, accumulate_dtype(found), found)
+        reducer._rehearse_sums(devices, accumulate_dtype(found), found)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return _registered(shared_name, state, cross_device_ops) if shared_name else state
 

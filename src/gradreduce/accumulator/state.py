@@ -262,7 +262,7 @@ class Storage(ABC):
     is_sparse: bool
     overwrites = False
 
-    def compile(self, state: AccumulatorState, dtype: DType) -> None:
+    def rehearse(self, state: AccumulatorState, dtype: DType) -> None:
         """Compiles the kernels that add gradients of this dtype, and those of a take.
 
         Not those of ``cross_device_ops``. Override it if gradients are read on the host.

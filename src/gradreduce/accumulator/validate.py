@@ -44,7 +44,7 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
     dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
     for dtype in dtypes - {state.dtype}:
-        storage.compile(state, dtype)
+        storage.rehearse(state, dtype)
     parts = tuple([storage.converted(state, each) for each in checked])
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)

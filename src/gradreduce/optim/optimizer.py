@@ -443,17 +443,17 @@ class Optimizer(OptimizerState):
             array([0., 0.], dtype=float32)
         """
         self._check_hyperparameters()
-        self._compile(variables)
+        self._rehearse_update(variables)
         self._slots.make(variables, self._slot_start)
 
-    def _compile(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
+    def _rehearse_update(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles the kernels of an update and of new masters.
 
         Args:
             variables: the variables to update.
             sparse: whether the gradients are IndexedSlices.
         """
-        self._rehearse(variables, ("update", sparse), partial(_rehearse_update, sparse))
+        self._rehearse(variables, ("update", sparse), partial(_update, sparse))
 
     def _rehearse(
         self,
@@ -502,7 +502,7 @@ class Optimizer(OptimizerState):
         others: Sequence[Buffer] = (),
         *,
         over_processes: bool = False,
-        compile_for: Callable[..., None] | None = None,
+        rehearse: Callable[..., None] | None = None,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -512,7 +512,7 @@ class Optimizer(OptimizerState):
             plan: the plan of these variables, if there is one.
             others: without a plan, what the call writes besides the variables and their slots.
             over_processes: whether arrays and IndexedSlices are averaged over processes.
-            compile_for: called instead of ``_compile``.
+            rehearse: called instead of ``_rehearse_update``.
         """
         plain = None if plan is None or over_processes else plan.plain(gradients)
         if plain is not None:
@@ -522,9 +522,9 @@ class Optimizer(OptimizerState):
             for grad, var in zip(gradients, variables, strict=True)
             if isinstance(grad, IndexedSlices) or getattr(grad, "is_sparse", False)
         ]
-        compile_for = compile_for or self._compile
-        compile_for(sparse, sparse=True)
-        compile_for([] if plan else variables)
+        rehearse = rehearse or self._rehearse_update
+        rehearse(sparse, sparse=True)
+        rehearse([] if plan else variables)
         found = to_variables(
             gradients, variables, self.cross_device_ops, over_processes=over_processes
         )
@@ -593,7 +593,7 @@ def gradients_like(
     return [*(densified(slices) if optimizer._densifies else slices)]
 
 
-def _rehearse_update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Updates dry-run variables."""
     written = [row for var in variables for row in optimizer._slots.rows(var)]
     gradients: Sequence[Part] = [row[0] for row in written]

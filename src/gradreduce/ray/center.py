@@ -39,7 +39,7 @@ from gradreduce.optim.slots import MASTER
 from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
 from .client import Client, SharedObject, SharedOptions
 from .lead import Origin
-from .messages import Layout, Message, compile_packing, specs_of
+from .messages import Layout, Message, rehearse_packing, specs_of
 from .shard_state import Key
 
 # Attributes of optimizers that do not belong to the rule.
@@ -209,7 +209,7 @@ class RemoteCenter(Center):
         config: PushConfig,
     ) -> None:
         """See ``Center``; compiles what packs a push. The actors prepare at their first push."""
-        compile_packing(of, self.devices[0], as_dtype("int64"))
+        rehearse_packing(of, self.devices[0], as_dtype("int64"))
 
     def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""

@@ -17,14 +17,14 @@ from gradreduce.checkpoint import anything, checked, downloader, some_of
 from gradreduce.device import Buffer, Device, as_dtype, copied_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
 from gradreduce.optim.agn.checkpoint import queued_center, ready_center
-from gradreduce.optim.agn.local_step import compile_push
+from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
 from gradreduce.optim.agn.sums import Sum
 from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .messages import Layout, Message, Spec, compile_packing, specs_of
+from .messages import Layout, Message, Spec, rehearse_packing, specs_of
 from .shard_state import Settings, ShardState
 
 MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
@@ -255,7 +255,7 @@ class CenterShardState(ShardState):
         if optimizer._rule is None or key.form != form:
             return None
         centers = [self._center.variables[name] for name in key.names]
-        compile_push(optimizer, centers, key.config, sparse=False)
+        rehearse_push(optimizer, centers, key.config, sparse=False)
         self._center.written_by_update(optimizer, centers)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
@@ -282,8 +282,8 @@ class CenterShardState(ShardState):
             vars(optimizer).update(zip(optimizer._hyperparameters, request.scalars, strict=True))
         centers = [self._center.variables[name] for name in names]
         sparse = not request.sparse.isdisjoint(names)
-        compile_push(optimizer, centers, request.config, sparse=sparse)
-        compile_packing(centers, self._device)
+        rehearse_push(optimizer, centers, request.config, sparse=sparse)
+        rehearse_packing(centers, self._device)
         rows = self._center.written_by_update(optimizer, centers)
         sums, last = self._operands(names, request, message)
         pushed = [

@@ -147,7 +147,7 @@ class Layout:
         outs: list[Buffer] = []
         terms: list[Buffer] = []
         packs = self.packs(device)
-        compile_packing([], device, *[flat.dtype for flat in packs])
+        rehearse_packing([], device, *[flat.dtype for flat in packs])
         for (_, indices, _, layout), flat in zip(self._packed, packs, strict=True):
             outs += flat.parts(layout.offsets, layout.spans)
             terms += [buffers[index] for index in indices]
@@ -225,7 +225,7 @@ class Layout:
             flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)
 
 
-def compile_packing(variables: Sequence[Variable], device: Device, *others: DType) -> None:
+def rehearse_packing(variables: Sequence[Variable], device: Device, *others: DType) -> None:
     """Compiles the kernels that pack variables, masters, sums, and tensors of other dtypes."""
     dtypes = {each for var in variables for each in (var.dtype, accumulate_dtype(var.dtype))}
     pairs = {(each, each) for each in (*dtypes, *others)}

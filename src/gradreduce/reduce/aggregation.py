@@ -87,7 +87,7 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
     return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
 
 
-def compile_parts(
+def rehearse_parts(
     key: Hashable,
     parts: Sequence[Part],
     work: Callable[[DryRunMesh], object],
@@ -477,7 +477,7 @@ def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
         homes = {buffer_of(term).device for term in placed}
         is_one_launch = len(homes) == 1 and not tree and not sparse
         if not is_one_launch and len({home.mesh_state for home in homes}) == 1:  # or it raises
-            compile_parts(
+            rehearse_parts(
                 ("aggregate", method, tree),
                 placed,
                 lambda dry_run: _sum(dry_run_parts(dry_run, placed), method, tree=tree),

@@ -46,11 +46,11 @@ from .nests import Nests
 from .pipeline import (
     Settings,
     algorithm_of,
-    compile_reduction,
     copy_to_out,
     plan_batch,
     reduce_batch,
     reduce_requests,
+    rehearse_reduction,
 )
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
@@ -671,9 +671,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         return reduce_batch(plan, gradients, consume=consume)
 
-    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps.compile_sums``."""
-        compile_reduction(self.settings, devices, dtype, out_dtype)
+    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps._rehearse_sums``."""
+        rehearse_reduction(self.settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

@@ -46,7 +46,7 @@ from .arguments import (
     with_outs,
 )
 from .one_device import Accumulate, added_on, copied_to, quotients
-from .pipeline import compile_alone, copy_to_out, label_of, names_of, reduce_to_one
+from .pipeline import copy_to_out, label_of, names_of, reduce_to_one, rehearse_alone
 from .process_values import broadcast_from
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -367,7 +367,7 @@ class CrossDeviceOps(ABC):
         with call.running("broadcast", deadline):
             copied = []
             for request in call.requests:
-                compile_alone(
+                rehearse_alone(
                     request,
                     "broadcast",
                     lambda dry, _: copied_to(dry.value.parts[0], dry.devices, dry.out),
@@ -455,7 +455,7 @@ class CrossDeviceOps(ABC):
         made = iter(quotients(sums, divisor, wanted))
         return [tuple([next(made) for _ in parts]) for parts in reduced]
 
-    def compile_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles the kernels of ``reduce_buffers`` that are known in advance.
 
         Args:
@@ -532,7 +532,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         homes = [self._home(request, index) for index, request in enumerate(requests)]
         if self.accumulation_fn is None:
             for request, home in zip(requests, homes, strict=True):
-                compile_alone(
+                rehearse_alone(
                     request,
                     ("on one device", reduce_op, home.index, coalesce),
                     lambda dry, at: reduce_to_one(reduce_op, dry, at, coalesce=coalesce),

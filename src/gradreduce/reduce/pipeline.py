@@ -23,7 +23,7 @@ from gradreduce.device.exchange import agreed
 from gradreduce.device.process_group import Description, replica_counts
 
 from .across_processes import AcrossProcesses, process_groups
-from .aggregation import compile_parts, dry_run_parts, with_dense
+from .aggregation import dry_run_parts, rehearse_parts, with_dense
 from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
@@ -182,7 +182,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
         settings = settings._replace(wire_dtype=None)
     algorithm = algorithm_of(settings, devices)
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
-        compile_reduction(settings, devices, *pair, call=call, counts=counts)
+        rehearse_reduction(settings, devices, *pair, call=call, counts=counts)
     flat: list[FlatPlan] = []
     first, num_before = devices[0].mesh_state.process_group.first_replica, 0
     for owner, share in enumerate(shares):
@@ -221,7 +221,7 @@ def reduce_requests(
     found, others = batches_of(requests, reduce_op)
     batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
     for index in others:
-        compile_alone(
+        rehearse_alone(
             requests[index],
             (settings, reduce_op, coalesce),
             lambda dry, _: reduce_requests(settings, reduce_op, [dry], coalesce=coalesce)[0],
@@ -319,7 +319,7 @@ def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
     return PackInfo(tuple(indices), names=names_of(requests, indices))
 
 
-def compile_alone(
+def rehearse_alone(
     request: Request,
     key: Hashable,
     reduce: Callable[[Request, Device], tuple[Part, ...]],
@@ -339,7 +339,7 @@ def compile_alone(
         copy_to_out([dry], [reduce(dry, *dry_run.devices_like([home or request.devices[0]]))])
 
     key = ("alone", key, request.out is not None)
-    compile_parts(key, request.value.parts, work, request.devices)
+    rehearse_parts(key, request.value.parts, work, request.devices)
 
 
 def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
@@ -535,7 +535,7 @@ def _pack_info(
     )
 
 
-def compile_reduction(
+def rehearse_reduction(
     settings: Settings,
     devices: Sequence[Device],
     dtype: DType,

@@ -220,9 +220,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             for _, variable in pairs:
                 variable._check_memory()
             if group.rule._plan is None:
-                group.rule._compile([variable for _, variable in pairs])
+                group.rule._rehearse_update([variable for _, variable in pairs])
                 sparse = [variable for grad, variable in pairs if grad.is_sparse]
-                group.rule._compile(sparse, sparse=True)
+                group.rule._rehearse_update(sparse, sparse=True)
         return updates
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

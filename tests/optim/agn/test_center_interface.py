@@ -13,7 +13,7 @@ from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.checkpoint import downloader
 from gradreduce.device import DeferInterrupts
 from gradreduce.optim.agn.center_interface import Center
-from gradreduce.optim.agn.local_step import compile_push
+from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushedVariable, PushPlan
 from gradreduce.optim.agn.variables import LazyVariable
 from gradreduce.optim.slots import MASTER
@@ -69,7 +69,7 @@ class HostCenter(Center):
 
     def prepare(self, optimizer, variables, of, config):
         centers = [self.theirs[variables.center_of(var)] for var in of]
-        compile_push(optimizer, centers, config, sparse=False)
+        rehearse_push(optimizer, centers, config, sparse=False)
         self.state.written_by_update(optimizer, centers)
 
     def written_by_push(self, variables):

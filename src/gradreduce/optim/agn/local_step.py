@@ -117,7 +117,7 @@ def _additions(
     return [*launches, *out_of_place, *in_place], added
 
 
-def compile_push(
+def rehearse_push(
     optimizer: Optimizer,
     variables: Sequence[Variable],
     config: PushConfig,

@@ -20,7 +20,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
 
 from .center_interface import Center, WorkerVariables
-from .local_step import compile_push, fused_step, local_step
+from .local_step import fused_step, local_step, rehearse_push
 from .push import PushConfig
 
 
@@ -82,7 +82,7 @@ class Worker:
             if retry_push:  # the retried push writes the center before the step reads gradients
                 others += self._center.written_by_push(self.variables)
             parts = inner._colocated_gradients(
-                gradients, variables, plan, others, compile_for=self._compile
+                gradients, variables, plan, others, rehearse=self._rehearse
             )
             if retry_push:
                 self._ready_push(inner._slots.powers, variables, global_step)()
@@ -130,11 +130,11 @@ class Worker:
             if ends_period:
                 push()
 
-    def _compile(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
+    def _rehearse(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
         for var in variables:
             self.variables.center_of(var)
-        compile_push(self.inner, variables, self.config, sparse=sparse, steps=True)
+        rehearse_push(self.inner, variables, self.config, sparse=sparse, steps=True)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles kernels of step and push, and creates slots of worker and center.
@@ -144,7 +144,7 @@ class Worker:
         """
         inner = self.inner
         inner._check_hyperparameters()
-        self._compile(variables)
+        self._rehearse(variables)
         self._center.prepare(inner, self.variables, variables, self.config)
         inner._slots.make(variables, inner._slot_start)
         for var in variables if self.config.gamma is not None else ():
