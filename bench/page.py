@@ -16,19 +16,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from measure.case import Case
-from measure.clock import Took
-from measure.floors import Decision, Figure, counted, over_the_copy, over_the_peer
+from measure.case import OURS, Case
+from measure.clock import took_of
+from measure.floors import Figure, Floor, counted, over_the_copy, over_the_peer
+from measure.runner import Benchmark
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
 PAGE = BENCH.parent / "docs" / "benchmarks.md"
 TABLES = "benchmarks_tables.md"
 PICTURE = "benchmarks_{}.svg"
-OURS = "gradreduce "
 NOT_MEASURED = "not measured"
 SWEEPS = {"tensors": "tensors", "replicas": "replicas", "bytes": "bytes of all replicas together"}
 
@@ -213,13 +212,11 @@ def summary(name: str, report: Report) -> str:
 def decisions() -> Iterator[str]:
     """Yields the table of the floors whose bounds were changed."""
     rows = []
-    for name, floor in every_floor():
-        changed: Mapping[str, Decision] = getattr(bench_of(name), "DECISIONS", {})
-        if (decision := changed.get(floor["floor"])) is not None:
-            sign, measured = floor["sign"], floor["figure"]
-            shown = NOT_MEASURED if measured is None else figure(measured)
-            bounds = f"{sign} {decision.was:g}", f"{sign} {floor['bound']:g}"
-            rows.append([f"{name}: {floor['floor']}", *bounds, shown, decision.why])
+    for name, floor, found in every_floor():
+        if floor.decision is not None:
+            shown = NOT_MEASURED if found["figure"] is None else figure(found["figure"])
+            bounds = f"{floor.sign} {floor.decision.was:g}", f"{floor.sign} {floor.bound:g}"
+            rows.append([f"{name}: {floor.name}", *bounds, shown, floor.decision.why])
     yield from table(("floor", "before", "now", "measured", "why"), rows)
 
 
@@ -230,30 +227,22 @@ def tables_page() -> str:
     return "\n".join([TABLES_HEAD, *sections])
 
 
-def bench_of(name: str) -> ModuleType:
-    """Returns the module of a benchmark, which defines its floors."""
-    return import_module(f"bench_{name}")
-
-
 def cases_of(report: Report) -> dict[str, Case]:
     """Returns the cases of a report, by name."""
     return {
         each["name"]: Case(
             each["name"],
-            took={
-                name: Took(took["seconds"], took["seconds"]) for name, took in each["took"].items()
-            },
+            took=took_of({name: took["seconds"] for name, took in each["took"].items()}),
             figures=each["figures"],
         )
         for each in report["cases"]
     }
 
 
-def checked_floors(name: str, report: Report, *, on_gpu: bool) -> list[dict[str, Any]]:
-    """Checks the floors of a benchmark with the figures of a report."""
-    bench = bench_of(name)
-    found = getattr(bench, "GPU_FLOORS" if on_gpu else "CPU_FLOORS", None) or bench.FLOORS
-    return [floor.check(cases_of(report), report["absent"]) for floor in found]
+def floors_of(name: str, *, on_gpu: bool) -> Sequence[Floor]:
+    """Returns the floors of a benchmark for a kind of machine."""
+    benchmark: Benchmark = import_module(f"bench_{name}").BENCHMARK
+    return benchmark.floors_of(on_gpu=on_gpu)
 
 
 def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
@@ -269,7 +258,9 @@ def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
             yield about(report) + "\n"
             yield from cases(report)
             yield from counts(report)
-            yield from floors(checked_floors(name, report, on_gpu=report is gpu))
+            of_kind = floors_of(name, on_gpu=report is gpu)
+            checked = [floor.check(cases_of(report), report["absent"]) for floor in of_kind]
+            yield from floors(checked)
             left_out = [f"{what} ({why})" for what, why in report["absent"].items()]
             if left_out:
                 yield f"Left out: {'; '.join(left_out)}.\n"
@@ -399,15 +390,18 @@ def plots(report: Report) -> Iterator[tuple[str, Any]]:
 
 def missed() -> list[str]:
     """Returns the floors that are not met."""
-    return [f"{name}: {floor['floor']}" for name, floor in every_floor() if floor["holds"] is False]
+    return [
+        f"{name}: {floor.name}" for name, floor, found in every_floor() if found["holds"] is False
+    ]
 
 
-def every_floor() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each floor for which there are figures, with its benchmark's name."""
+def every_floor() -> Iterator[tuple[str, Floor, dict[str, Any]]]:
+    """Yields each floor for which there are figures, its benchmark's name, and its check."""
     for kind in ("cpu", "gpu"):
         for name, report in reports(kind).items():
-            for floor in checked_floors(name, report, on_gpu=kind == "gpu"):
-                yield name, floor
+            found = cases_of(report)
+            for floor in floors_of(name, on_gpu=kind == "gpu"):
+                yield name, floor, floor.check(found, report["absent"])
 
 
 def write() -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import page
-from measure.setting import gpu_name, has_gpu
+from measure.runner import gpu_name, has_gpu
 
 from gradreduce.system_info import processor
 

@@ -28,7 +28,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 from measure.random_values import fill, integers
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops

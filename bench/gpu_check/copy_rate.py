@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import cupy
 from cupy.cuda import runtime
 from measure.random_values import fill
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 

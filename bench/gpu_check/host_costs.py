@@ -16,7 +16,7 @@ from typing import Any
 import cupy
 from measure.clock import Call, host_seconds
 from measure.random_values import fill
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from measure.random_values import fill
-from measure.report import keep, options_of
 from measure.resnet50 import resnet50
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops

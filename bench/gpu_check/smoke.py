@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError

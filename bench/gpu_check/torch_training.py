@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 from torch import nn
 
 import gradreduce as gr

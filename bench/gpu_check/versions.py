@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 
-from measure.report import keep, options_of
+from measure.runner import keep, options_of
 
 from .section import find_tool
 
