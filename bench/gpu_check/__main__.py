@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from .child import Stop
+from .first import FIRST, first, step_of
 from .identify import FAKE, commit, find, sources
 from .record import FAILED, STOPPED, Record
-from .run_bench import bench
-from .run_example import example
-from .run_first import FIRST, first, step_of
-from .run_nccl import nccl
-from .run_sanitize import sanitize
-from .run_tests import tests
 from .section import Done, Section, run_section
+from .sections import bench, example, nccl, sanitize, tests
 from .setting import ROOT, Gpu, Setting
 
 SECTIONS: Mapping[str, Section] = {
@@ -33,7 +29,6 @@ SECTIONS: Mapping[str, Section] = {
     "bench": bench,
     "sanitize": sanitize,
 }
-IN_PARTS = ("first", "tests", "bench")
 LIMIT_SECONDS = 480.0
 FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
 

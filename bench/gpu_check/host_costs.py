@@ -1,7 +1,5 @@
 """Measures the host time of single driver calls through CuPy.
 
-    python -m gpu_check.host_costs [--json FILE] [--quick]
-
 A kernel's table is converted once to an argument of CuPy. CuPy also accepts the NumPy struct, and
 then converts it at each launch. Both are measured.
 """
@@ -16,7 +14,6 @@ from typing import Any
 import cupy
 from measure.clock import Call, host_seconds
 from measure.random_values import fill
-from measure.runner import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops
@@ -116,7 +113,7 @@ def _entered(gpu: Any) -> None:
         pass
 
 
-def measured(*, quick: bool) -> dict[str, float]:
+def measured(quick: bool) -> dict[str, float]:
     """Returns the microseconds of each kind of call."""
     with gr.open_mesh(1, backend="cuda") as mesh:
         (device,) = mesh.devices
@@ -135,16 +132,3 @@ def measured(*, quick: bool) -> dict[str, float]:
         device.mesh_state.order.add_work(device.compute)
         mesh.synchronize()
     return {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and saves the figures."""
-    options = options_of(__doc__, arguments)
-    figures = measured(quick=options.quick)
-    for name, figure in figures.items():
-        print(f"{name:40} {figure:8.2f}")
-    keep(figures, options.json)
-
-
-if __name__ == "__main__":
-    main()

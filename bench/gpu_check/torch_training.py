@@ -1,7 +1,5 @@
 """Trains by gr.torch.DataParallel and the hook of DDP on one GPU; compares all gradients exactly.
 
-    python -m gpu_check.torch_training [--json FILE] [--quick]
-
 Trains first in one process with two logical devices of the GPU, then in two processes, which share
 the GPU and reduce through host memory (gloo). Backward runs on a side stream, after slow work, so
 that code that does not wait for it reads old gradients. Between two steps PyTorch's caching
@@ -10,9 +8,7 @@ allocator reuses the memory of the gradients for other tensors.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure.runner import keep, options_of
+from measure.in_processes import words_of
 from torch import nn
 
 import gradreduce as gr
 from gradreduce.backends import Backend
 from gradreduce.device import Mesh
+
+from .setting import python
 
 NUM_PROCESSES, STEPS, WIDTH, BUCKET_MB = 2, 6, 64, 0.05  # a bucket for each layer
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds
@@ -120,22 +118,24 @@ def in_one_process(backend: Backend, device: str) -> int:
         return data_parallel(mesh, 0, device)
 
 
-def one_of_two(backend: Backend, device: str, rank: int, store: str) -> int:
+def one_of_two(backend: Backend, device: str, rank: int, store: str) -> dict[str, int]:
     """Tests one process of two; returns how many gradients were compared."""
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
     with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:
         compared = data_parallel(mesh, rank, device) + hook(mesh, rank, device)
     dist.destroy_process_group()
-    return compared
+    return {"compared": compared}
 
 
 def in_two_processes(backend: str, device: str) -> None:
     """Starts both processes; raises if one fails."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-P", "-m", "gpu_check.torch_training", "rank", backend, device]
-        store = str(Path(folder) / "store")
+        store, report = str(Path(folder) / "store"), Path(folder) / "report.json"
+        of = "gpu_check.torch_training:one_of_two"
         started = [
-            subprocess.Popen([*words, str(rank), store], env=os.environ)
+            subprocess.Popen(
+                python(*words_of(report, of, backend, device, rank, store), fake=False)
+            )
             for rank in range(NUM_PROCESSES)
         ]
         try:
@@ -148,18 +148,8 @@ def in_two_processes(backend: str, device: str) -> None:
         raise AssertionError(f"exit statuses of the processes: {statuses}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs both, and saves how many gradients were compared here."""
-    given: list[Any] = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["rank"]:
-        _, backend, device, rank, store = given
-        print(one_of_two(backend, device, int(rank), store), "gradients were compared")
-        return
-    options = options_of(__doc__, arguments)
+def trained(quick: bool) -> dict[str, int]:
+    """Runs both, and returns how many gradients were compared here."""
     compared = in_one_process("cuda", "cuda")
     in_two_processes("cuda", "cuda")
-    keep({"compared": compared}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+    return {"compared": compared}

@@ -8,19 +8,15 @@ in place, with its own communicators.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from gpu_check.run_nccl import FIRST_TO_SHARE, SHARED_GPU
+from gpu_check.sections import FIRST_TO_SHARE, SHARED_GPU
 from gpu_check.setting import python
 
 import gradreduce as gr
@@ -29,6 +25,7 @@ from gradreduce.device import Mesh
 from .case import OURS, Case, Reduced
 from .clock import Call, Took
 from .floors import Decision, Floor, counted, of_the_copy, times_the_peer
+from .in_processes import figures_of
 from .peers import find_peers, peer_calls
 from .random_values import fill, normals
 from .reductions import Reduction, placed
@@ -157,17 +154,13 @@ def ranks(bench: Bench) -> None:
     if not nccl.available or nccl.get_version() < FIRST_TO_SHARE:
         bench.absent["ranks on one GPU"] = f"they need NCCL {FIRST_TO_SHARE} or newer"
         return
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "cost.json"
-        words = ("-m", "gpu_check.ranks", "cost", "2", str(report), *["--quick"] * bench.quick)
-        command = python(*words, fake=getattr(cupy, "FAKE", False))
-        try:
-            subprocess.run(command, env={**os.environ, **SHARED_GPU}, timeout=RANKS_SECONDS,
-                           check=True)  # fmt: skip
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            bench.absent["ranks on one GPU"] = str(error)
-            return
-        figures = json.loads(report.read_text(encoding="utf-8"))
+    launcher = python(fake=getattr(cupy, "FAKE", False))
+    try:
+        figures = figures_of("gpu_check.ranks:cost", bench.quick, 2, launcher=launcher,
+                             seconds=RANKS_SECONDS, **SHARED_GPU)  # fmt: skip
+    except subprocess.SubprocessError as error:
+        bench.absent["ranks on one GPU"] = str(error)
+        return
     bench.keep(Case(RANKS, "host us of a call", figures=figures))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import gradreduce as gr
 
-__all__ = ["figures_of", "torchrun"]
+__all__ = ["figures_of", "torchrun", "words_of"]
 
 SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 
@@ -44,12 +44,22 @@ def figures_of(
     path = os.pathsep.join([*map(str, SOURCES), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "figures.json"
-        words = ("-m", __spec__.name, str(report), function, json.dumps(arguments))
         subprocess.run(
-            [*launcher, *words], timeout=seconds, check=True,
+            [*launcher, *words_of(report, function, *arguments)], timeout=seconds, check=True,
             env={**os.environ, "PYTHONPATH": path, **environment},
         )  # fmt: skip
         return json.loads(report.read_text(encoding="utf-8"))
+
+
+def words_of(report: Path, function: str, *arguments: Any) -> tuple[str, ...]:
+    """Returns what comes after Python in the command that calls a function.
+
+    Args:
+        report: the file for its result.
+        function: see ``figures_of``.
+        arguments: as well.
+    """
+    return ("-m", "measure.in_processes", str(report), function, json.dumps(arguments))
 
 
 def torchrun(num_processes: int) -> list[str]:

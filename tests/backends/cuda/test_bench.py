@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from functools import partial
@@ -77,21 +76,18 @@ def busy(gpus):
         )
 
 
-def test_a_standstill_of_the_interpreter_fails_the_program(gpus, monkeypatch, tmp_path):
+def test_a_standstill_of_the_interpreter_fails_the_program(gpus, monkeypatch):
     from gpu_check import busy_gpu
 
     gpus(1)
-    report = tmp_path / "report.json"
-    arguments = ["--quick", "--json", str(report)]
     monkeypatch.setattr(busy_gpu, "DEADLINE", 60.0)
-    busy_gpu.main(arguments)
-    figures = json.loads(report.read_text("utf-8"))
+    figures = busy_gpu.measured(True)
     assert figures["compared results of dropped steps"] == 2 * 2 * busy_gpu.QUICK_STEPS
     longest = "a full launch queue, is idle: standstill, ms"
     assert figures[longest] < 60e3
     monkeypatch.setattr(busy_gpu, "DEADLINE", -1.0)
     with pytest.raises(AssertionError, match="no watchdog could notice"):
-        busy_gpu.main(arguments)
+        busy_gpu.measured(True)
 
 
 def test_queries_are_made_while_another_thread_is_blocked(busy):
