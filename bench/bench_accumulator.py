@@ -22,13 +22,13 @@ from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer,
 from measure.peers import find_peers, peer_calls, tensorflow
 from measure.random_values import integers
 from measure.resnet50 import resnet50
-from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
+from measure.runner import IMPLEMENTATIONS, Bench, Benchmark, named
 
 import gradreduce as gr
 from gradreduce.device import Device
 
 SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
-MANY_SIZE, QUICK_MANY = 16, 12
+MANY_SIZE = 16
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
 ROUNDS = 60  # on a CPU, of which the best one counts
 LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
@@ -43,14 +43,6 @@ IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
 ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
 
 H100 = "H100, 2026-11"
-# On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
-MEASURED = {
-    (APPLY, "numpy"): "0.77 to 1.08", (APPLY, "compiled"): "0.81 to 1.25",
-    (TAKE, "numpy"): "0.88 to 1.04", (TAKE, "compiled"): "1.04 to 1.07",
-    ("drop, us", "numpy"): "3.5", ("drop, us", "compiled"): "3.5",
-    ("apply + take, us", "numpy"): "49.9 to 56.6", ("apply + take, us", "compiled"): "52.9 to 60.9",
-    (SPARSE, "numpy"): "2.7 to 4.1", (SPARSE, "compiled"): "4.1 to 6.4",
-}  # fmt: skip
 SLOWER_HOST = Decision(
     60,
     "the commit before the measured one took as long, in turns on one machine (55.8 and 56.2 us); "
@@ -62,22 +54,26 @@ OVER_TENSORFLOW = Decision(
     "TensorFlow's two calls cost 35 us each in C++; ours are about 300 calls of Python that "
     "validate, lock, launch and log, and were 1.26 to 1.5 times as fast",
 )
+# On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 CPU_FLOORS = (
     *(
         Floor(f"{implementation}, {name}, over {peer}", name, over_the_peer(peer, implementation),
-              "<=", most, MEASURED[name, implementation], decision=decision)
-        for name, peer, implementation, most, decision in (
-            (APPLY, IN_PLACE, "numpy", 1.1, None),
-            (APPLY, IN_PLACE, "compiled", 1.25, COMPILED_APPLY),
-            (TAKE, SCALED, "numpy", 1.2, None),
-            (TAKE, SCALED, "compiled", 1.2, None),
+              "<=", most, measured, decision=decision)
+        for name, peer, implementation, most, measured, decision in (
+            (APPLY, IN_PLACE, "numpy", 1.1, "0.77 to 1.08", None),
+            (APPLY, IN_PLACE, "compiled", 1.25, "0.81 to 1.25", COMPILED_APPLY),
+            (TAKE, SCALED, "numpy", 1.2, "0.88 to 1.04", None),
+            (TAKE, SCALED, "compiled", 1.2, "1.04 to 1.07", None),
         )
     ),
     *(
-        Floor(f"{implementation}, {what}", SMALL, counted(f"{implementation}, {what}"), "<=", most,
-              MEASURED[what, implementation], decision=decision)
-        for implementation in IMPLEMENTATIONS
-        for what, most, decision in (("drop, us", 5, None), ("apply + take, us", 75, SLOWER_HOST))
+        Floor(f"{what}, us", SMALL, counted(f"{what}, us"), "<=", most, measured, decision=decision)
+        for what, most, measured, decision in (
+            ("numpy, drop", 5, "3.5", None),
+            ("numpy, apply + take", 75, "49.9 to 56.6", SLOWER_HOST),
+            ("compiled, drop", 5, "3.5", None),
+            ("compiled, apply + take", 75, "52.9 to 60.9", SLOWER_HOST),
+        )
     ),
     Floor("numpy, apply + take, over tf's", SMALL, counted(f"times {CYCLE}"), ">=", 1.1,
           "1.26 to 1.5", ("tensorflow",), OVER_TENSORFLOW),
@@ -88,8 +84,8 @@ CPU_FLOORS = (
     ),
     *(
         Floor(f"{implementation}, sparse apply over add.at", SPARSE,
-              times_the_peer(ADD_AT, implementation), ">=", 1, MEASURED[SPARSE, implementation])
-        for implementation in IMPLEMENTATIONS
+              times_the_peer(ADD_AT, implementation), ">=", 1, measured)
+        for implementation, measured in (("numpy", "2.7 to 4.1"), ("compiled", "4.1 to 6.4"))
     ),
 )  # fmt: skip
 GPU_FLOORS = (
@@ -226,7 +222,7 @@ def small(bench: Bench) -> None:
         calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
         calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
     us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS, loops=LOOPS)
-    figures = {f"{name}, us": taken for name, taken in us.items()}
+    figures = named(us)
     for theirs, ours in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
         if theirs in us:
             figures[f"times {theirs}"] = us[theirs] / us[ours]
@@ -235,7 +231,7 @@ def small(bench: Bench) -> None:
 
 def many(bench: Bench) -> None:
     """Adds all gradients of a model in one call."""
-    number = bench.pick(len(resnet50()), QUICK_MANY)
+    number = len(resnet50(bench.quick))
     gradients = [integers(MANY_SIZE) for _ in range(number)]
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
@@ -250,7 +246,7 @@ def many(bench: Bench) -> None:
         calls[f"{implementation}, apply + take"] = partial(both, apply, take)
         figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
     us = bench.host_us(calls, 1, rounds=ROUNDS, loops=LOOPS)
-    figures |= {f"{name}, us a tensor": taken / number for name, taken in us.items()}
+    figures |= named({name: taken / number for name, taken in us.items()}, "us a tensor")
     words = f"{number} x {MANY_SIZE} float32 in one call"
     bench.keep(Case(MANY, words, figures=figures))
 

@@ -29,7 +29,7 @@ from measure.clock import Call, HostClock
 from measure.floors import Decision, Floor, counted, over_the_copy, times_the_peer
 from measure.reductions import Reduction, placed, uploaded
 from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark
+from measure.runner import Bench, Benchmark, named
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -41,13 +41,8 @@ NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
 PREPARED = ", prepared"
 SWEEP_BYTES = tuple(2**power for power in range(10, 27, 4))  # of one tensor: 1 KiB to 64 MiB
-QUICK_SIZE, QUICK_TENSORS, QUICK_SWEEP_BYTES = 2**7, 12, (2**10,)
+QUICK_SWEEP_BYTES = (2**10,)
 
-MEASURED = {  # on an AMD EPYC virtual machine with 2 cores, 2026-11, load average 0.4 to 2.9
-    ("numpy", "num_packs=0"): "1.26 to 1.41", ("numpy", "num_packs=1"): "1.62 to 1.86",
-    ("numpy", "flat"): "1.01 to 1.04", ("compiled", "num_packs=0"): "0.86 to 1.09",
-    ("compiled", "num_packs=1"): "1.14 to 1.49", ("compiled", "flat"): "0.67 to 0.91",
-}  # fmt: skip
 BESIDE = "docs/benchmarks.md, 2026-11"
 OWN_ARRAYS = ", NumPy arrays"
 PLAIN_CALL = Decision(
@@ -65,18 +60,18 @@ NEW_RESULTS = Decision(
     "writes existing memory too, is 1.29 times as fast, and compiled kernels 1.52 times",
 )
 NUMPYS = Decision(3, "almost all of it is NumPy's: with compiled kernels it is 0.2 us")
+# On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 0.4 to 2.9.
 CPU_FLOORS = (
     *(
         Floor(f"{implementation}, {way}, over the line", RESNET,
-              over_the_copy(f"{implementation}, {way}"), "<=", most, MEASURED[implementation, way],
-              decision=decision)
-        for implementation, way, most, decision in (
-            ("numpy", NO_PACKS, 1.7, PLAIN_CALL),
-            ("numpy", ONE_PACK, 2.5, None),
-            ("numpy", FLAT, 1.5, None),
-            ("compiled", NO_PACKS, 1.1, None),
-            ("compiled", ONE_PACK, 2.0, None),
-            ("compiled", FLAT, 1.1, None),
+              over_the_copy(f"{implementation}, {way}"), "<=", most, measured, decision=decision)
+        for implementation, way, most, measured, decision in (
+            ("numpy", NO_PACKS, 1.7, "1.26 to 1.41", PLAIN_CALL),
+            ("numpy", ONE_PACK, 2.5, "1.62 to 1.86", None),
+            ("numpy", FLAT, 1.5, "1.01 to 1.04", None),
+            ("compiled", NO_PACKS, 1.1, "0.86 to 1.09", None),
+            ("compiled", ONE_PACK, 2.0, "1.14 to 1.49", None),
+            ("compiled", FLAT, 1.1, "0.67 to 0.91", None),
         )
     ),
     *(  # with num_packs=0, read where they lie
@@ -167,10 +162,7 @@ def compare(bench: Bench, name: str, tensors: Tensors, calls: dict[str, Call]) -
 
 def resnet(bench: Bench) -> None:
     """Reduces the gradients of a model."""
-    shapes = resnet50()
-    if bench.quick:
-        shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
-    tensors = hosts(shapes)
+    tensors = hosts(resnet50(bench.quick))
     calls = find_all_reduce_peers(bench, tensors)
     for name, mesh in bench.meshes.items():
         ours = OURS + name
@@ -184,7 +176,7 @@ def resnet(bench: Bench) -> None:
 
 def tiny(bench: Bench) -> None:
     """Measures the host time per tensor with tiny tensors."""
-    tensors = hosts([(TINY_SIZE,)] * bench.pick(len(resnet50()), QUICK_TENSORS))
+    tensors = hosts([(TINY_SIZE,)] * len(resnet50(bench.quick)))
     calls: dict[str, Call] = {}
     for name, mesh in bench.meshes.items():
         for way in WAYS:
@@ -192,7 +184,7 @@ def tiny(bench: Bench) -> None:
             calls[f"{name}, {way}{PREPARED}"] = reduction(mesh, tensors, way).prepared()
         calls[f"{name}, {ONE_PACK}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, ONE_PACK)
     us = bench.host_us(calls, bench.pick(10, 1))
-    figures = {f"{name}, us": taken / len(tensors) for name, taken in us.items()}
+    figures = named({name: taken / len(tensors) for name, taken in us.items()})
     words = f"{len(tensors)} x {TINY_SIZE} float32 on {NUM_DEVICES} devices, us for a tensor"
     bench.keep(Case(TINY, words, figures=figures))
 

@@ -29,7 +29,7 @@ from measure.floors import (
 from measure.peers import SPLIT, Peer, find_peers, peer_calls
 from measure.random_values import fill, normals
 from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark
+from measure.runner import Bench, Benchmark, named
 
 import gradreduce as gr
 from gradreduce import ops
@@ -277,7 +277,7 @@ class Ops:
             buffers = list(map(device.put, arrays))
             calls[f"{OURS}{implementation}, Buffers"] = partial(gr.add_n, buffers)
         us = self.bench.host_us(calls, self.bench.pick(2000, 10))
-        figures = {f"{name}, us": taken for name, taken in us.items()}
+        figures = named(us)
         for name in theirs:
             figures["us over the peer"] = us[OURS + "arrays"] - us[name]
         self.bench.keep(Case(SMALL, "add_n 3 x 100 float32", figures=figures))

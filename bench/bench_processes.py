@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from measure.case import OURS, Case
-from measure.clock import After, Call, in_turns, timed, took_of
+from measure.clock import After, Call, each, in_turns, timed, took_of
 from measure.floors import Floor, counted, over_the_peer
 from measure.in_processes import figures_of, torchrun
 from measure.reductions import Reduction, placed, uploaded
@@ -38,7 +38,6 @@ RAW, FLAT, PACKED, PLAIN, ALONE = "raw all-reduce", "flat", "packed", "plain", "
 PREPARED = ", prepared"
 TINY_SIZE = 16
 ROUNDS, TINY_ROUNDS, QUICK_ROUNDS, WARM_UPS = 25, 1000, 2, 3
-QUICK_SIZE, QUICK_TENSORS = 2**7, 12
 SECONDS = 600.0  # for all rounds of one launcher
 OVER_RAW, PLAIN_OVER = "prepared, us over raw", "plain, us over raw and one process"
 PASS, OVER_PASS = "one pack pass", "packed, prepared, over raw and one pack pass"
@@ -55,25 +54,21 @@ def tiny_of(launcher: str) -> str:
 
 
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11, load average 4 to 9.
-MEASURED = {
-    ("torchrun", FLAT): "0.99 to 1.09", ("torchrun", PACKED): "0.94",
-    ("torchrun", OVER_RAW): "34 to 101", ("torchrun", PLAIN_OVER): "19 to 131",
-    ("mpi", FLAT): "0.30 to 0.41", ("mpi", PACKED): "0.32",
-    ("mpi", OVER_RAW): "56 to 78", ("mpi", PLAIN_OVER): "57 to 80",
-}  # fmt: skip
 FLOORS = tuple(
     floor
-    for launcher, library in LAUNCHERS.items()
+    for launcher, flat, packed, over_raw, plain_over in (
+        ("torchrun", "0.99 to 1.09", "0.94", "34 to 101", "19 to 131"),
+        ("mpi", "0.30 to 0.41", "0.32", "56 to 78", "57 to 80"),
+    )
     for floor in (
         Floor(f"{launcher}, flat, prepared, over raw", resnet_of(launcher),
-              over_the_peer(RAW, FLAT + PREPARED), "<=", 1.1,
-              MEASURED[launcher, FLAT], (library,)),
+              over_the_peer(RAW, FLAT + PREPARED), "<=", 1.1, flat, (LAUNCHERS[launcher],)),
         Floor(f"{launcher}, {OVER_PASS}", resnet_of(launcher), counted(OVER_PASS), "<=", 1.1,
-              MEASURED[launcher, PACKED], (library,)),
+              packed, (LAUNCHERS[launcher],)),
         Floor(f"{launcher}, tiny tensors, {OVER_RAW}", tiny_of(launcher), counted(OVER_RAW), "<=",
-              200, MEASURED[launcher, OVER_RAW], (library,)),
+              200, over_raw, (LAUNCHERS[launcher],)),
         Floor(f"{launcher}, tiny tensors, {PLAIN_OVER}", tiny_of(launcher), counted(PLAIN_OVER),
-              "<=", 100, MEASURED[launcher, PLAIN_OVER], (library,)),
+              "<=", 100, plain_over, (LAUNCHERS[launcher],)),
     )
 )  # fmt: skip
 
@@ -116,21 +111,19 @@ def pack_pass(shapes: Sequence[tuple[int, ...]]) -> Call:
 
 def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | None:
     """Measures in one of the processes; the first returns the seconds of each case."""
-    shapes = resnet50()
-    if quick:
-        shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
+    shapes = resnet50(quick)
     tiny = [(TINY_SIZE,)] * len(shapes)
     with gr.open_mesh(1, backend="sim", processes=launcher) as mesh:
         calls = {PASS: pack_pass(shapes), **calls_of(mesh, shapes, FLAT)}
         calls |= calls_of(mesh, shapes, PACKED)
         taken = turns(launcher, shapes, calls, QUICK_ROUNDS if quick else ROUNDS)
-        found = {resnet_of(launcher): {key: statistics.median(each) for key, each in taken.items()}}
+        found = {resnet_of(launcher): each(statistics.median, taken)}
         with gr.open_mesh(1, backend="sim", processes="none") as alone:
             name = f"{OURS}{ALONE}, {PLAIN}"
             calls = {**calls_of(mesh, tiny, PACKED), name: calls_of(alone, tiny, ALONE)[name]}
             taken = turns(launcher, tiny, calls, QUICK_ROUNDS if quick else TINY_ROUNDS)
         # The best round, because other work on the machine doubles microseconds.
-        found[tiny_of(launcher)] = {key: min(each) for key, each in taken.items()}
+        found[tiny_of(launcher)] = each(min, taken)
         return found if mesh.process_index == 0 else None
 
 

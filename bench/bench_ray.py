@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from measure.case import OURS, Case
-from measure.clock import Turn, garbage_kept, in_turns, timed, took_of
+from measure.clock import Turn, each, garbage_kept, in_turns, timed, took_of
 from measure.floors import Floor, counted
 from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark
@@ -259,7 +259,7 @@ class Cases:
         figures: Mapping[str, float],
     ) -> None:
         """Prints and stores a case."""
-        took = took_of({each: statistics.median(times) for each, times in taken.items()})
+        took = took_of(each(statistics.median, taken))
         least = {f"{candidate}, least, ms": min(times) * 1e3 for candidate, times in taken.items()}
         size = f"{len(shapes)} float32 tensors"
         self.bench.keep(Case(name, size, 0, took, {**figures, **least}))

@@ -14,11 +14,11 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from measure.case import OURS, Case
-from measure.clock import Call, garbage_kept, in_turns, took_of
+from measure.clock import Call, each, garbage_kept, in_turns, took_of
 from measure.floors import Decision, Floor, counted
 from measure.in_processes import figures_of, torchrun
 from measure.resnet50 import resnet50
@@ -83,28 +83,13 @@ def seconds_of(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str,
         return in_turns([timed(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
 
 
-def best(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the shortest times, because other work on the machine doubles microseconds."""
-    return {name: min(times) for name, times in taken.items()}
-
-
-def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the medians."""
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def zero(modules: Iterable[Any]) -> None:
-    """Zeroes gradients where they are."""
-    for module in modules:
-        module.zero_grad(set_to_none=False)
-
-
 def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[[], Call]:
     """Returns what prepares a backward of all modules, with zeroed gradients."""
     import torch
 
     def prepare() -> Call:
-        zero(modules)
+        for module in modules:
+            module.zero_grad(set_to_none=False)
         x = torch.ones(1, requires_grad=True)
         loss = torch.stack([module(x) for module in modules]).sum()
 
@@ -158,7 +143,7 @@ def tiny_in_one_process(quick: bool) -> Found:
             LOOP: backward_of(looped, lambda: average_by_loop(looped)),
         }
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
-        took = best(seconds_of(steps, rounds, time.process_time))
+        took = each(min, seconds_of(steps, rounds, time.process_time))
     torch.set_num_threads(threads)
     figures = added(took)
     share = (took[PARALLEL] - took[PLAIN]) / (took[LOOP] - took[PLAIN])
@@ -179,7 +164,7 @@ def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     count = 12 if quick else NUM_TINY
     dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
     steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
-    took = best(seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
+    took = each(min, seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
     return {"took": took, "figures": added(took)}
 
 
@@ -294,7 +279,7 @@ def overlap(mesh: Mesh, quick: bool) -> Found:
     made.step()()  # makes the buckets
     steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
-    took = medians(taken)
+    took = each(statistics.median, taken)
     share, peer = (
         statistics.median(
             (both - alone) / reductions
@@ -345,7 +330,7 @@ def hook(mesh: Mesh, quick: bool) -> Found:
             if not (parameter.grad == 1).all():
                 raise AssertionError("a gradient is not the mean")
     ratios = [ours / theirs for ours, theirs in zip(taken[OUR_HOOK], taken[DDP], strict=True)]
-    return {"took": medians(taken), "figures": {RATIO: statistics.median(ratios)}}
+    return {"took": each(statistics.median, taken), "figures": {RATIO: statistics.median(ratios)}}
 
 
 def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
@@ -387,8 +372,8 @@ def cases(bench: Bench) -> None:
         "bench_torch:in_each", bench.quick, launcher=torchrun(SIZE), seconds=SECONDS,
         OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=most, MALLOC_MMAP_THRESHOLD_=most,
     )  # fmt: skip
-    for name, each in found.items():
-        keep(bench, name, each)
+    for name, measured in found.items():
+        keep(bench, name, measured)
 
 
 def keep(bench: Bench, name: str, found: Found) -> None:

@@ -23,8 +23,6 @@ from .sections import (
 )
 from .setting import Setting
 
-__all__ = ["FIRST", "first", "step_of"]
-
 DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}

@@ -19,8 +19,6 @@ from measure.in_processes import words_of
 from .child import Stop, run
 from .setting import ROOT, Gpu, environment, python
 
-__all__ = ["FAKE", "commit", "find", "sources"]
-
 LOOK_SECONDS = 60.0  # CuPy's first import on a cold disk, and the driver's start
 FAKE = Gpu("fake", versions={"python": platform.python_version()})
 

@@ -19,8 +19,6 @@ from gradreduce import ops
 
 from .setting import find_tool
 
-__all__ = ["add", "compile_kernels", "copy_rate", "versions"]
-
 # Words in the names of packages that matter here.
 WORDS = ("cuda", "cupy", "gradreduce", "hypothesis", "jax", "ml-dtypes", "nccl", "numpy", "nvidia",
          "pytest", "torch", "triton")  # fmt: skip

@@ -9,19 +9,16 @@ same calls of NCCL made directly.
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import numpy as np
 from measure.clock import Call, host_seconds
-from measure.in_processes import words_of
+from measure.in_processes import figures_of_each
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective
@@ -41,6 +38,7 @@ NOT_NCCLS = ("int16", "uint16")
 SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
 COST_SIZE, COST_CALLS = 256, 20  # so few that the GPU never keeps the host waiting
 LOOK_SECONDS = 0.02
+RANKS_SECONDS = 600.0  # the check has a shorter deadline
 WAIT_SECONDS = 60.0  # for the file with the id
 HANG_SECONDS = 2.0  # the deadline of an all-reduce that never ends
 APART = {
@@ -182,37 +180,23 @@ def together(quick: bool, count: int) -> Figures:
 
 
 def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
-    """Starts a process per rank; if one fails, kills the others."""
+    """Starts a process per rank, with its own host name for NCCL; if one fails, ends the others."""
+    import cupy
+
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder) / f"{rank}.json" for rank in range(count)]
-        started: list[Popen[bytes]] = []
-        try:
-            for rank, report in enumerate(reports):
-                words = words_of(report, f"gpu_check.ranks:{way}", quick, count, rank, folder)
-                started.append(_started(rank, *words))
-            while None in (states := [one.poll() for one in started]) and not any(states):
-                time.sleep(LOOK_SECONDS)
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
-        if any(one.returncode for one in started):
-            raise AssertionError(f"exit statuses: {[one.returncode for one in started]}")
-        return compared_in(count, sum(json.loads(each.read_text())["compared"] for each in reports))
+        found = figures_of_each(
+            f"gpu_check.ranks:{way}",
+            [(quick, count, rank, folder) for rank in range(count)],
+            python(fake=getattr(cupy, "FAKE", False)),
+            RANKS_SECONDS,
+            [{**APART, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)],
+        )
+    return compared_in(count, sum(each["compared"] for each in found))
 
 
 def hang(quick: bool, count: int) -> Figures:
     """Starts the ranks of ``hanging_rank``."""
     return apart(quick, count, "hanging_rank")
-
-
-def _started(rank: int, *words: str) -> Popen[bytes]:
-    """Starts a process for one rank, with its own host name for NCCL."""
-    import cupy
-
-    changed = {**APART, "NCCL_HOSTID": f"gradreduce-{rank}"}
-    command = python(*words, fake=getattr(cupy, "FAKE", False))
-    return Popen(command, env={**os.environ, **changed})
 
 
 def one_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:

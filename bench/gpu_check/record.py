@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAILED", "PASSED", "SKIPPED", "STOPPED", "Record", "Result", "skipped"]
-
 PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
 
 

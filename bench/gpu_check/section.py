@@ -22,10 +22,6 @@ from .child import CommandResult, Stop, run
 from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result, skipped
 from .setting import ROOT, Setting, environment
 
-__all__ = [
-    "Check", "Checks", "Done", "Section", "function", "needing", "report_of", "run_section",
-]  # fmt: skip
-
 TAIL_CHARACTERS = 4000
 # What a library that is built for CPUs says when it is asked for a GPU.
 NO_GPU = {"torch": "Torch not compiled with CUDA enabled", "jax": "Unknown backend: 'gpu'"}

@@ -31,8 +31,6 @@ from .record import FAILED, PASSED, Result, skipped
 from .section import Check, Checks, Section, function, needing, report_of
 from .setting import ROOT, Setting, find_tool
 
-__all__ = ["bench", "counters", "example", "file", "nccl", "of_torch", "sanitize", "tests"]
-
 OPS = "tests/backends/cuda/test_ops.py"
 
 # -- tests -----------------------------------------------------------------------------------------

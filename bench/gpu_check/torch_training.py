@@ -8,16 +8,14 @@ allocator reuses the memory of the gradients for other tensors.
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure.in_processes import words_of
+from measure.in_processes import figures_of_each
 from torch import nn
 
 import gradreduce as gr
@@ -118,38 +116,24 @@ def in_one_process(backend: Backend, device: str) -> int:
         return data_parallel(mesh, 0, device)
 
 
-def one_of_two(backend: Backend, device: str, rank: int, store: str) -> dict[str, int]:
+def one_of_two(backend: Backend, device: str, rank: int, store: str) -> int:
     """Tests one process of two; returns how many gradients were compared."""
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
     with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:
         compared = data_parallel(mesh, rank, device) + hook(mesh, rank, device)
     dist.destroy_process_group()
-    return {"compared": compared}
+    return compared
 
 
-def in_two_processes(backend: str, device: str) -> None:
-    """Starts both processes; raises if one fails."""
+def in_two_processes(backend: Backend, device: str) -> int:
+    """Tests two processes; returns how many gradients were compared."""
     with tempfile.TemporaryDirectory() as folder:
-        store, report = str(Path(folder) / "store"), Path(folder) / "report.json"
+        ranks = [(backend, device, rank, f"{folder}/store") for rank in range(NUM_PROCESSES)]
         of = "gpu_check.torch_training:one_of_two"
-        started = [
-            subprocess.Popen(
-                python(*words_of(report, of, backend, device, rank, store), fake=False)
-            )
-            for rank in range(NUM_PROCESSES)
-        ]
-        try:
-            statuses = [one.wait(SECONDS) for one in started]
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
-    if any(statuses):
-        raise AssertionError(f"exit statuses of the processes: {statuses}")
+        found = figures_of_each(of, ranks, python(fake=False), SECONDS, [{}] * NUM_PROCESSES)
+    return sum(found)
 
 
 def trained(quick: bool) -> dict[str, int]:
-    """Runs both, and returns how many gradients were compared here."""
-    compared = in_one_process("cuda", "cuda")
-    in_two_processes("cuda", "cuda")
-    return {"compared": compared}
+    """Runs both, and returns how many gradients were compared."""
+    return {"compared": in_one_process("cuda", "cuda") + in_two_processes("cuda", "cuda")}

@@ -30,16 +30,14 @@ from .peers import find_peers, peer_calls
 from .random_values import fill, normals
 from .reductions import Reduction, placed
 from .resnet50 import resnet50
-from .runner import Bench
-
-__all__ = ["GPU_FLOORS", "NUM_LOGICAL", "gpu_cases"]
+from .runner import Bench, named
 
 NUM_LOGICAL = 8
 KIB, MIB = 2**10, 2**20
 # 1 KiB to 256 MiB; the bandwidths of several GPUs are promised from LARGE on.
 SWEEP_BYTES = tuple(KIB * 4**step for step in range(10))
 LARGE = (64 * MIB, 256 * MIB)
-QUICK_BYTES, QUICK_SIZE, QUICK_TENSORS = (KIB,), 2**7, 12
+QUICK_BYTES = (KIB,)
 ROUNDS, CALLS, QUICK_CALLS = 9, 20, 2
 RANKS_SECONDS = 75.0
 
@@ -111,9 +109,7 @@ def one_tensor(mesh: Mesh, nbytes: int, **options: Any) -> Reduction:
 
 def resnet(bench: Bench) -> None:
     """Measures GPU and host time for the gradients of a model."""
-    mesh, shapes = bench.meshes["cuda"], resnet50()
-    if bench.quick:
-        shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
+    mesh, shapes = bench.meshes["cuda"], resnet50(bench.quick)
     own, flat = (placed(mesh, shapes, flat=each) for each in (False, True))
     calls: dict[str, Call] = {}
     for way, num_packs in WAYS.items():
@@ -122,7 +118,7 @@ def resnet(bench: Bench) -> None:
         calls[f"{way}, prepared"] = reduction.prepared()
         calls[f"{way}, captured"] = reduction.captured()
     us = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS))
-    figures = {f"{name}, host us": taken for name, taken in us.items()}
+    figures = named(us, "host us")
     # A plain call looks at every Buffer; a prepared or captured one at none.
     num_buffers = NUM_LOGICAL * len(shapes)
     figures |= {f"{way}, host us a Buffer": us[way] / num_buffers for way in WAYS}

@@ -19,11 +19,6 @@ from .clock import Call
 from .peers import find_torch, tensorflow
 from .runner import Bench
 
-__all__ = [
-    "HIERARCHICAL", "NUMPY", "ONE_DEVICE", "SUM_AND_COPIES", "find_all_reduce_peers",
-    "numpy_sum_and_copies",
-]  # fmt: skip
-
 ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
 SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
 INSIDE = " in tf.function"

@@ -17,18 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .random_values import fill, normals
 
-__all__ = [
-    "After", "Call", "Clock", "GpuClock", "HostClock", "Took", "Turn", "garbage_kept",
-    "host_seconds", "in_turns", "timed", "took_of",
-]  # fmt: skip
-
 Call = Callable[[], Any]
+OfRounds = Callable[[Sequence[float]], float]
 Turn = Callable[[], Mapping[str, float]]  # runs once; returns seconds by candidate
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 5, 2
@@ -82,18 +78,6 @@ class After:
         return time.perf_counter() - start
 
 
-class Clock(Protocol):
-    """Interface of a clock of the host or of a GPU."""
-
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures every candidate and ``copy``, in turns after a warm-up.
-
-        Args:
-            calls: the candidates.
-            nbytes: bytes that the copy reads and writes, together.
-        """
-
-
 def in_turns(
     turns: Sequence[Turn], rounds: int, *, pause: float = 0.0, warm_ups: int = WARM_UPS
 ) -> dict[str, list[float]]:
@@ -142,13 +126,18 @@ def host_seconds(
     The best, not the median, because other work on the machine doubles a few microseconds.
     """
     turns = [timed(name, call, number, loops) for name, call in calls.items()]
-    taken = _turns_of_host(turns, rounds, quick=quick)
-    return {name: min(times) / number for name, times in taken.items()}
+    best = each(min, _turns_of_host(turns, rounds, quick=quick))
+    return {name: seconds / number for name, seconds in best.items()}
 
 
 def _turns_of_host(turns: Sequence[Turn], rounds: int, *, quick: bool) -> dict[str, list[float]]:
     """Returns the seconds of candidates that may use PyTorch."""
     return in_turns(turns, QUICK_ROUNDS) if quick else in_turns(turns, rounds, pause=PAUSE_SECONDS)
+
+
+def each(of_rounds: OfRounds, taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns one time for each candidate, such as the median of its rounds."""
+    return {name: of_rounds(times) for name, times in taken.items()}
 
 
 @contextmanager
@@ -176,20 +165,25 @@ class HostClock:
 
     quick: bool
     copy_threads: int | None = None
-    of_rounds: Callable[[Sequence[float]], float] = statistics.median
+    of_rounds: OfRounds = statistics.median
     rounds: int = HOST_ROUNDS
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures in turns; see ``Clock``."""
+        """Measures every candidate and ``copy``, in turns after a warm-up.
+
+        Args:
+            calls: the candidates.
+            nbytes: bytes that the copy reads and writes, together.
+        """
         candidates: dict[str, Call] = {**calls, "copy": HostCopy(nbytes, self.copy_threads)}
         turns = [timed(name, call) for name, call in candidates.items()]
         taken = _turns_of_host(turns, self.rounds, quick=self.quick)
-        return took_of({name: self.of_rounds(times) for name, times in taken.items()})
+        return took_of(each(self.of_rounds, taken))
 
 
 def took_of(seconds: Mapping[str, float]) -> dict[str, Took]:
     """Returns the times of calls that are done when they return."""
-    return {name: Took(each, each) for name, each in seconds.items()}
+    return {name: Took(taken, taken) for name, taken in seconds.items()}
 
 
 class HostCopy:
@@ -228,7 +222,7 @@ class GpuClock:
         self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures in turns; see ``Clock``."""
+        """Measures in turns; see ``HostClock``."""
         candidates = {**calls, "copy": self._copy_of(nbytes)}
         self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams
         plans = {name: self._plan(call) for name, call in candidates.items()}

@@ -9,18 +9,6 @@ from typing import Any, NamedTuple
 
 from .case import OURS, Case
 
-__all__ = [
-    "Decision",
-    "Figure",
-    "Floor",
-    "counted",
-    "kept",
-    "of_the_copy",
-    "over_the_copy",
-    "over_the_peer",
-    "times_the_peer",
-]
-
 Figure = Callable[[Case], float | None]
 SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 

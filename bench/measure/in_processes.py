@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gradreduce as gr
 
-__all__ = ["figures_of", "torchrun", "words_of"]
-
+LOOK_SECONDS = 0.02
 SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 
 
@@ -26,7 +26,7 @@ def figures_of(
     function: str,
     *arguments: Any,
     launcher: Sequence[str] = (sys.executable,),
-    seconds: float | None = None,
+    seconds: float = 600.0,
     **environment: str,
 ) -> Any:
     """Returns what a function returns in another process, or in the first of several.
@@ -39,16 +39,51 @@ def figures_of(
         environment: variables to add to the environment.
 
     Raises:
-        subprocess.SubprocessError: a process has failed, or they did not end in time.
+        subprocess.SubprocessError: a process has failed, or it did not end in time.
+    """
+    return figures_of_each(function, [arguments], launcher, seconds, [environment])[0]
+
+
+def figures_of_each(
+    function: str,
+    arguments: Sequence[Sequence[Any]],
+    launcher: Sequence[str],
+    seconds: float,
+    environments: Sequence[Mapping[str, str]],
+) -> list[Any]:
+    """Calls a function in several processes at once; if one fails, ends the others.
+
+    Args:
+        function: see ``figures_of``.
+        arguments: of each process.
+        launcher: of each process.
+        seconds: the time for all of it.
+        environments: of each process, variables to add to the environment.
     """
     path = os.pathsep.join([*map(str, SOURCES), os.environ.get("PYTHONPATH", "")])
+    end = time.monotonic() + seconds
+    started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "figures.json"
-        subprocess.run(
-            [*launcher, *words_of(report, function, *arguments)], timeout=seconds, check=True,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-        )  # fmt: skip
-        return json.loads(report.read_text(encoding="utf-8"))
+        reports = [Path(folder) / f"{place}.json" for place in range(len(arguments))]
+        try:
+            for each in zip(reports, arguments, environments, strict=True):
+                report, words, changed = each
+                started.append(subprocess.Popen(
+                    [*launcher, *words_of(report, function, *words)],
+                    env={**os.environ, "PYTHONPATH": path, **changed},
+                ))  # fmt: skip
+            while None in (states := [one.poll() for one in started]) and not any(states):
+                if time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(function, seconds)
+                time.sleep(LOOK_SECONDS)
+        finally:
+            for one in started:
+                one.kill()
+                one.wait()
+        for one in started:
+            if one.returncode:
+                raise subprocess.CalledProcessError(one.returncode, function)
+        return [json.loads(report.read_text(encoding="utf-8")) for report in reports]
 
 
 def words_of(report: Path, function: str, *arguments: Any) -> tuple[str, ...]:

@@ -19,8 +19,6 @@ import gradreduce as gr
 from . import stub_cupy
 from .reductions import Reduction
 
-__all__ = ["figures"]
-
 NUM_LOGICAL, SIZE = 4, 16  # of one GPU; elements of float32
 LOOPS, CALLS = 20, 200
 

@@ -18,16 +18,11 @@ from .clock import Call, HostClock
 from .peers import find_torch, on_current_stream
 from .random_values import GRADIENTS, VALUES, normals
 from .resnet50 import resnet50
-from .runner import Bench
-
-__all__ = [
-    "BLOCKS", "ROUNDS", "RULES", "TINY", "best_clock", "check_updates", "sgd_in_blocks", "sizes",
-    "sizes_of", "tiny_sizes", "tiny_us", "torch_steps",
-]  # fmt: skip
+from .runner import Bench, named
 
 SIZE, GPU_SIZE, QUICK_SIZE = 16_000_000, 64_000_000, 2_000
 NUM_VARIABLES, QUICK_VARIABLES = 50, 5
-TINY, TINY_SIZE, QUICK_TINY = "161 tiny variables", 16, 12
+TINY, TINY_SIZE = "161 tiny variables", 16
 ROUNDS = 25  # on a CPU, of which the best one counts
 NUMBER, QUICK_NUMBER = 20, 2
 LOST = 1e-3  # RMSProp's first step of such a gradient is 1e-6; rounding near 4 loses less than 3e-7
@@ -120,13 +115,12 @@ def sizes(bench: Bench) -> list[int]:
 
 def tiny_sizes(bench: Bench) -> list[int]:
     """Returns the sizes of tiny variables."""
-    return [TINY_SIZE] * bench.pick(len(resnet50()), QUICK_TINY)
+    return [TINY_SIZE] * len(resnet50(bench.quick))
 
 
 def tiny_us(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
     """Returns the host's microseconds of steps with tiny variables, as figures of a case."""
-    us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS)
-    return {f"{name}, us": taken for name, taken in us.items()}
+    return named(bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS))
 
 
 def sizes_of(size: int, number: int) -> list[int]:

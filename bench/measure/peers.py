@@ -18,8 +18,6 @@ import numpy as np
 from .clock import Call
 from .runner import Bench
 
-__all__ = ["SPLIT", "Peer", "find_peers", "on_current_stream", "peer_calls", "tensorflow"]
-
 Calls = dict[str, Call]
 Operations = Mapping[str, Callable[..., Calls]]
 SPLIT = 4  # inputs in the first half of an all_sum

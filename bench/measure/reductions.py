@@ -16,8 +16,6 @@ from gradreduce.device import Mesh
 from .clock import Call
 from .random_values import fill
 
-__all__ = ["Reduction", "placed", "uploaded"]
-
 
 def placed(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], *, flat: bool = False

@@ -19,13 +19,8 @@ from gradreduce.backends import Kernels
 from gradreduce.device import Device, Mesh
 
 from .case import OURS, Case
-from .clock import Call, Clock, GpuClock, HostClock, host_seconds
+from .clock import Call, GpuClock, HostClock, host_seconds
 from .floors import Floor, kept
-
-__all__ = [
-    "IMPLEMENTATIONS", "Bench", "Benchmark", "gpu_name", "has_gpu", "keep", "options_of",
-    "simulated",
-]  # fmt: skip
 
 T = TypeVar("T")
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
@@ -55,6 +50,11 @@ def simulated(num_devices: int) -> dict[str, Mesh]:
     }
 
 
+def named(figures: Mapping[str, float], unit: str = "us") -> dict[str, float]:
+    """Returns figures with their unit in their names."""
+    return {f"{name}, {unit}": figure for name, figure in figures.items()}
+
+
 class Bench:
     """The devices of a benchmark, and what it has measured.
 
@@ -76,7 +76,7 @@ class Bench:
         quick: bool,
         on_gpu: bool = False,
         meshes: Mapping[str, Mesh] | None = None,
-        host_clock: Callable[[bool], Clock] = HostClock,
+        host_clock: Callable[[bool], HostClock] = HostClock,
     ) -> None:
         self.quick = quick
         self.on_gpu = on_gpu
@@ -87,11 +87,11 @@ class Bench:
         self.absent: dict[str, str] = {}
 
     @cached_property
-    def clock(self) -> Clock:
+    def clock(self) -> HostClock | GpuClock:
         """The clock for work on the first device of ``meshes``."""
         return self.clock_of(next(iter(self.meshes.values())))
 
-    def clock_of(self, mesh: Mesh) -> Clock:
+    def clock_of(self, mesh: Mesh) -> HostClock | GpuClock:
         """Returns the clock for work on the first device of a mesh."""
         if self.on_gpu:
             return GpuClock(mesh.devices[0], quick=self.quick)
@@ -161,7 +161,7 @@ class Benchmark:
     gpu_floors: Sequence[Floor] | None = None
     num_devices: int = 0
     placement: Sequence[int] = (0,)
-    host_clock: Callable[[bool], Clock] = HostClock
+    host_clock: Callable[[bool], HostClock] = HostClock
 
     def floors_of(self, *, on_gpu: bool) -> Sequence[Floor]:
         """Returns the floors for a kind of machine."""
