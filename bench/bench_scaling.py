@@ -137,7 +137,7 @@ def cases(bench: Bench) -> None:
 
 BENCHMARK = Benchmark(
     __doc__, cases, CPU_FLOORS, GPU_FLOORS,
-    host_clock=partial(HostClock, copy_threads=1, rounds=ROUNDS),
+    host_clock=partial(HostClock, copy_threads=1, rounds=ROUNDS), implementation="compiled",
 )  # fmt: skip
 
 if __name__ == "__main__":

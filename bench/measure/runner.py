@@ -153,6 +153,7 @@ class Benchmark:
         num_devices: how many simulated devices are opened for it, if there is no GPU.
         placement: the logical devices that are opened on GPU 0, if ``num_devices`` is not 0.
         host_clock: see ``Bench``.
+        implementation: of the kernels, if no devices are opened for it.
     """
 
     doc: str | None
@@ -162,6 +163,7 @@ class Benchmark:
     num_devices: int = 0
     placement: Sequence[int] = (0,)
     host_clock: Callable[[bool], HostClock] = HostClock
+    implementation: str = "numpy"
 
     def floors_of(self, *, on_gpu: bool) -> Sequence[Floor]:
         """Returns the floors for a kind of machine."""
@@ -190,8 +192,9 @@ class Benchmark:
         for library, why in bench.absent.items():
             print(f"{library}: {why}")
         floors = self.floors_of(on_gpu=bench.on_gpu)
+        names = list(bench.meshes) or [self.implementation]
         return {
-            "implementations": ["cuda"] if bench.on_gpu else list(bench.meshes) or ["numpy"],
+            "implementations": ["cuda"] if bench.on_gpu else names,
             "load_average": load,
             "absent": bench.absent,
             "cases": [case.as_json() for case in bench.cases.values()],
