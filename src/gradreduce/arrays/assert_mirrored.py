@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradreduce.comm.description import Description, digest_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Device, Mesh
-from gradreduce.device.exchange import agreed, exchange_arrays, exchange_numbers
-from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
 from .convert import as_list, host_array, is_module
@@ -60,9 +60,10 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
     if device is None:
         problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
     else:
-        group = device.mesh_state.process_group
-        rows = [_Row.of(copy, group.label(group.rank)) for copy in copies]
-        with agreed(device, Description.of({"call": "assert_mirrored", "tensors": []})):
+        replicas = Replicas([device])
+        label = replicas.group.label(replicas.group.rank)
+        rows = [_Row.of(copy, label) for copy in copies]
+        with replicas.call(Description.of({"call": "assert_mirrored", "tensors": []})):
             problem = _difference(copies, rows, device)
     if problem is not None:
         raise AssertionError(problem)
@@ -209,8 +210,9 @@ def _of_all(own: list[Any], device: Device | None) -> list[Any]:
     if device is None:
         return own
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = exchange_numbers(device, [text.size])
-    found = exchange_arrays(device, [text], [[(size,)] for (size,) in sizes])
+    replicas = Replicas([device])
+    sizes = replicas.exchange_numbers([text.size])
+    found = replicas.exchange_arrays([text], [[(size,)] for (size,) in sizes])
     return [row for each in found for row in json.loads(each.tobytes())]
 
 

@@ -204,3 +204,28 @@ class _AttachedGradients:
                 parameter.grad = view
         if replaced and block.device.mesh_state.backend == "cuda":
             wait_for_current_stream([buffer], "torch")
+
+
+def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
+    """Sets the ``.grad`` of the attached parameters to their views again.
+
+    Args:
+        blocks: the memory of the views.
+        keeps_none: whether a ``.grad`` that is None stays None. Otherwise its view is zeroed.
+
+    Raises:
+        ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
+        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
+    """
+    attached = [(block, block.attached) for block in blocks if block.attached is not None]
+    found = [(block, each, each.replaced()) for block, each in attached]
+    if keeps_none:
+        found = [
+            (block, each, [row for row in rows if row[2] is not None])
+            for block, each, rows in found
+        ]
+    rest = [each for each in found if each[2]]
+    for block, _, _ in rest:
+        block.device.mesh_state.check_usable(block.device)
+    for block, each, replaced in rest:
+        each.attach_again(block, replaced)

@@ -13,8 +13,8 @@ from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Device
-from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
-from gradreduce.reduce.aggregators import MultiDeviceSum
+from gradreduce.sums.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
+from gradreduce.sums.aggregators import MultiDeviceSum
 
 Order = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
 

@@ -28,13 +28,14 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 from weakref import WeakSet
 
-from gradreduce.backends.processes.launchers import (
+from gradreduce.comm.launchers import (
     check_processes,
     detect,
     first_number,
     join_processes,
     telling_processes,
 )
+from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
@@ -214,11 +215,11 @@ def _open_sim(
     strict: bool | None,
     schedule_seed: int | None,
 ) -> Mesh:
-    from .sim.collective import SimCollective
-    from .sim.device import SimDevice, SimOptions
-    from .sim.host_compile import find_compiler
-    from .sim.scheduler import RandomScheduler, Scheduler
-    from .sim.workers import Workers
+    from gradreduce.backends.sim.collective import SimCollective
+    from gradreduce.backends.sim.device import SimDevice, SimOptions
+    from gradreduce.backends.sim.host_compile import find_compiler
+    from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
+    from gradreduce.backends.sim.workers import Workers
 
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0, maximum=1) > 0
@@ -268,7 +269,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
 def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
     if not isinstance(peer_access, Set):
         peer_access = as_flag("peer_access", peer_access)
-    mesh_state = MeshState(backend, peer_access=peer_access)
+    mesh_state = MeshState(backend, LocalGroup(), peer_access=peer_access)
     mesh_state.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
     return mesh_state
 

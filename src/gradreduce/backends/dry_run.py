@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import (
     ALIGNMENT,
     Block,
@@ -34,7 +35,7 @@ from gradreduce.device.command_list import Command
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.process_group import LocalGroup, Move, Parcel
+from gradreduce.device.processes import Move, Parcel
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
@@ -63,8 +64,7 @@ class DryRunMesh:
         *,
         compiles: bool = False,
     ) -> None:
-        mesh_state = MeshState(backend, peer_access=peer_access)
-        mesh_state.process_group = LocalGroup(*processes)
+        mesh_state = MeshState(backend, LocalGroup(*processes), peer_access=peer_access)
         starts = count(1)
         self._devices = [
             DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
@@ -78,7 +78,7 @@ class DryRunMesh:
     def like(cls, mesh: Mesh, *, compiles: bool = False) -> Self:
         """Makes a dry-run copy of the whole of ``mesh``."""
         whole = mesh.devices[0].mesh
-        group = whole.mesh_state.process_group
+        group = whole.mesh_state.processes
         physical = [device.physical for device in whole.devices]
         peers = whole.mesh_state.peer_access
         return cls(physical, whole.backend, peers, (group.rank, group.counts), compiles=compiles)

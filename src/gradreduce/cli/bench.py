@@ -22,7 +22,6 @@ from gradreduce.backends.sim.device import SimDevice
 from gradreduce.device import as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.system_info import find_machine
 
 from .against import Earlier
 from .options import (
@@ -38,6 +37,7 @@ from .options import (
     write,
 )
 from .pictures import plot_times
+from .system_info import find_machine
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _LR = 2**-6  # large enough to change a bfloat16 of 2

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradreduce.backends import MOST, Backend, open_mesh
+from gradreduce.comm.process_group import group_of
 from gradreduce.device import Mesh
 
 _PICTURES = (".png", ".pdf", ".svg")
@@ -107,7 +108,7 @@ def of_all_processes(mesh: Mesh, name: str, value: Any) -> list[Any]:
     Raises:
         click.ClickException: a process has not called it in time.
     """
-    group = mesh.mesh_state.process_group
+    group = group_of(mesh[0])
     group.post(f"gradreduce {name}", json.dumps(value))
     found = [group.read(rank, f"gradreduce {name}", group.timeout) for rank in range(group.size)]
     missing = [rank for rank, text in enumerate(found) if text is None]

@@ -31,7 +31,6 @@ from .dtypes import (
     as_index,
     mean_dtype,
 )
-from .flat_buffer import FlatBuffer, attach_again
 from .forks import ModuleLock
 from .graph_capture import Capture, check_peers, no_collection
 from .interrupts import DeferInterrupts

@@ -32,7 +32,7 @@ from .op_log import QUEUES, Record
 from .order import LOOK_SECONDS, Work
 from .peer_access import check_accessible, check_all_accessible, check_writable
 from .pending_calls import WaitPolicy, as_deadline
-from .process_group import GpuMove, Move, Parcel, bytes_of
+from .processes import GpuMove, Move, Parcel, bytes_of
 from .waiting import acquired_in_time
 
 if TYPE_CHECKING:
@@ -344,6 +344,23 @@ class Device(NotCopied, Backend):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         log.mark_finished(number, self, "compute")
         return host
+
+    def _queue_exchange(
+        self, command: Command, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue
+    ) -> None:
+        """Queues an exchange with other processes.
+
+        Args:
+            command: orders its parts itself, because the lock of the order must not be held while
+                the host waits for other processes.
+            sends, receives: the buffers.
+            queue: the queue that runs it.
+        """
+        nbytes = sum([buffer.nbytes for _, buffer in sends])
+        record = Record("exchange", "", self.index, -1, nbytes, queue)
+        work = self._parcels(sends, receives, queue)
+        self._order(lambda: None, work)  # a list that records it needs the waits of all parts
+        self._submit(command, record, work, is_ordered=True)
 
     def _exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move

@@ -21,12 +21,12 @@ from .interrupts import DeferInterrupts
 from .op_log import OpLog, PackScope, Ranges, write_flight
 from .order import Order
 from .pending_calls import Label, PendingCall, WaitPolicy, names_of
-from .process_group import LocalGroup, ProcessGroup
 from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .device import Device
+    from .processes import Processes
 
 # Callbacks for closing a mesh, and for resetting it.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
@@ -41,7 +41,7 @@ class MeshState:
         backend: ``"sim"`` or ``"cuda"``.
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
-        process_group: the processes whose replicas are summed; one process is a group of one.
+        processes: the processes whose replicas are summed; one process is a group of one.
         compiled: has each kernel with a template that is compiled for all physical devices.
         prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
@@ -73,9 +73,11 @@ class MeshState:
     nvtx: Ranges | None = None
     flight_path = ""
 
-    def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
+    def __init__(
+        self, backend: str, processes: Processes, *, peer_access: bool | Set[tuple[int, int]]
+    ) -> None:
         self.backend = backend
-        self.process_group: ProcessGroup = LocalGroup()  # until ``join_processes``
+        self.processes = processes
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
@@ -258,6 +260,15 @@ class MeshState:
         self._last_reason = self.reason = reason
         self._notify(self._notify_waiters)
 
+    def fail_all(self, reason: str) -> None:
+        """Marks a mesh over several processes as failed, and tells the other processes why.
+
+        In one process nobody waits for it, so the mesh stays usable.
+        """
+        if self.processes.size > 1:
+            self.processes.tell_failure(reason)
+            self.fail(reason)
+
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
         """Returns the error for a host wait that ended early; a missed deadline fails the mesh."""
         try:
@@ -312,7 +323,7 @@ class MeshState:
     def _write_flight(self, reason: str) -> None:
         entries = self.log.entries((), fresh=False)
         mesh = f"{self.backend}, process {self._pid}"
-        write_flight(self.flight_path, mesh, reason, entries, self.process_group)
+        write_flight(self.flight_path, mesh, reason, entries, self.processes)
 
     def _notify(self, call: Callable[[], None]) -> None:
         """Calls it in a new thread, or in the watchdog's if none starts.
@@ -394,6 +405,6 @@ class MeshState:
 
     def _failure_error(self, reason: str) -> CollectiveError:
         then = "mesh.reset() makes it usable again"
-        if self.process_group.size > 1:
+        if self.processes.size > 1:
             then = "end the processes and start them again"
         return CollectiveError(f"the mesh has failed: {reason}; {then}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .command_list import Command, CommandList
     from .device import Device
     from .pending_calls import Label, PendingCall
-    from .process_group import ProcessGroup
+    from .processes import Processes
 
 # Operations that may move bytes from one device to another.
 CROSSING = ("launch", "copy", "collective", "exchange")
@@ -449,13 +449,13 @@ def flight_path(wanted: str) -> str:
 
 
 def write_flight(
-    path: str, mesh: str, reason: str, entries: Sequence[FlightEntry], group: ProcessGroup
+    path: str, mesh: str, reason: str, entries: Sequence[FlightEntry], group: Processes
 ) -> None:
     """Writes mesh, reason and entries as JSON, completely or not at all.
 
     The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``.
 
-    With several processes it also has the fields of ``ProcessGroup.flight_record``, and the file's
+    With several processes it also has the fields of ``Processes.flight_record``, and the file's
     name contains the rank. A failure to write is logged and not raised, so that it does not hide
     why the mesh failed.
 

@@ -335,7 +335,7 @@ class RepeatedWork:
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
         mesh_state = devices[0].mesh_state
         self._order = mesh_state.order
-        self._is_one_process = mesh_state.process_group.size == 1
+        self._is_one_process = mesh_state.processes.size == 1
         self._blocks = tuple(command_list.blocks)
         queues = dict.fromkeys(queue for each in devices for queue in each.queues.values())
         self._queues = tuple(queues)

@@ -122,7 +122,7 @@ def _describe(pending: PendingCall, oldest: PendingCall) -> str:
     text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"
     if oldest is not pending:
         text += f"; before it, in {oldest.call}: {oldest.describe_stall()}"
-    late = pending.devices[0].mesh_state.process_group.describe_late(pending.seconds)
+    late = pending.devices[0].mesh_state.processes.describe_late(pending.seconds)
     if late:
         text += f"; {late}"
     return text

@@ -18,6 +18,7 @@ from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.backends.compile_ahead import compile_rows
+from gradreduce.comm.replicas import comparing
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -27,11 +28,10 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
-from gradreduce.device.exchange import comparing
 from gradreduce.errors import brief
-from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.sums.aggregation import AggregationMethod
 
 from .checkpoint import OptimizerState
 from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients

@@ -22,6 +22,7 @@ from gradreduce.arrays.types import OutputType
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.comm.process_group import check_one_process, group_of
 from gradreduce.device import (
     Buffer,
     Device,
@@ -32,7 +33,6 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
-from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief
 
 from .arguments import (
@@ -581,7 +581,7 @@ def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
     """Returns the values of the process with this rank."""
     parts = [request.value.parts[0] for request in requests]
-    size = requests[0].devices[0].mesh_state.process_group.size if requests else 1
+    size = group_of(requests[0].devices[0]).size if requests else 1
     if rank >= size:
         raise ValueError(f"process={rank} must be less than {size}, the number of processes")
     if size == 1:

@@ -18,12 +18,13 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
+from gradreduce.comm.description import Description
+from gradreduce.comm.process_group import group_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
-from gradreduce.device.exchange import agreed
-from gradreduce.device.process_group import Description, replica_counts
+from gradreduce.sums.aggregation import dry_run_parts, rehearse_parts, with_dense
 
 from .across_processes import AcrossProcesses, process_groups
-from .aggregation import dry_run_parts, rehearse_parts, with_dense
 from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
@@ -37,7 +38,7 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, num_replicas_of, slices_of_all
+from .process_values import described, slices_of_all
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -135,7 +136,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         return found
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
-    num_shares = 1 if call == "all-reduce" else num_replicas_of(first)
+    num_shares = 1 if call == "all-reduce" else Replicas.of(first).count
     cut = num_shares if call == "reduce-scatter" else 1
     share = [
         (replicas[0].size // cut, dtype, out_dtype)
@@ -184,7 +185,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         rehearse_reduction(settings, devices, *pair, call=call, counts=counts)
     flat: list[FlatPlan] = []
-    first, num_before = devices[0].mesh_state.process_group.first_replica, 0
+    first, num_before = Replicas(devices).first, 0
     for owner, share in enumerate(shares):
         here = slice(owner - first, owner - first + 1) if owner >= first else slice(0)
         of_call = {
@@ -250,7 +251,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     differ: one device may be all devices of one process, but a part of those of another.
     """
     dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
-    if not any(dense) or requests[0].devices[0].mesh_state.process_group.size == 1:
+    if not any(dense) or group_of(requests[0].devices[0]).size == 1:
         return requests
     values = [
         request.value._changed(
@@ -297,7 +298,7 @@ def plan_requests(
     plan = plan_batch(
         settings,
         gradients,
-        divisor=num_replicas_of(gradients[0]) if reduce_op is ReduceOp.MEAN else 1,
+        divisor=Replicas.of(gradients[0]).count if reduce_op is ReduceOp.MEAN else 1,
         counts=counts,
         names=names_of(requests, indices),
         compared=requests[indices[0]].value._key is not None,  # keys are compared, names are not
@@ -381,7 +382,7 @@ def reduce_to_one(
     value, thread, mean = request.value, home.mesh_state.thread, reduce_op is ReduceOp.MEAN
     parts: Sequence[Part] = value.parts
     thread.phase = "all-reduce"
-    if home.mesh_state.process_group.size > 1:  # dense values are all-reduced
+    if group_of(home).size > 1:  # dense values are all-reduced
         sparse = [part for part in parts if isinstance(part, IndexedSlices)]
         parts = slices_of_all(
             home, sparse, mean=mean, coalesce=coalesce,
@@ -433,8 +434,8 @@ def reduce_batch(
     groups = _stages(plan, packs)
     # A single stage overlaps with nothing, so it needs no waits between two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
-    what = plan.description
-    with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
+    compared = _ALONE if plan.description is None else Replicas(plan.devices).call(plan.description)
+    with mesh_state.launch_lock, compared:
         reduce = getattr(algorithm, plan.call.replace("-", "_"))
         if plan.call == "all-reduce":
             jobs = algorithm.allocate(jobs)
@@ -574,7 +575,7 @@ def _reduce_all(
 
     In memory that peers cannot access, so that all copies and all sums occur.
     """
-    num_shares = 1 if call == "all-reduce" else sum(replica_counts(devices))
+    num_shares = 1 if call == "all-reduce" else Replicas(devices).count
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
@@ -611,10 +612,11 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     found: Algorithm | None = plans.get(key)
     if found is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
-        is_alone = devices[0].mesh_state.process_group.size == 1
+        replicas = Replicas(devices)
+        is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(replica_counts(devices))
+            groups = process_groups(replicas.counts)
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
         remember(plans, key, found)
     return found

@@ -10,20 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
 from gradreduce.arrays.convert_gpu import OWNED_BY_CALLER, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
+from gradreduce.arrays.flat_arrays import attach_again
 from gradreduce.arrays.outputs import count_writes, tensors_of
 from gradreduce.device import (
     Buffer,
     Capture,
     CommandList,
     Device,
-    FlatBuffer,
     RepeatedWork,
     as_deadline,
-    attach_again,
     check_peers,
     deadline_scope,
 )
@@ -109,6 +109,16 @@ class StreamBoundary:
             device.block_stream(None)
 
 
+class SharedArrays(Protocol):
+    """Memory that callers fill as arrays of a library; see ``FlatBuffer``."""
+
+    def adopt(self) -> None:
+        """Makes our queues wait for the library's current streams."""
+
+    def release(self, *, deadline: float | None = None) -> None:
+        """Makes the library's current streams wait for our queues."""
+
+
 class PreparedStep(NotCopied):
     """A reduction that is planned once and repeated on the same arrays.
 
@@ -137,7 +147,7 @@ class PreparedStep(NotCopied):
     _copy_hint = "prepare the step again where it is needed"
 
     _called = "a prepared step"
-    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``
+    shared: SharedArrays | None = None  # set by ``FlatBuffer.prepare_all_reduce``
     attaches = True  # False: the caller attaches gradients again before each call
 
     def __init__(self, call: Call, reduce: Reduce) -> None:
@@ -201,8 +211,8 @@ class PreparedStep(NotCopied):
         if self._pack_buffers and self.attaches:
             attach_again(self._pack_buffers)
         boundaries = self._boundaries()
-        if self.flat is not None:
-            self.flat.adopt()
+        if self.shared is not None:
+            self.shared.adopt()
         with (
             deadline_scope(self._called, seconds, self._devices),
             self._lock,
@@ -215,8 +225,8 @@ class PreparedStep(NotCopied):
         count_writes(self._tensors)
         for each in boundaries:
             each.leave(self._outputs)  # may wait, so no lock is held here
-        if self.flat is not None:
-            self.flat.release(deadline=deadline)
+        if self.shared is not None:
+            self.shared.release(deadline=deadline)
         return self.results
 
     def _boundaries(self) -> list[StreamBoundary]:
@@ -224,7 +234,9 @@ class PreparedStep(NotCopied):
 
         A step of ``FlatBuffer.prepare_all_reduce`` is synchronized by its flat buffer.
         """
-        if self.flat is None and any([block.attached is not None for block in self._pack_buffers]):
+        if self.shared is None and any(
+            [block.attached is not None for block in self._pack_buffers]
+        ):
             return [self._boundary, self._attached]
         return [self._boundary]
 

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
+from gradreduce.comm.replicas import comparing
 from gradreduce.device import Mesh, as_count, as_flag
-from gradreduce.device.exchange import comparing
 from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 

@@ -23,8 +23,9 @@ from weakref import ref
 import torch
 
 from gradreduce.arrays.distributed import ReduceOp
-from gradreduce.device import Mesh, attach_again
-from gradreduce.device.exchange import fail
+from gradreduce.arrays.flat_arrays import attach_again
+from gradreduce.comm.process_group import group_of
+from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -84,7 +85,7 @@ class Reducer:
         self._round = 0  # the number of the round, equal in all processes
         self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
         self._is_repeated = False  # whether others wait in this round, which has failed here
-        self._group = mesh.mesh_state.process_group
+        self._group = group_of(mesh[0])
         self._number = self._group.rounds.add_owner()
         self._handles = [  # remove the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
@@ -125,7 +126,7 @@ class Reducer:
     def zero(self) -> bool:
         """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
         for bucket in self._buckets:
-            bucket.step.flat._zero(keeps_none=True)
+            bucket.flat._zero(keeps_none=True)
         for parameter in self._sparse_parameters(*self._replicas):
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -287,7 +288,7 @@ class Reducer:
             self._launch(bucket, attaches=False)
         self._wait()
         for bucket in self._buckets[:most]:
-            bucket.step.flat._fill_zero()
+            bucket.flat._fill_zero()
         self._num_zeroed = most
         self._round += 1
 
@@ -365,7 +366,7 @@ class Reducer:
         """Drops a round. A mesh over several processes fails, because their rounds differ."""
         mesh_state, group = self.mesh.mesh_state, self._group
         if mesh_state.reason is None:
-            fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
+            mesh_state.fail_all(f"a backward of process {group.rank} of {group.size} {why}")
         for replica in self._replicas:
             replica.drop()
         self._reset()
@@ -456,7 +457,7 @@ class Reducer:
             flat = self.mesh.flat_buffer(shapes, dtype)
             flat.attach(parameters)
             step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self._cross_device_ops)
-        return Bucket(name, step)
+        return Bucket(name, flat, step)
 
 
 def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any], None]:

@@ -33,7 +33,7 @@ from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES
 from gradreduce.device.order import Work
 from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.process_group import Move, Parcel, bytes_of
+from gradreduce.device.processes import Move, Parcel, bytes_of
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.processes import MPI, TORCHRUN, check_scenario, run
 
-from gradreduce.backends.processes.launchers import detect, slurm_address
+from gradreduce.comm.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
@@ -49,7 +49,7 @@ def test_processes_that_torchrun_starts_again_meet_each_other_only():
 def test_keys_of_earlier_processes_in_a_store_are_ignored():
     import torch.distributed as dist
 
-    from gradreduce.backends.processes.torch_group import _new_name
+    from gradreduce.comm.torch_group import _new_name
 
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
@@ -91,7 +91,7 @@ def test_arrays_of_jax_are_summed_over_processes():
 
 @pytest.mark.torch
 def test_a_store_that_does_not_answer_has_a_deadline_and_can_be_interrupted():
-    from gradreduce.backends.processes.torch_group import _call
+    from gradreduce.comm.torch_group import _call
 
     ends = threading.Event()
     with pytest.raises(CollectiveError, match=r"the store does not answer within 0\.01 s"):

@@ -25,9 +25,10 @@ from gradreduce.accumulator import ConditionalAccumulator, take_now
 from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
+from gradreduce.comm.description import Description
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
-from gradreduce.device.exchange import agreed, send_to_all, telling_others
-from gradreduce.device.process_group import Description, Parcel, replica_counts
+from gradreduce.device.processes import Parcel
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
 from gradreduce.optim.checkpoint import SlotValues
@@ -43,7 +44,8 @@ from gradreduce.reduce.pipeline import (
     rehearse_reduction,
 )
 from gradreduce.reduce.process_values import described
-from gradreduce.step_scaling import GradientScaling
+
+from .scaling import GradientScaling
 
 _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
 _MOST_PLANS = 64  # plans are kept for this many different sets of variables with a gradient
@@ -153,8 +155,8 @@ class OptimizerShards(CrossDeviceOps):
             )
         self._optimizer, self._ops = optimizer, cross_device_ops
         self._whole, self._devices = tuple(variables), variables[0].devices
-        self._num_replicas = sum(replica_counts(self._devices))
-        self._first = self._devices[0].mesh_state.process_group.first_replica
+        self._replicas = Replicas(self._devices)
+        self._num_replicas, self._first = self._replicas.count, self._replicas.first
         self._scaling = scaling
         self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
         self._own: dict[Shard, Variable] = {}
@@ -285,7 +287,7 @@ class OptimizerShards(CrossDeviceOps):
         ]
         pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
         first = self._devices[0]
-        with telling_others(first):
+        with abort_others_on_error(first):
             if not self._scaling.apply(
                 [
                     [mean for mean in means.values() if mean.device is device]
@@ -298,7 +300,7 @@ class OptimizerShards(CrossDeviceOps):
         # If the update or the copies fail, the copies of a variable would differ.
         with (
             first.mesh_state.fail_on_partial_write(self._devices),
-            telling_others(first),
+            abort_others_on_error(first),
         ):
             if pairs:
                 self._optimizer._update(pairs)  # the sums are those of all processes
@@ -360,17 +362,17 @@ class OptimizerShards(CrossDeviceOps):
         first, variable = self._devices[0], self._whole[index]
         wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
         owned: list[Parcel] = []
-        group = first.mesh_state.process_group
+        replicas = self._replicas
         for shard in [shard for shard in self._shards if shard.variable == index]:
             for name, whole in zip(names, wholes, strict=True):
                 part = shard.of(whole)
                 if shard in self._own:
                     slot = self._optimizer._slots.by_name[name][self._own[shard]]
                     first.copy(part, slot.buffers[0])
-                owned.append((group.rank_of(shard.owner), part))
+                owned.append((replicas.group.rank_of(shard.owner), part))
         what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
-        with agreed(first, Description.of(what, [variable.name], compared=False)):
-            send_to_all(first, owned)
+        with replicas.call(Description.of(what, [variable.name], compared=False)):
+            replicas.send_to_all(owned)
         return wholes
 
     def divided(self, values: SlotValues) -> SlotValues:

@@ -11,7 +11,7 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.ops import BLOCK
-from gradreduce.step_shards import Shard, plan_shards
+from gradreduce.train.shards import Shard, plan_shards
 
 VARIABLES = {
     "w": ((3, BLOCK - 5), "float32"),

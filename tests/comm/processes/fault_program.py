@@ -233,7 +233,7 @@ def busy(mesh: Any) -> None:
 
 def in_exchange(mesh: Any, index: int, act: Callable[[], None]) -> None:
     """Acts before an exchange of the next call, by its index."""
-    group = mesh.mesh_state.process_group
+    group = mesh.mesh_state.processes
     exchange, numbers = group.exchange, itertools.count()
 
     def act_or_exchange(*arguments: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reduce.test_aggregation import ADD_N, METHODS, NAMES, TREE, reference
+from sums.test_aggregation import ADD_N, METHODS, NAMES, TREE, reference
 from support.exact_data import exact_data, random_data, same
 from support.exhaustive import examples
 

@@ -8,9 +8,9 @@ from optim.test_update_rules import RULES
 from support.thread_group import run_processes
 
 import gradreduce as gr
-from gradreduce import step_shards
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
-from gradreduce.step_shards import Shard, plan_shards
+from gradreduce.train import shards
+from gradreduce.train.shards import Shard, plan_shards
 
 VARIABLES = {
     "w": ((7, 5), "float32"),
@@ -301,14 +301,14 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
         variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
-        run = step_shards.reduce_batch
+        run = shards.reduce_batch
 
         def fail(plan, *args, **options):
             if plan.call == "all-gather":
                 raise MemoryError("none left")
             return run(plan, *args, **options)
 
-        monkeypatch.setattr(step_shards, "reduce_batch", fail)
+        monkeypatch.setattr(shards, "reduce_batch", fail)
         terms = [[[np.ones(8, np.float32)]]] * 2
         with pytest.raises(MemoryError):
             step(terms)

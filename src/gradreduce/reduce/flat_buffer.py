@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from numpy.typing import DTypeLike
-
+from gradreduce.arrays import flat_arrays
+from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.flat_arrays import attach_again
+from gradreduce.device import (
+    Buffer,
+    Device,
+    as_deadline,
+    as_dtype,
+    as_index,
+    deadline_scope,
+    flat_layout,
+)
 from gradreduce.errors import brief, listed
 
-from .buffer import Block, Buffer, flat_layout
-from .deadlines import deadline_scope
-from .dtypes import as_dtype, as_index
-from .pending_calls import as_deadline
+from .all_reduce_ops import AllReduceCrossDeviceOps
+from .prepared import PreparedStep
+from .presets import shared_ops
 
 if TYPE_CHECKING:
-    from .device import Device
-
-
-class Step(Protocol):
-    """The part of a ``PreparedStep`` that this module uses."""
-
-    results: list[Any]
-
-    def __call__(self, *, deadline: float | None = None) -> list[Any]:
-        """Reduces again."""
+    from numpy.typing import DTypeLike
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,10 +63,6 @@ class FlatBuffer:
     views: tuple[tuple[Buffer, ...], ...]
     names: list[str] = field(default_factory=list, repr=False, compare=False)
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
-
-    # Set by the packages ``arrays`` and ``reduce``, which this module may not import.
-    array_converter: ClassVar[ModuleType]
-    prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
     def __repr__(self) -> str:
         first = self.buffers[0]
@@ -116,7 +111,7 @@ class FlatBuffer:
                 GPUs, ``"cupy"`` on the simulation, an unknown name, or a library that is not
                 imported.
         """
-        made: list[list[Any]] = self.array_converter.shared(self.views, output_type)
+        made: list[list[Any]] = flat_arrays.shared(self.views, output_type)
         self._kinds.add(output_type)
         return made
 
@@ -153,7 +148,7 @@ class FlatBuffer:
             BackendUnavailableError: the mesh is closed, or a device failed.
         """
         names = self.names.copy()
-        made = self.array_converter.attached(self.views, parameters, names)
+        made = flat_arrays.attached(self.views, parameters, names)
         replaced = [each.replaced() for each in made]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
@@ -165,7 +160,7 @@ class FlatBuffer:
 
     def prepare_all_reduce(
         self, op: Any, *, cross_device_ops: Any = None, deadline: float | None = None
-    ) -> Step:
+    ) -> PreparedStep:
         """Returns a prepared step that reduces all tensors in place, once per call.
 
         The work of each call runs after earlier work on the current streams of the libraries of
@@ -187,7 +182,23 @@ class FlatBuffer:
             BackendUnavailableError, CollectiveError: what ``AllReduceCrossDeviceOps.prepare``
                 raises.
         """
-        return type(self).prepare_step(self, op, cross_device_ops, deadline)
+        ops = shared_ops() if cross_device_ops is None else cross_device_ops
+        if not isinstance(ops, AllReduceCrossDeviceOps):
+            raise ValueError(
+                f"cross_device_ops={brief(ops)} cannot prepare a step: pass an "
+                "AllReduceCrossDeviceOps"
+            )
+        columns = list(zip(*self.views, strict=True))
+        names = self.names or [""] * len(columns)
+        values = [
+            PerReplica.of(column, name=name) for column, name in zip(columns, names, strict=True)
+        ]
+        self.adopt()
+        pairs = [(value, value) for value in values]
+        step = ops.prepare(op, pairs, out=columns, deadline=deadline)
+        step.shared = self
+        self.release(deadline=deadline)
+        return step
 
     def zero(self, *, deadline: float | None = None) -> None:
         """Sets every element to zero, with one fill on each device.
@@ -232,7 +243,7 @@ class FlatBuffer:
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         for kind in self._kinds:
-            self.array_converter.to_buffers(self.buffers, kind)
+            flat_arrays.to_buffers(self.buffers, kind)
 
     def release(self, *, deadline: float | None = None) -> None:
         """Makes the current streams of the libraries of ``arrays`` wait for our queues.
@@ -251,7 +262,7 @@ class FlatBuffer:
         seconds = as_deadline(deadline)
         with deadline_scope("release", seconds, [buffer.device for buffer in self.buffers]):
             for kind in self._kinds:
-                self.array_converter.from_buffers(self.buffers, kind)
+                flat_arrays.from_buffers(self.buffers, kind)
 
 
 def _as_shape(shape: Sequence[int], index: int) -> tuple[int, ...]:
@@ -262,28 +273,3 @@ def _as_shape(shape: Sequence[int], index: int) -> tuple[int, ...]:
     if min(extents, default=0) < 0:
         raise ValueError(f"shapes[{index}]={brief(shape)} must be a list of integers from 0 up")
     return extents
-
-
-def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
-    """Sets the ``.grad`` of the attached parameters to their views again.
-
-    Args:
-        blocks: the memory of the views.
-        keeps_none: whether a ``.grad`` that is None stays None. Otherwise its view is zeroed.
-
-    Raises:
-        ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
-        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
-    """
-    attached = [(block, block.attached) for block in blocks if block.attached is not None]
-    found = [(block, each, each.replaced()) for block, each in attached]
-    if keeps_none:
-        found = [
-            (block, each, [row for row in rows if row[2] is not None])
-            for block, each, rows in found
-        ]
-    rest = [each for each in found if each[2]]
-    for block, _, _ in rest:
-        block.device.mesh_state.check_usable(block.device)
-    for block, each, replaced in rest:
-        each.attach_again(block, replaced)

@@ -5,9 +5,9 @@ import pytest
 from support.thread_group import SharedQueues, ThreadGroup, run_processes
 
 import gradreduce as gr
-from gradreduce.backends.processes import launchers
-from gradreduce.device.exchange import exchange_all, exchange_numbers, telling_others
-from gradreduce.device.process_group import Description
+from gradreduce.comm import launchers
+from gradreduce.comm.description import Description
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.errors import CollectiveError
 
 CALL = "call 0 (reduction, tensors: float64[3])"
@@ -146,17 +146,17 @@ def test_a_launched_group_of_one_process_is_like_a_mesh_of_one_process():
 
     (found,) = run_processes(1, work)
     with gr.open_mesh(2, backend="sim") as mesh:
-        group = mesh.mesh_state.process_group
+        group = mesh.mesh_state.processes
         assert (group.rank, group.size, group.counts, group.others) == (0, 1, (2,), [])
         assert counts(mesh) == found
 
 
 def test_one_process_exchanges_nothing_and_tells_nobody_of_an_error():
     with gr.open_mesh(2, backend="sim") as mesh:
-        own = mesh[0].upload(np.ones(2))
-        with mesh.journal() as journal, pytest.raises(KeyError), telling_others(mesh[0]):
-            assert exchange_all(mesh[0], [own], [[(2,)]]) == [own]
-            assert exchange_numbers(mesh[0], [3, 4]) == [[3, 4]]
+        own, replicas = mesh[0].upload(np.ones(2)), Replicas(mesh.devices)
+        with mesh.journal() as journal, pytest.raises(KeyError), abort_others_on_error(mesh[0]):
+            assert replicas.exchange_all([own], [[(2,)]]) == [own]
+            assert replicas.exchange_numbers([3, 4]) == [[3, 4]]
             raise KeyError
         assert not journal.records
         assert mesh.mesh_state.reason is None

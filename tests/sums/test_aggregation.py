@@ -12,8 +12,8 @@ from support.exact_data import DTYPES, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
-from gradreduce.reduce import aggregators
-from gradreduce.reduce.aggregators import aggregate_buffers
+from gradreduce.sums import aggregators
+from gradreduce.sums.aggregators import aggregate_buffers
 
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
 METHODS = [ADD_N, TREE, ACCUMULATE_N]

@@ -11,19 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gradreduce import checkpoint, step_scaling
+from gradreduce import checkpoint
 from gradreduce.accumulator import ConditionalAccumulator
 from gradreduce.accumulator import checkpoint as accumulator_checkpoint
 from gradreduce.arrays.convert import is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
+from gradreduce.comm.description import Description, digest_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Device
-from gradreduce.device.exchange import agreed, compare_numbers, exchange_arrays
-from gradreduce.device.process_group import Description, digest_of, replica_counts
 from gradreduce.errors import NotCopied
 from gradreduce.optim import Optimizer
-from gradreduce.step_scaling import GradientScaling
-from gradreduce.step_shards import OptimizerShards
+
+from .scaling import SCHEMA, GradientScaling
+from .shards import OptimizerShards
 
 _FORMAT = "gradreduce SyncStep 2"
 
@@ -81,7 +82,8 @@ def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
 
 def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
     """Returns the partial sums of the replicas of all processes."""
-    device, counts = devices[0], replica_counts(devices)
+    replicas = Replicas(devices)
+    counts = replicas.counts
     if len(counts) == 1:  # one process: a replica may have a sum alone, see gr.replica
         return sums
     if sums[0] is None:
@@ -89,8 +91,8 @@ def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
     shape = sums[0].shape
     shapes = [[shape] * count for count in counts]
     what = {"call": "SyncStep.state_dict", "tensors": [list(shape)]}
-    with agreed(device, Description.of(what)):
-        return exchange_arrays(device, sums, shapes)
+    with replicas.call(Description.of(what)):
+        return replicas.exchange_arrays(sums, shapes)
 
 
 def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
@@ -110,7 +112,7 @@ def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
         "variables": checkpoint.arrays_of(owners),
         "optimizer": anything,
         "accumulators": dict.fromkeys(owners, anything),
-        **step_scaling.SCHEMA,
+        **SCHEMA,
     }
     entries = state if isinstance(state, Mapping) else {}
     values = {key: entries.get(key) for key in schema}
@@ -151,7 +153,7 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
             f"{everywhere} replicas cannot continue it: use {before} replicas, or load a state "
             "that was saved right after the step returned True"
         )
-    first = step.devices[0].mesh_state.process_group.first_replica
+    first = Replicas(step.devices).first
     sums = found["partial_sums"][first : first + here] if count else [None] * here
     return {
         **found,
@@ -163,9 +165,10 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
 
 def _check_alike(device: Device, call: str, values: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` in all processes if these entries of a state differ between them."""
-    if device.mesh_state.process_group.size == 1:
+    replicas = Replicas([device])
+    if replicas.group.size == 1:
         return
-    found = compare_numbers(device, call, list(map(_digest, values.values())))
+    found = replicas.compare_numbers(call, list(map(_digest, values.values())))
     for rank, theirs in enumerate(found):
         for key, one, other in zip(values, found[0], theirs, strict=True):
             if one != other:

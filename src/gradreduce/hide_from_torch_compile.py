@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _DYNAMO = "torch._dynamo"
-_PACKAGE = __file__.removesuffix("opaque.py")
+_PACKAGE = __file__.removesuffix("hide_from_torch_compile.py")
 _TRACED = "data_parallel"  # its forward only calls the user's module, and must be traced
 _REASON = (
     "gradreduce queues work on devices, which cannot be traced: call it outside the compiled "

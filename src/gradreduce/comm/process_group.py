@@ -10,78 +10,32 @@ from __future__ import annotations
 import json
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import proxy
 from zlib import crc32
 
-import numpy as np
-
+from gradreduce.device.process_end import check_running
+from gradreduce.device.processes import Message, Parcel, Processes
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 
-from .process_end import check_running
+from .description import KNOWN_CALLS, Description, describe_difference, digest_of, summary
 from .rounds import Rounds
 
 if TYPE_CHECKING:
-    from .buffer import Buffer
-    from .device import Device
+    from gradreduce.device import Device
 
-# The rank of another process, and a flat array of bytes to send to it or receive from it.
-Message = tuple[int, np.ndarray]
-# The rank of another process, and a buffer to send to it or receive from it.
-Parcel = tuple[int, "Buffer"]
-# Sends and receives host arrays.
-Move = Callable[[Sequence[Message], Sequence[Message]], None]
-# Queues sends and receives of GPU memory; the last arguments are the GPU and its stream handle.
-GpuMove = Callable[[Sequence[Parcel], Sequence[Parcel], int, int], None]
 # The number of calls whose notices and descriptions are kept.
 _KEPT_CALLS = 1024
-# The number of different calls that a process remembers. It compares a forgotten call again.
-_KNOWN_CALLS = 256
 # How long a process waits for a notice that says why another process has ended.
 _REASON_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 _MOST_TAGS = (1 << 28) - 1
-
-
-class Description(NamedTuple):
-    """What a call does, for the comparison with other processes.
-
-    Attributes:
-        digest: a hash, equal for equal calls.
-        text: JSON with the values on which all processes must agree, by name, and with the names of
-            the tensors.
-    """
-
-    digest: str
-    text: str
-
-    @classmethod
-    def of(
-        cls, what: Mapping[str, Any], names: Sequence[str] = (), *, compared: bool = True
-    ) -> Description:
-        """Describes a call by JSON values.
-
-        Args:
-            what: the values, by name.
-            names: the names of the tensors, for errors; empty if they have none.
-            compared: whether the processes must agree on the names, too.
-        """
-        text = json.dumps({**what, "names": names} if names else what, default=str)
-        digested = text if compared else json.dumps(what, default=str)
-        return cls(digest_of(digested.encode()), text)
-
-    @lru_cache(_KNOWN_CALLS)  # noqa: B019  # the descriptions of known calls are kept anyway
-    def joined(self, settings: tuple[tuple[str, object], ...]) -> Description:
-        """Returns the description of the same call with more values, by name."""
-        what = {**json.loads(self.text), **dict(settings)}
-        return Description(digest_of(f"{self.digest} {settings}".encode()), json.dumps(what))
 
 
 class Call(NamedTuple):
@@ -98,32 +52,26 @@ class Call(NamedTuple):
     history: str
 
 
-class ProcessGroup(ABC):
+class ProcessGroup(Processes):
     """The processes of a mesh, seen from one of them.
 
     Attributes:
-        rank: the rank of this process, from 0.
-        size: the number of processes.
-        timeout: seconds that a call waits for another process, unless the call has an earlier
-            deadline.
-        counts: the number of logical devices of each process.
+        rank, size, timeout, counts, move_on_gpu: see ``Processes``.
         confirmed: the number of the last call that ``look`` has found equal in all processes.
         sends_host_memory: whether ``exchange`` works.
         gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
             communicator of this mesh; ``"group"``: by ``exchange_on_gpu``.
         rounds: which rounds of reductions this process has computed or dropped.
-        move_on_gpu: the function that moves GPU memory; None: it moves through host memory.
     """
 
     sends_host_memory = True
     gpu_library = "host"
-    move_on_gpu: GpuMove | None = None
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.counts: tuple[int, ...] = (1,) * size
+        self.counts = (1,) * size
         self.rounds = Rounds(proxy(self))  # a cycle would keep the group until a collection
         self._is_closed = False
         self._calls = 0
@@ -202,28 +150,18 @@ class ProcessGroup(ABC):
         """Like ``post``, but may delay it until ``post_kept``, the next notice or exchange."""
         self.post(key, text)
 
-    def post_kept(self) -> None:  # noqa: B027  # optional
+    def post_kept(self) -> None:  # optional
         """Posts the notice that ``post_soon`` has kept."""
 
     @abstractmethod
     def read(self, rank: int, key: str, seconds: float) -> str | None:
         """Returns another process's notice; None if none has come within ``seconds``."""
 
-    def close(self) -> None:  # noqa: B027  # optional
+    def close(self) -> None:  # optional
         """Releases the resources of this group."""
 
     def leave(self, failure: str | None, seconds: float | None = None) -> None:
-        """Tells the other processes that this one leaves, waits until they leave, and closes.
-
-        A process whose mesh has failed does not wait.
-
-        Args:
-            failure: why the mesh has failed; None: it has not.
-            seconds: how long to wait; ``timeout`` if that is shorter.
-
-        Raises:
-            CollectiveError: another process has not left in time, or has ended without leaving.
-        """
+        """See ``Processes``."""
         if self._is_closed:
             return
         self.tell_end("closed its mesh")
@@ -262,7 +200,7 @@ class ProcessGroup(ABC):
                 self.post("closed", f"{self._calls} {how}")
 
     def tell_failure(self, reason: str) -> None:
-        """Tells the other processes why the mesh of this process has failed."""
+        """See ``Processes``."""
         with suppress(CollectiveError):  # the others may be gone
             self.post("failed", reason)
 
@@ -320,7 +258,7 @@ class ProcessGroup(ABC):
         is_new = place < 0
         if is_new:
             place = len(self._known)
-            if place == _KNOWN_CALLS:
+            if place == KNOWN_CALLS:
                 place = self._known.pop(next(iter(self._known)))
             self.post(f"description/{place}", f"{description.digest} {description.text}")
         post = self.post if is_new or self.move_on_gpu is not None else self.post_soon
@@ -345,10 +283,10 @@ class ProcessGroup(ABC):
     def called(self) -> str:
         """The last call, for errors: its number, name and first tensors."""
         call = self.last_call
-        return "open_mesh" if call is None else f"call {call.number} ({_summary(call.description)})"
+        return "open_mesh" if call is None else f"call {call.number} ({summary(call.description)})"
 
     def flight_record(self) -> dict[str, Any]:
-        """Returns this process and its last calls as JSON values.
+        """See ``Processes``.
 
         All calls but the last are known to be done, because an exchange ends before the next call.
         """
@@ -411,9 +349,7 @@ class ProcessGroup(ABC):
             return f"before call {number} process {rank} made other calls than process {self.rank}"
         theirs = self.read(rank, f"description/{place}", 0.0) or ""
         is_theirs, _, text = theirs.partition(" ")
-        return _describe_difference(
-            own.text, text if is_theirs == digest else None, self.rank, rank
-        )
+        return describe_difference(own.text, text if is_theirs == digest else None, self.rank, rank)
 
     def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
         """Describes processes that have not come to ``what``, with the reason if it is known."""
@@ -434,7 +370,7 @@ class ProcessGroup(ABC):
         return (self.difference(rank, call) or None) if call is not None else None
 
     def describe_late(self, seconds: float) -> str | None:
-        """Describes processes that have not made this one's last call; None if all have."""
+        """See ``Processes``."""
         call = self.last_call
         if call is None:
             return None
@@ -559,6 +495,11 @@ class ProcessError(CollectiveError):
         self.rank = rank
 
 
+def group_of(device: Device) -> ProcessGroup:
+    """Returns the processes of a device's mesh."""
+    return cast(ProcessGroup, device.mesh_state.processes)
+
+
 # What to use instead of accumulators, AGN and a reduction to one device.
 IN_STEP = (
     "use SyncStep or AllReduceCrossDeviceOps, which all processes call together (asynchronous work "
@@ -568,7 +509,7 @@ IN_STEP = (
 
 def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None:
     """Raises ``RuntimeError`` for an object that cannot work over several processes."""
-    size = device.mesh_state.process_group.size
+    size = group_of(device).size
     if size > 1:
         raise RuntimeError(
             f"{what} works inside one process only, and the mesh of {device.name} has "
@@ -577,95 +518,6 @@ def check_one_process(device: Device, what: str, instead: str = IN_STEP) -> None
         )
 
 
-def replica_counts(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Returns the number of replicas of each process; ``devices`` are those of this one's.
-
-    Raises:
-        ValueError: they are not all devices of this process, and there are other processes. Then
-            the numbers of these are unknown.
-    """
-    group = devices[0].mesh_state.process_group
-    if group.size == 1:
-        return (len(devices),)  # they may be a part of its devices
-    if len(devices) != group.counts[group.rank]:
-        raise ValueError(
-            f"a value on {listed(device.name for device in devices)} cannot be summed "
-            f"across processes: pass one replica for each of the {group.counts[group.rank]} "
-            "devices of this process's mesh"
-        )
-    return group.counts
-
-
 def _key(number: int) -> str:
     """Returns the key for the notice of a call."""
     return f"call/{number % _KEPT_CALLS}"
-
-
-def digest_of(content: bytes | memoryview) -> str:
-    """Returns 15 hexadecimal digits of the SHA-256: a number that fits in int64."""
-    # Loads OpenSSL, as slow as ten of our modules. Backends import it when a mesh is opened.
-    from hashlib import sha256
-
-    return sha256(content).hexdigest()[:15]
-
-
-def bytes_of(array: np.ndarray) -> np.ndarray:
-    """Returns the memory of a contiguous array as bytes."""
-    return array.reshape(-1).view(np.uint8)
-
-
-def _summary(description: Description) -> str:
-    """Returns the name of a call and its first tensors."""
-    what = json.loads(description.text)
-    tensors = _named(what)
-    return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
-
-
-def _named(what: Mapping[str, Any]) -> list[str]:
-    """Returns texts for the tensors of a call: name (if any), dtype and shape."""
-    tensors, names = what["tensors"], what.get("names")
-    if not names:
-        return list(tensors)
-    return [  # a SyncStep lists the indices of its variables
-        name if isinstance(each, int) else f"{name} {each}"
-        for name, each in zip(names, tensors, strict=True)
-    ]
-
-
-def _describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
-    """Describes the first difference between two calls."""
-    if theirs is None:
-        return f"process {other} makes another call than process {rank}"
-    here, there = json.loads(ours), json.loads(theirs)
-    for name, value in here.items():
-        if name not in ("tensors", "names") and there.get(name) != value:
-            return (
-                f"the processes make different calls: {name} is {value} in process {rank}, "
-                f"{there.get(name)} in process {other}"
-            )
-    mine, others = here["tensors"], there["tensors"]
-    names, other_names = here.get("names") or [], there.get("names") or []
-    differ = "the processes reduce different tensors: "
-    if len(mine) != len(others):
-        alone = [
-            f" ({listed(missing)} only in process {number})"
-            for number, own, theirs in ((rank, names, other_names), (other, other_names, names))
-            if (missing := [name for name in own if name not in theirs])
-        ]
-        counts = f"{len(mine)} in process {rank}, {len(others)} in process {other}"
-        return differ + counts + "".join(alone)
-    pairs = [
-        (mine, others),
-        (names, other_names),
-    ]  # names are compared only where dtypes and shapes agree
-    one, two = next(pair for pair in pairs if pair[0] != pair[1])
-    index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
-    place: Any = index
-    if names != other_names:
-        mine, others = _named(here), _named(there)
-    elif names:
-        place = names[index]
-    return (
-        f"{differ}tensor {place} is {mine[index]} in process {rank}, {others[index]} in process "
-        f"{other}"
-    )

@@ -10,10 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import exchange_all
-from gradreduce.device.process_group import GpuMove, ProcessGroup
+from gradreduce.device.processes import GpuMove
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, log_warning
+
+from .process_group import ProcessGroup
+from .replicas import Replicas
 
 if TYPE_CHECKING:
     from gradreduce.backends.cuda.nccl import NcclCollective
@@ -133,7 +135,9 @@ def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
     def work() -> None:
         try:
             with device._activate():
-                exchange_all(device, [device.zeros((1,), "uint8")], [[(1,)]] * group.size)
+                Replicas([device]).exchange_all(
+                    [device.zeros((1,), "uint8")], [[(1,)]] * group.size
+                )
         except BaseException as error:
             failed.append(error)
 

@@ -18,11 +18,11 @@ from zlib import crc32
 
 from gradreduce.device import Mesh
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.process_group import LocalGroup, ProcessGroup
 from gradreduce.device.waiting import run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, install_hint
 
 from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
+from .process_group import LocalGroup, ProcessGroup
 
 # The range of ports, of which a SLURM job's number selects one: above the ports of services.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
@@ -165,7 +165,7 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
         raise CollectiveError(group.describe_missing(missing, "open_mesh", group.timeout))
     group.counts = tuple([there["devices"] for there in notices])
     group.move_on_gpu = choose_gpu_move(mesh, group, notices, end)
-    mesh.mesh_state.process_group = group
+    mesh.mesh_state.processes = group
     if group.move_on_gpu is not None:
         mesh.mesh_state.on_failure.append(partial(_tell_failure, mesh.mesh_state, group))
         connect_gpus(mesh, group, end)

@@ -25,14 +25,11 @@ import torch.distributed as dist
 
 from gradreduce.device import Buffer
 from gradreduce.device.process_end import inside_library
-from gradreduce.device.process_group import (
-    Message,
-    Parcel,
-    ProcessError,
-    ProcessGroup,
-    digest_of,
-)
+from gradreduce.device.processes import Message, Parcel
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
+
+from .description import digest_of
+from .process_group import ProcessError, ProcessGroup
 
 # The first tag: far from the tags of user code.
 _FIRST_TAG = 1 << 28

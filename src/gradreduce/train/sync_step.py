@@ -17,6 +17,9 @@ from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
+from gradreduce.comm.description import Description, digest_of
+from gradreduce.comm.process_group import check_one_process
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -28,17 +31,16 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.device.exchange import agree, agreed, exchange_numbers, telling_others
-from gradreduce.device.process_group import Description, check_one_process, digest_of
 from gradreduce.errors import about, brief, listed, repeated
 from gradreduce.optim import Optimizer
-from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
-from gradreduce.reduce.aggregators import aggregate_buffers
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
-from gradreduce.step_checkpoint import StepParts, ready_state, saved_state
-from gradreduce.step_scaling import DynamicLossScale, GradientScaling, first_nonfinite
-from gradreduce.step_shards import OptimizerShards
+from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
+from gradreduce.sums.aggregators import aggregate_buffers
+
+from .checkpoint import StepParts, ready_state, saved_state
+from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
+from .shards import OptimizerShards
 
 
 class _StepAccumulator(ConditionalAccumulator):
@@ -358,7 +360,7 @@ class SyncStep(StepParts):
     def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""
         rows = [mean.buffers for mean in means if mean is not None]
-        with telling_others(self.devices[0]):
+        with abort_others_on_error(self.devices[0]):
             return self._scaling.apply(list(zip(*rows, strict=True)))
 
     def _earliest(
@@ -374,20 +376,20 @@ class SyncStep(StepParts):
         Raises:
             FloatingPointError: a gradient of ``checked`` is not finite, in any process.
         """
-        device = self.devices[0]
-        group = device.mesh_state.process_group
+        replicas = Replicas(self.devices)
+        group = replicas.group
         if group.size == 1 and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
         scheduled = self.optimizer._scheduled()
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
-            numbers += first_nonfinite(() if step < now else checked, group.first_replica)
-        with agreed(device, self._description(with_gradients)):
-            found = exchange_numbers(device, numbers)
+            numbers += first_nonfinite(() if step < now else checked, replicas.first)
+        with replicas.call(self._description(with_gradients)):
+            found = replicas.exchange_numbers(numbers)
             if len({each[1] for each in found}) > 1:
                 what = {"call": "a SyncStep", "tensors": [], **scheduled}
-                agree(device, Description.of(what))
+                replicas.compare(Description.of(what))
         earliest = min([each[0] for each in found])
         wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:

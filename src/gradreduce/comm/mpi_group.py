@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+from gradreduce.device.processes import Message
 from gradreduce.errors import CollectiveError, brief
+
+from .process_group import ProcessError, ProcessGroup
 
 _NOTICE = 0  # tag of notices; data has higher tags
 _SPIN_SECONDS = 2e-3  # polls without sleeping for so long, then sleeps between polls

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from fake_cupy import distributed
 
-from gradreduce.device.process_group import ProcessError
+from gradreduce.comm.process_group import ProcessError
 from gradreduce.errors import CollectiveError
 
-MODULE = "gradreduce.backends.processes.torch_group"
+MODULE = "gradreduce.comm.torch_group"
 LIMIT_S = 0.3  # of exchanges without an answer
 SOON_S = 3.0  # on a machine that is busy
 

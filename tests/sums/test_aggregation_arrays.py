@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reduce.test_aggregation import TREE, reference
+from sums.test_aggregation import TREE, reference
 from support.exact_data import DTYPES, finite_data, random_data, same
 from support.exhaustive import seeds
 from support.meshes import refused, unchanged

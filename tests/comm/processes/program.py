@@ -236,7 +236,7 @@ def _exchange_tensors(mesh: Any, rank: int) -> None:
     """The batch calls of GPU exchanges, with host tensors, over a part of the ranks."""
     import torch
 
-    group = mesh.mesh_state.process_group
+    group = mesh.mesh_state.processes
     sends = [(other, torch.full((5,), rank)) for other in group.others]
     receives = [(other, torch.zeros(5, dtype=torch.int64)) for other in group.others]
     for work in group.start_batch(sends, receives):
@@ -472,7 +472,7 @@ def on_gpus(launcher: str) -> None:
     """Sums on GPUs, plain and prepared, have the bits of one process with simulated devices."""
     options, by_nccl = ON_GPUS[sys.argv[3]]
     mesh = gr.open_mesh(backend="cuda", processes=launcher, timeout=HEALTHY, **options)
-    moves = mesh.mesh_state.process_group.move_on_gpu
+    moves = mesh.mesh_state.processes.move_on_gpu
     assert (moves is not None) == by_nccl, moves
     alone = gr.open_mesh(mesh.num_replicas, backend="sim", processes="none")
     first = mesh.process_index * len(mesh)
