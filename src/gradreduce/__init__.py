@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradreduce import autodiff, checkpoint, errors
-from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh imports it late
 from gradreduce.accumulator import (
     ConditionalAccumulator,
     ConditionalAccumulatorBase,
@@ -55,6 +54,7 @@ from gradreduce.optim import (
     RMSPropOptimizer,
     clip_by_global_norm,
 )
+from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh imports it late
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce

@@ -91,7 +91,9 @@ def test_cycles_of_annotations_stay_inside_device_or_comm():
     edges["gradreduce.device.mesh"].remove("gradreduce.reduce.flat_buffer")  # see pyproject.toml
     for found in cycles(edges):
         folders = {module.rpartition(".")[0] for module in found}
-        assert folders in ({"gradreduce.device"}, {"gradreduce.comm"}), found
+        assert all(each.startswith("gradreduce.device") for each in folders) or (
+            folders == {"gradreduce.comm"}
+        ), found
 
 
 def test_a_cycle_is_found():

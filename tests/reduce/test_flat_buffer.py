@@ -18,8 +18,8 @@ from support.meshes import MeshCase, num_grown, refused
 import gradreduce as gr
 from gradreduce.arrays.convert import kind_of, to_buffer
 from gradreduce.device import Block
-from gradreduce.device.deferred_free import DeferredFree
-from gradreduce.device.external_buffers import ExternalBuffers
+from gradreduce.device.memory.external import ExternalBuffers
+from gradreduce.device.memory.freed import DeferredFree
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import lay_out

@@ -31,8 +31,8 @@ from gradreduce.device import (
     LaunchBatch,
     Mesh,
     RepeatedWork,
-    uses,
 )
+from gradreduce.device.order import uses
 from gradreduce.device.processes import Message
 
 SIZE = 24  # elements of a slot

@@ -37,8 +37,8 @@ from gradreduce.comm.launchers import (
 )
 from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
+from gradreduce.device.log.op_log import flight_path
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import flight_path
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
 
 __all__ = ["default_mesh", "open_mesh"]

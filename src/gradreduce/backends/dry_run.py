@@ -28,14 +28,14 @@ from gradreduce.device import (
     Queue,
     Template,
 )
-from gradreduce.device.backend import Event
-from gradreduce.device.buffer import Row, User
-from gradreduce.device.collective import CollectiveCall
-from gradreduce.device.command_list import Command
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row, User
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.device.processes import Move, Parcel
+from gradreduce.device.run.backend import Event
+from gradreduce.device.run.collective import CollectiveCall
+from gradreduce.device.run.commands import Command
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from gradreduce.device.buffer import Queue
 from gradreduce.device.device import Device
+from gradreduce.device.failure.pending_calls import Label, PendingCall
+from gradreduce.device.memory.buffer import Queue
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.pending_calls import Label, PendingCall
 from gradreduce.device.processes import Message, Parcel
 from gradreduce.errors import CollectiveError
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gradreduce.device import Buffer
-from gradreduce.device.process_end import inside_library
+from gradreduce.device.failure.process_end import inside_library
 from gradreduce.device.processes import Message, Parcel
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 

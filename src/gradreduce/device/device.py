@@ -21,19 +21,19 @@ from gradreduce.errors import (
     NotCopied,
 )
 
-from .backend import Backend
-from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
-from .command_list import Command
-from .deferred_free import DeferredFree
-from .dtypes import as_dtype
-from .kernel import Kernel, Template
+from .failure.pending_calls import WaitPolicy, as_deadline
+from .failure.waiting import acquired_in_time
+from .log.op_log import QUEUES, Record
+from .memory.buffer import Buffer, Mark, Queue, Row, Stream, handle_of
+from .memory.dtypes import as_dtype
+from .memory.freed import DeferredFree
+from .memory.peers import check_accessible, check_all_accessible, check_writable
 from .mesh_state import MeshState
-from .op_log import QUEUES, Record
-from .order import LOOK_SECONDS, Work
-from .peer_access import check_accessible, check_all_accessible, check_writable
-from .pending_calls import WaitPolicy, as_deadline
+from .order.order import LOOK_SECONDS, Work
 from .processes import GpuMove, Move, Parcel, bytes_of
-from .waiting import acquired_in_time
+from .run.backend import Backend
+from .run.commands import Command
+from .run.kernel import Kernel, Template
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -353,7 +353,8 @@ class Device(NotCopied, Backend):
         Args:
             command: orders its parts itself, because the lock of the order must not be held while
                 the host waits for other processes.
-            sends, receives: the buffers.
+            sends: the buffers to send.
+            receives: the buffers to receive into.
             queue: the queue that runs it.
         """
         nbytes = sum([buffer.nbytes for _, buffer in sends])

@@ -15,15 +15,15 @@ from numpy.typing import DTypeLike
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopied, listed
 
-from .collective import Collective
 from .device import Device
-from .dtypes import as_flag
+from .failure.pending_calls import as_deadline
+from .log.op_log import FlightEntry, Journal
+from .log.trace import trace_path, traced
+from .memory.dtypes import as_flag
+from .memory.peers import by_physical
 from .mesh_reset import reset
 from .mesh_state import MeshState
-from .op_log import FlightEntry, Journal
-from .peer_access import by_physical
-from .pending_calls import as_deadline
-from .trace import trace_path, traced
+from .run.collective import Collective
 
 if TYPE_CHECKING:
     from gradreduce.reduce.flat_buffer import FlatBuffer

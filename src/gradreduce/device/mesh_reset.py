@@ -10,8 +10,8 @@ from threading import TIMEOUT_MAX
 from gradreduce.errors import CollectiveError
 
 from .device import Device
-from .pending_calls import as_deadline, names_of
-from .waiting import acquired_in_time
+from .failure.pending_calls import as_deadline, names_of
+from .failure.waiting import acquired_in_time
 
 
 def reset(devices: Sequence[Device], timeout: float | None) -> None:

@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
-from .command_list import CommandList
-from .external_buffers import ExternalBuffers
-from .forks import forks
-from .interrupts import DeferInterrupts
-from .op_log import OpLog, PackScope, Ranges, write_flight
-from .order import Order
-from .pending_calls import Label, PendingCall, WaitPolicy, names_of
-from .waiting import Done, run_in_thread
-from .watchdog import Watchdog
+from .failure.forks import forks
+from .failure.interrupts import DeferInterrupts
+from .failure.pending_calls import Label, PendingCall, WaitPolicy, names_of
+from .failure.waiting import Done, run_in_thread
+from .failure.watchdog import Watchdog
+from .log.op_log import OpLog, PackScope, Ranges, write_flight
+from .memory.external import ExternalBuffers
+from .order.order import Order
+from .run.commands import CommandList
 
 if TYPE_CHECKING:
     from .device import Device

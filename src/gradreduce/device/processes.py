@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from .buffer import Buffer
+    from .memory.buffer import Buffer
 
 # The rank of another process, and a flat array of bytes to send to it or receive from it.
 Message = tuple[int, np.ndarray]

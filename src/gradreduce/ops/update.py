@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
-from gradreduce.device.buffer import same_dtypes
-from gradreduce.device.dtypes import C_TYPES
-from gradreduce.device.kernel import Arrays, Template
+from gradreduce.device.memory.buffer import same_dtypes
+from gradreduce.device.memory.dtypes import C_TYPES
+from gradreduce.device.run.kernel import Arrays, Template
 
 from .templates import UPDATES
 from .update_rules import RULES, UpdateRule

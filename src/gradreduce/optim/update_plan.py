@@ -29,7 +29,7 @@ from gradreduce.device import (
     PackInfo,
     by_physical,
 )
-from gradreduce.device.buffer import same_dtypes
+from gradreduce.device.memory.buffer import same_dtypes
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap, device_over_processes

@@ -29,7 +29,7 @@ from gradreduce.device import (
     can_access,
     flat_layout,
 )
-from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
+from gradreduce.device.memory.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
 BIG = 1 << 16  # a tensor of so many bytes or more is sent alone

@@ -19,7 +19,7 @@ from gradreduce.device import (
     DType,
     flat_layout,
 )
-from gradreduce.device.buffer import Row
+from gradreduce.device.memory.buffer import Row
 
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces

@@ -14,8 +14,8 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
-from gradreduce.device.collective import bytes_sent
-from gradreduce.device.command_list import Operation
+from gradreduce.device.run.collective import bytes_sent
+from gradreduce.device.run.commands import Operation
 from gradreduce.errors import counted
 
 from .arguments import Request, batches_of, check_one_mesh

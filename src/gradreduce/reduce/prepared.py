@@ -1,6 +1,6 @@
 """Prepared and captured reductions: planned once, run many times.
 
-The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``).
+The pipeline runs once while the devices record a ``CommandList`` (``device/run/commands.py``).
 Packs, pointer tables, kernels and all memory are then fixed. For each library, device and stream
 whose arrays a call uses, it queues one stream wait in each direction.
 """

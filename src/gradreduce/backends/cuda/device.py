@@ -34,15 +34,15 @@ from gradreduce.device import (
     as_dtype,
     handle_of,
 )
-from gradreduce.device.buffer import Row, User
-from gradreduce.device.command_list import Command, CommandList
-from gradreduce.device.launch_table import Tables
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.failure.waiting import run_in_thread
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row, User
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import Work
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.uses import DeviceQueue
-from gradreduce.device.waiting import run_in_thread
+from gradreduce.device.order.order import Work
+from gradreduce.device.order.uses import DeviceQueue
+from gradreduce.device.run.commands import Command, CommandList
+from gradreduce.device.run.table import Tables
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel

@@ -15,8 +15,8 @@ import cupy
 from cupy.cuda import runtime
 
 from gradreduce.device import CommandList
-from gradreduce.device.command_list import Command
-from gradreduce.device.uses import DeviceQueue
+from gradreduce.device.order.uses import DeviceQueue
+from gradreduce.device.run.commands import Command
 from gradreduce.errors import CaptureError
 
 from .streams import Gpu

@@ -25,15 +25,15 @@ from gradreduce.device import (
     Template,
     as_dtype,
 )
-from gradreduce.device.buffer import Row
-from gradreduce.device.command_list import Command
-from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.launch_table import CHUNK_SIZE, Tables
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row
+from gradreduce.device.memory.dtypes import BFLOAT16
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import Work
-from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.order.order import Work
 from gradreduce.device.processes import Move, Parcel, bytes_of
+from gradreduce.device.run.commands import Command
+from gradreduce.device.run.table import CHUNK_SIZE, Tables
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings

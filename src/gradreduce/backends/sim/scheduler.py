@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from gradreduce.device import DeferInterrupts, Waiters
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.waiting import acquired_in_time
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.failure.waiting import acquired_in_time
 
 Work = Callable[[], None]
 # How long the watchdog waits for the lock.

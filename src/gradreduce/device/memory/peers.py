@@ -11,7 +11,7 @@ from gradreduce.errors import DeviceMismatchError
 from .buffer import Block, Buffer, Queue, Row
 
 if TYPE_CHECKING:
-    from .device import Device
+    from gradreduce.device.device import Device
 
 
 def can_access(device: Device, operand: Buffer) -> bool:

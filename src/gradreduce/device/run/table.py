@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .buffer import ALIGNMENT, Row
+from gradreduce.device.memory.buffer import ALIGNMENT, Row
 
 # Before CUDA 12.1 and sm_70, kernel parameters take at most 4 KiB. 448 words (74 rows of two
 # operands) leave 512 bytes for the head of the table and the scalars.

@@ -12,8 +12,8 @@ from gradreduce.errors import BackendUnavailableError
 from .buffer import LEGACY, PER_THREAD, Block, FreedBlock, Stream, handle_of
 
 if TYPE_CHECKING:
-    from .device import Device
-    from .uses import DeviceQueue
+    from gradreduce.device.device import Device
+    from gradreduce.device.order.uses import DeviceQueue
 
 _Streams = list[tuple["Device", Stream]]
 

@@ -15,8 +15,8 @@ from gradreduce.errors import NotCopied
 from .dtypes import ELEMENT_OF
 
 if TYPE_CHECKING:
-    from .device import Device
-    from .uses import DeviceQueue, Uses
+    from gradreduce.device.device import Device
+    from gradreduce.device.order.uses import DeviceQueue, Uses
 
 
 class Attached(Protocol):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .dtypes import C_TYPES, accumulate_dtype
+from gradreduce.device.memory.dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
-    from .buffer import Row
+    from gradreduce.device.memory.buffer import Row
 
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
@@ -95,7 +95,7 @@ def kernels_folder() -> Path:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent.parent / "kernels"):
         if (folder / "common.cuh").is_file():
             return folder

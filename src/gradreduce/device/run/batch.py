@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .buffer import Row
+from gradreduce.device.memory.buffer import Row
+from gradreduce.device.memory.peers import check_accessible, check_all_accessible, check_writable
+from gradreduce.device.order.order import Work
+
 from .kernel import Kernel, Template
-from .order import Work
-from .peer_access import check_accessible, check_all_accessible, check_writable
 
 if TYPE_CHECKING:
-    from .device import Device
+    from gradreduce.device.device import Device
 
 
 class LaunchBatch:

@@ -15,14 +15,14 @@ from contextlib import ContextDecorator
 from itertools import product
 from typing import TYPE_CHECKING
 
+from gradreduce.device.failure.forks import after_fork
+from gradreduce.device.log.op_log import CROSSING, Record
 from gradreduce.errors import CaptureError, listed
 
-from .command_list import CommandList
-from .forks import after_fork
-from .op_log import CROSSING, Record
+from .commands import CommandList
 
 if TYPE_CHECKING:
-    from .device import Device
+    from gradreduce.device.device import Device
 
 
 class _NoCollection(ContextDecorator):

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .buffer import Queue
-    from .device import Device
+    from gradreduce.device.device import Device
+    from gradreduce.device.memory.buffer import Queue
 
 MAX_RANGES = 16  # of a block that are tracked separately
 END = sys.maxsize  # the end of every block's last range

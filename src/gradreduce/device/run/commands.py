@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .buffer import Block, Mark, Queue, Row
-from .op_log import OpLog, Record
-from .order import Waits
+from gradreduce.device.log.op_log import OpLog, Record
+from gradreduce.device.memory.buffer import Block, Mark, Queue, Row
+from gradreduce.device.order.order import Waits
 
 if TYPE_CHECKING:
-    from .device import Device
+    from gradreduce.device.device import Device
 
 Command = Callable[[], None]
 

@@ -20,14 +20,15 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from .buffer import Block, Buffer, Mark, Queue, Row
+from gradreduce.device.failure.waiting import acquired_in_time
+from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row
+
 from .uses import END, DeviceQueue, Use, Uses, counts_of
-from .waiting import acquired_in_time
 
 if TYPE_CHECKING:
-    from .command_list import Command, CommandList
-    from .device import Device
-    from .mesh_state import MeshState
+    from gradreduce.device.device import Device
+    from gradreduce.device.mesh_state import MeshState
+    from gradreduce.device.run.commands import Command, CommandList
 
 LOOK_SECONDS = 20e-3
 _Whole = dict[Uses | DeviceQueue, list[Block]]  # blocks that are used as a whole, by their uses

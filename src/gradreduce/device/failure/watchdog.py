@@ -15,7 +15,7 @@ from weakref import ReferenceType, finalize, ref
 from .pending_calls import PendingCall, names_of
 
 if TYPE_CHECKING:
-    from .mesh_state import MeshState
+    from gradreduce.device.mesh_state import MeshState
 
 # Seconds between two checks: short for new calls, longer for calls that take long.
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 20e-3

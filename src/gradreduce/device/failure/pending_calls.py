@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradreduce.device.memory.buffer import Mark
 from gradreduce.errors import brief, listed
 
-from .buffer import Mark
-
 if TYPE_CHECKING:
-    from .device import Device
-    from .uses import DeviceQueue
+    from gradreduce.device.device import Device
+    from gradreduce.device.order.uses import DeviceQueue
 
 # Seconds that the host sleeps between two polls of a device: short at first, because most work ends
 # soon.

@@ -21,16 +21,15 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from gradreduce.device.failure.waiting import run_in_thread
+from gradreduce.device.memory.buffer import Mark, Queue, Row
 from gradreduce.errors import log_warning
 
-from .buffer import Mark, Queue, Row
-from .waiting import run_in_thread
-
 if TYPE_CHECKING:
-    from .command_list import Command, CommandList
-    from .device import Device
-    from .pending_calls import Label, PendingCall
-    from .processes import Processes
+    from gradreduce.device.device import Device
+    from gradreduce.device.failure.pending_calls import Label, PendingCall
+    from gradreduce.device.processes import Processes
+    from gradreduce.device.run.commands import Command, CommandList
 
 # Operations that may move bytes from one device to another.
 CROSSING = ("launch", "copy", "collective", "exchange")

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradreduce.device.log.op_log import Record
+from gradreduce.device.memory.buffer import Buffer, Queue
+from gradreduce.device.order.order import Work
 from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
-from .buffer import Buffer, Queue
-from .command_list import Command
-from .op_log import Record
-from .order import Work
+from .commands import Command
 
 if TYPE_CHECKING:
-    from .device import Device
-    from .mesh_state import MeshState
+    from gradreduce.device.device import Device
+    from gradreduce.device.mesh_state import MeshState
 
 # docs.nvidia.com/deeplearning/nccl/user-guide: "Using NCCL with CUDA Graphs", as of NCCL 2.30
 NOT_CAPTURED = (

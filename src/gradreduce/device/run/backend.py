@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
 from gradreduce.errors import DeviceMismatchError
 
-from .buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
-from .command_list import Command, CommandList
+from .commands import Command, CommandList
 from .kernel import Kernel, Template
-from .op_log import QUEUES
 
 if TYPE_CHECKING:
-    from .device import Device
-    from .pending_calls import WaitPolicy
+    from gradreduce.device.device import Device
+    from gradreduce.device.failure.pending_calls import WaitPolicy
 
 
 class Event(Protocol):
