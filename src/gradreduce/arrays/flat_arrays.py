@@ -33,7 +33,7 @@ def shared(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list
 
 def to_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
     """Makes our queues wait for the library's current streams; host arrays are ready."""
-    if buffers[0].device.mesh_state.backend != "sim" and output_type != "buffer":
+    if buffers[0].device.mesh_state.has_streams and output_type != "buffer":
         wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
 
 
@@ -183,7 +183,9 @@ class _AttachedGradients:
                 f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
                 f"{dtype}{list(shape)}; make a new flat buffer or DataParallel"
             )
-        wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
+        wanted = (
+            ("cpu", None) if device.mesh_state.shares_host_memory else ("cuda", device.physical)
+        )
         if (grad.device.type, grad.device.index) != wanted:
             raise DeviceMismatchError(
                 f"{name} is on {grad.device}, but its view is on {device.name}"
@@ -202,7 +204,7 @@ class _AttachedGradients:
                 else:
                     view.copy_(grad.detach())
                 parameter.grad = view
-        if replaced and block.device.mesh_state.backend == "cuda":
+        if replaced and block.device.mesh_state.has_streams:
             wait_for_current_stream([buffer], "torch")
 
 

@@ -196,7 +196,7 @@ def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Dev
         device: the device on which it must be.
     """
     gpu, address = lies
-    if device.mesh_state.backend == "sim" or gpu != device.physical:
+    if device.mesh_state.shares_host_memory or gpu != device.physical:
         raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
     _check_flat_buffer(address, array.nbytes, device)
     if not contiguous:
@@ -211,7 +211,7 @@ def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Dev
 
 def _host_memory(host: np.ndarray, device: Device) -> _Memory:
     """Wraps a host array as a Buffer."""
-    if device.mesh_state.backend != "sim":
+    if not device.mesh_state.shares_host_memory:
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     flags = host.flags
     if not flags.writeable:

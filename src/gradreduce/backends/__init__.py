@@ -38,8 +38,10 @@ from gradreduce.comm.launchers import (
 from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
 from gradreduce.device.log.op_log import flight_path
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.mesh_state import BackendKind, MeshState
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
+
+from .kinds import CUDA, SIMULATION
 
 __all__ = ["default_mesh", "open_mesh"]
 
@@ -231,7 +233,7 @@ def _open_sim(
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", num_cores()))
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(build, strict, workers, scheduler)
-    mesh_state = _mesh_state("sim", peer_access)
+    mesh_state = _mesh_state(SIMULATION, peer_access)
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
     ]
@@ -252,7 +254,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
             f"0 to {num_gpus - 1}"
         )
     physicals = tuple(dict.fromkeys(placement))
-    mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
+    mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
     mesh_state.nvtx = streams.NvtxRanges()
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
     made = [cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)]
@@ -266,10 +268,10 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     return Mesh(made, mesh_state, collective.loaded, close)
 
 
-def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
+def _mesh_state(kind: BackendKind, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
     if not isinstance(peer_access, Set):
         peer_access = as_flag("peer_access", peer_access)
-    mesh_state = MeshState(backend, LocalGroup(), peer_access=peer_access)
+    mesh_state = MeshState(kind, LocalGroup(), peer_access=peer_access)
     mesh_state.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
     return mesh_state
 

@@ -31,7 +31,7 @@ from gradreduce.device import (
 from gradreduce.device.failure.pending_calls import WaitPolicy
 from gradreduce.device.log.op_log import QUEUES
 from gradreduce.device.memory.buffer import Row, User
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.mesh_state import BackendKind, MeshState
 from gradreduce.device.processes import Move, Parcel
 from gradreduce.device.run.backend import Event
 from gradreduce.device.run.collective import CollectiveCall
@@ -58,13 +58,13 @@ class DryRunMesh:
     def __init__(
         self,
         placement: Sequence[int],
-        backend: str,
+        kind: BackendKind,
         peer_access: bool | Set[tuple[int, int]],
         processes: tuple[int, tuple[int, ...]],
         *,
         compiles: bool = False,
     ) -> None:
-        mesh_state = MeshState(backend, LocalGroup(*processes), peer_access=peer_access)
+        mesh_state = MeshState(kind, LocalGroup(*processes), peer_access=peer_access)
         starts = count(1)
         self._devices = [
             DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
@@ -81,7 +81,9 @@ class DryRunMesh:
         group = whole.mesh_state.processes
         physical = [device.physical for device in whole.devices]
         peers = whole.mesh_state.peer_access
-        return cls(physical, whole.backend, peers, (group.rank, group.counts), compiles=compiles)
+        return cls(
+            physical, whole.mesh_state.kind, peers, (group.rank, group.counts), compiles=compiles
+        )
 
     def devices_like(self, originals: Sequence[Device]) -> tuple[DryRunDevice, ...]:
         """Returns the dry-run copies of devices."""

@@ -51,7 +51,7 @@ def check(
             what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
         }
         outcomes = of_all_processes(mesh, "check", found)
-        kind = "simulated devices" if mesh.backend == "sim" else "GPUs"
+        kind = "simulated devices" if mesh.mesh_state.shares_host_memory else "GPUs"
         place = f"{kind} {[device.physical for device in mesh]}"
         rank, others = mesh.process_index, mesh.num_processes - 1
     if others:
@@ -174,7 +174,7 @@ def _agn(mesh: gr.Mesh) -> str:
 
 def _step(method: str) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
-        if method == "capture" and mesh.backend != "cuda":
+        if method == "capture" and not mesh.mesh_state.has_streams:
             return "CUDA graphs need a GPU"
         terms, wanted = _replicas(mesh, method)
         values = [device.upload(term) for device, term in zip(mesh, terms, strict=True)]

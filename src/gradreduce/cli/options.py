@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import click
 from rich.console import Console
@@ -98,7 +98,7 @@ def open_chosen(
 
 def open_alone(mesh: Mesh) -> Mesh:
     """Opens a mesh of the same devices that other processes do not share."""
-    backend: Backend = "sim" if mesh.backend == "sim" else "cuda"
+    backend = cast(Backend, mesh.backend)
     return open_mesh([device.physical for device in mesh], backend=backend, processes="none")
 
 

@@ -33,7 +33,7 @@ def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
         GPU, a name contains the rank, so that no two are equal. ``"nccl"``: NCCL's version; 0 if
         the mesh makes no communicator.
     """
-    if mesh.backend != "cuda" or group.gpu_library == "host":
+    if mesh.mesh_state.shares_host_memory or group.gpu_library == "host":
         return {"gpus": [], "nccl": 0}
     gpus = list(dict.fromkeys(device._hardware_name() for device in mesh.devices))
     if os.environ.get(_SHARED_GPU) == "1":
@@ -73,7 +73,7 @@ def choose_gpu_move(
             f"process_group= sends only GPU memory, but {obstacle}: make it with "
             "'cpu:gloo,cuda:nccl', or pass one of gloo"
         )
-    if group.gpu_library != "host" and mesh.backend == "cuda" and group.rank == 0:
+    if group.gpu_library != "host" and not mesh.mesh_state.shares_host_memory and group.rank == 0:
         log_warning(
             "gradreduce", "GPUs of several processes exchange through host memory: %s", obstacle
         )
@@ -82,7 +82,7 @@ def choose_gpu_move(
 
 def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns why NCCL cannot move the data; None if it can."""
-    if mesh.backend != "cuda":
+    if mesh.mesh_state.shares_host_memory:
         return "the devices of the mesh are simulated"
     if group.gpu_library == "host":
         return "the group has no NCCL"

@@ -86,7 +86,7 @@ def join_processes(
         CollectiveError: another process does not open the mesh in time, or opens it with another
             backend, or another version of gradreduce or NCCL.
     """
-    on_gpus = mesh.backend == "cuda"
+    on_gpus = not mesh.mesh_state.shares_host_memory
     group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)
     try:
         _meet(mesh, group)

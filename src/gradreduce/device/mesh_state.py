@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
@@ -34,11 +34,26 @@ _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
 _WRITE_SECONDS = 2.0
 
 
+class BackendKind(NamedTuple):
+    """What code above the backends has to know about one.
+
+    Attributes:
+        name: ``"sim"`` or ``"cuda"``.
+        shares_host_memory: whether NumPy arrays and Buffers can have the same memory.
+        has_streams: whether libraries queue work on streams, which a call must be ordered with.
+    """
+
+    name: str
+    shares_host_memory: bool
+    has_streams: bool
+
+
 class MeshState:
     """The state that the devices of one mesh share.
 
     Attributes:
-        backend: ``"sim"`` or ``"cuda"``.
+        kind: the kind of backend.
+        backend, shares_host_memory, has_streams: see ``BackendKind``.
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
         processes: the processes whose replicas are summed; one process is a group of one.
@@ -72,11 +87,13 @@ class MeshState:
 
     nvtx: Ranges | None = None
     flight_path = ""
+    is_closed = False
 
     def __init__(
-        self, backend: str, processes: Processes, *, peer_access: bool | Set[tuple[int, int]]
+        self, kind: BackendKind, processes: Processes, *, peer_access: bool | Set[tuple[int, int]]
     ) -> None:
-        self.backend = backend
+        self.kind = kind
+        self.backend, self.shares_host_memory, self.has_streams = kind
         self.processes = processes
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
@@ -102,7 +119,6 @@ class MeshState:
         self.watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
         self.peer_access = peer_access
-        self.is_closed = False
         self.capturing: set[int] = set()
         self._pid = os.getpid()
         self._forks = forks[0]

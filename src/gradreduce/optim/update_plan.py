@@ -267,13 +267,13 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], devi
                 f"_apply replaced the array slots[{name!r}]; change it in place, as in "
                 f"slots[{name!r}][...] = new"
             )
-    if device.mesh_state.backend != "sim":
+    if device.mesh_state.has_streams:
         wait_for_current_stream(buffers[:1], "native")
 
 
 def _only_read(gradient: Any, device: Device) -> Any:
     """Returns a gradient that the rule cannot overwrite: it may be the caller's memory."""
-    if device.mesh_state.backend != "sim":
+    if not device.mesh_state.shares_host_memory:
         return gradient.copy()  # CuPy has no read-only arrays
     view = gradient.view()
     view.flags.writeable = False

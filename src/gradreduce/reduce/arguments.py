@@ -136,7 +136,7 @@ def checked_requests(
             _check_one_replica(destination, devices, index, reduce_op)
         requests.append(Request(checked, devices, None, form))
     external = [request.value for request in requests if request.value._external]
-    if external and external[0].devices[0].mesh_state.backend == "cuda":
+    if external and external[0].devices[0].mesh_state.has_streams:
         wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
     return requests
 

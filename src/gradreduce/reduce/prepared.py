@@ -62,7 +62,7 @@ class StreamBoundary:
         self._boundaries: list[tuple[str, Device, bool]] = []
         self._host_consumers: list[Device] = []  # devices whose results are in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
-        if devices[0].mesh_state.backend != "cuda":
+        if not devices[0].mesh_state.has_streams:
             readers = [device for kind, device in consumers if kind in _ON_HOST]
             self._host_consumers = list(dict.fromkeys(readers))
             return
@@ -303,7 +303,7 @@ def check_preparable(call: Call) -> None:
                     "contiguous, or dense with the same strides; on GPUs arrays in GPU memory, on "
                     "simulated devices with schedule_seed= Buffers"
                 )
-        on_gpu = request.devices[0].mesh_state.backend == "cuda"
+        on_gpu = not request.devices[0].mesh_state.shares_host_memory
         if not call.outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
                 f"{request.value._name_of(index)}: later calls cannot overwrite results of kind "

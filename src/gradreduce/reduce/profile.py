@@ -29,7 +29,7 @@ def copy_bandwidth(device: Device, source: Device) -> float:
     journals. On simulated devices all memory is host memory: the bandwidth of np.copyto in one
     thread is used for all.
     """
-    is_sim, plans = device.mesh_state.backend == "sim", device.mesh_state.plans
+    is_sim, plans = device.mesh_state.shares_host_memory, device.mesh_state.plans
     key = ("copy bandwidth", *((0, 0) if is_sim else (source.physical, device.physical)))
     if key not in plans:
         nbytes = HOST_BYTES if is_sim else GPU_BYTES
@@ -190,7 +190,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     def floor(part: Traffic) -> float:
         """Returns a lower bound: devices and links overlap, except simulated ones."""
         of_memory = [nbytes / memory[each] for each, nbytes in part.memory.items()]
-        if whole.backend == "sim":
+        if whole.mesh_state.shares_host_memory:
             return sum(of_memory)
         of_links = [nbytes / links[each] for each, nbytes in part.links.items()]
         return max([*of_memory, *of_links], default=0.0)
