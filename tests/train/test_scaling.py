@@ -11,7 +11,7 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.ops import BLOCK
-from gradreduce.train.shards import Shard, plan_shards
+from gradreduce.train.shards import VariableShard, plan_shards
 
 VARIABLES = {
     "w": ((3, BLOCK - 5), "float32"),
@@ -415,4 +415,4 @@ def test_shards_of_whole_blocks_cover_the_variables():
         share = sum(sizes) / num_replicas
         for owner in range(num_replicas):
             assert sum(shard.size for shard in shards if shard.owner == owner) <= share + BLOCK + 8
-    assert plan_shards(variables[2:3], 4, BLOCK) == [Shard(0, 3, 0, 17)]
+    assert plan_shards(variables[2:3], 4, BLOCK) == [VariableShard(0, 3, 0, 17)]

@@ -10,7 +10,7 @@ from support.thread_group import run_processes
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 from gradreduce.train import shards
-from gradreduce.train.shards import Shard, plan_shards
+from gradreduce.train.shards import VariableShard, plan_shards
 
 VARIABLES = {
     "w": ((7, 5), "float32"),
@@ -188,8 +188,11 @@ def test_shards_are_even_and_cover_the_variables():
             gr.Variable(np.ones(size), dtype="float32", device=mesh) for size in (6, 0, 10)
         ]
     assert plan_shards(variables, 3) == [
-        Shard(0, 0, 0, 4), Shard(0, 1, 4, 2), Shard(2, 1, 0, 4), Shard(2, 2, 4, 6),
-    ]  # fmt: skip
+        VariableShard(0, 0, 0, 4),
+        VariableShard(0, 1, 4, 2),
+        VariableShard(2, 1, 0, 4),
+        VariableShard(2, 2, 4, 6),
+    ]
     assert [(shard.owner, shard.size) for shard in plan_shards(variables[:1], 4)] == [
         (0, 4),
         (1, 2),

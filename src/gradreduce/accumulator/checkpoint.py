@@ -20,7 +20,7 @@ from .take_queue import complete_ready
 
 # The number of partial sums in a state; and a function that takes a validated state and returns the
 # part of it that this process loads.
-Replicas = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
+ReplicaSums = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def saved_state(
@@ -64,7 +64,7 @@ def saved_state(
 
 
 def ready_state(
-    state: AccumulatorState, saved: Any, where: str = "state", replicas: Replicas | None = None
+    state: AccumulatorState, saved: Any, where: str = "state", replicas: ReplicaSums | None = None
 ) -> Callable[[], None]:
     """Validates a saved state and uploads it; returns a function that loads it.
 

@@ -58,11 +58,11 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
     """
     copies, device = _copies_of(values, mesh)
     if device is None:
-        problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
+        problem = _difference(copies, [_ComparedReplica.of(copy) for copy in copies], None)
     else:
         replicas = Replicas([device])
         label = replicas.group.label(replicas.group.rank)
-        rows = [_Row.of(copy, label) for copy in copies]
+        rows = [_ComparedReplica.of(copy, label) for copy in copies]
         with replicas.call(Description.of({"call": "assert_mirrored", "tensors": []})):
             problem = _difference(copies, rows, device)
     if problem is not None:
@@ -90,7 +90,7 @@ class _Copy(NamedTuple):
         return found
 
 
-class _Row(NamedTuple):
+class _ComparedReplica(NamedTuple):
     """The data of a replica that is compared.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Row(NamedTuple):
     digests: list[int]
 
     @classmethod
-    def of(cls, copy: _Copy, process: str = "") -> _Row:
+    def of(cls, copy: _Copy, process: str = "") -> _ComparedReplica:
         """Describes and hashes the tensors of a replica."""
         described = [
             f"{name!r} ({str(each.dtype).removeprefix('torch.')}{list(each.shape)})"
@@ -170,7 +170,9 @@ def _digest(array: np.ndarray) -> int:
     return int(digest_of(array.view(np.uint8).data), 16)
 
 
-def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None) -> str | None:
+def _difference(
+    copies: Sequence[_Copy], own: list[_ComparedReplica], device: Device | None
+) -> str | None:
     """Describes the first difference between the copies of all processes; None if there is none.
 
     Args:
@@ -178,7 +180,7 @@ def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None)
         own: their compared data.
         device: the device for exchanges with other processes; None: there are none.
     """
-    rows = [_Row(*row) for row in _of_all(own, device)]
+    rows = [_ComparedReplica(*row) for row in _of_all(own, device)]
     names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]
     for row, name in zip(rows, names, strict=True):
         for mine, theirs in zip(rows[0].tensors, row.tensors, strict=False):

@@ -48,10 +48,10 @@ __all__ = ["default_mesh", "open_mesh"]
 # Limit for devices of a mesh and for threads. A larger number is a mistake and would need too much
 # memory.
 MOST = 1024
-Backend = Literal["cuda", "sim"]
+BackendName = Literal["cuda", "sim"]
 Launcher = Literal["torchrun", "mpi", "slurm", "auto", "none"]
 Kernels = Literal["numpy", "compiled", "exact", "sanitized"]
-_BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 # kernels= -> build of the .cu text (None: the NumPy reference)
 _BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -60,7 +60,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     devices: int | Sequence[int] | None = None,
     *,
-    backend: Backend | None = None,
+    backend: BackendName | None = None,
     processes: Launcher | None = None,
     process_group: Any = None,
     communicator: Any = None,
@@ -359,7 +359,7 @@ def _open_default() -> Mesh | None:
     return _default[0] if _default else None
 
 
-def _backend_from_environment() -> Backend:
+def _backend_from_environment() -> BackendName:
     named = os.environ.get("GRADREDUCE_BACKEND", "")
     if named:
         if named in _BACKENDS:

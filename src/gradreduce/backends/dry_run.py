@@ -32,7 +32,7 @@ from gradreduce.device.failure.pending_calls import WaitPolicy
 from gradreduce.device.log.op_log import QUEUES
 from gradreduce.device.memory.buffer import Row, User
 from gradreduce.device.mesh_state import BackendKind, MeshState
-from gradreduce.device.processes import Move, Parcel
+from gradreduce.device.processes import HostMove, Parcel
 from gradreduce.device.run.backend import Event
 from gradreduce.device.run.collective import CollectiveCall
 from gradreduce.device.run.commands import Command
@@ -179,7 +179,7 @@ class DryRunDevice(Device):
         return lambda: None, None
 
     def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
     ) -> None:
         """Receives what is sent to each process, repeated if more is expected."""
         sent = {to: cycle([each for rank, each in sends if rank == to]) for to, _ in sends}

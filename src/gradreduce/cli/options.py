@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from gradreduce.backends import MOST, Backend, open_mesh
+from gradreduce.backends import MOST, BackendName, open_mesh
 from gradreduce.comm.process_group import group_of
 from gradreduce.device import Mesh
 
@@ -78,7 +78,7 @@ plot_option = click.option(
 
 
 def open_chosen(
-    devices: Sequence[int] | None, backend: Backend | None, timeout: float = 1800.0
+    devices: Sequence[int] | None, backend: BackendName | None, timeout: float = 1800.0
 ) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``, over all processes of a launcher.
 
@@ -98,7 +98,7 @@ def open_chosen(
 
 def open_alone(mesh: Mesh) -> Mesh:
     """Opens a mesh of the same devices that other processes do not share."""
-    backend = cast(Backend, mesh.backend)
+    backend = cast(BackendName, mesh.backend)
     return open_mesh([device.physical for device in mesh], backend=backend, processes="none")
 
 

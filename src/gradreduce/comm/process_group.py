@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.05
 _MOST_TAGS = (1 << 28) - 1
 
 
-class Call(NamedTuple):
+class ComparedCall(NamedTuple):
     """A call of this process.
 
     Attributes:
@@ -75,11 +75,11 @@ class ProcessGroup(Processes):
         self.rounds = Rounds(proxy(self))  # a cycle would keep the group until a collection
         self._is_closed = False
         self._calls = 0
-        self._last_calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
+        self._last_calls: deque[ComparedCall] = deque(maxlen=_KEPT_CALLS)
         self._call = ""  # number and digest of the last call
         self._exchanges = 0  # in that call
         self.confirmed = -1
-        self._looked_at: Call | None = None
+        self._looked_at: ComparedCall | None = None
         self._unknown: set[int] = set()  # processes that are not known to have made it
         self._next_look = 0.0
         # Digest of each compared call -> number of its description; least recently used first.
@@ -251,7 +251,7 @@ class ProcessGroup(Processes):
         self._calls += 1
         before = "" if self.last_call is None else self.last_call.history
         history = digest_of(f"{before} {description.digest}".encode())
-        call = Call(number, description, history)
+        call = ComparedCall(number, description, history)
         self._last_calls.append(call)
         self._call, self._exchanges = f"{number} {description.digest}", 0
         place = self._known.pop(description.digest, -1)
@@ -312,11 +312,11 @@ class ProcessGroup(Processes):
         return crc32(f"{self._call} {self._exchanges}".encode()) & _MOST_TAGS
 
     @property
-    def last_call(self) -> Call | None:
+    def last_call(self) -> ComparedCall | None:
         """The last call that was or is being compared; None before the first."""
         return self._last_calls[-1] if self._last_calls else None
 
-    def difference(self, rank: int, call: Call, end: float = 0.0) -> str | None:
+    def difference(self, rank: int, call: ComparedCall, end: float = 0.0) -> str | None:
         """Describes how another process's call differs from this one's.
 
         Args:

@@ -30,7 +30,7 @@ from .memory.freed import DeferredFree
 from .memory.peers import check_accessible, check_all_accessible, check_writable
 from .mesh_state import MeshState
 from .order.order import LOOK_SECONDS, Work
-from .processes import GpuMove, Move, Parcel, bytes_of
+from .processes import GpuMove, HostMove, Parcel, bytes_of
 from .run.backend import Backend
 from .run.commands import Command
 from .run.kernel import Kernel, Template
@@ -364,7 +364,7 @@ class Device(NotCopied, Backend):
         self._submit(command, record, work, is_ordered=True)
 
     def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
     ) -> None:
         """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
 

@@ -19,7 +19,7 @@ from .failure.interrupts import DeferInterrupts
 from .failure.pending_calls import Label, PendingCall, WaitPolicy, names_of
 from .failure.waiting import Done, run_in_thread
 from .failure.watchdog import Watchdog
-from .log.op_log import OpLog, PackScope, Ranges, write_flight
+from .log.op_log import OpLog, PackScope, ProfilerRanges, write_flight
 from .memory.external import ExternalBuffers
 from .order.order import Order
 from .run.commands import CommandList
@@ -85,7 +85,7 @@ class MeshState:
         capturing: the ids of the threads that capture recorded commands.
     """
 
-    nvtx: Ranges | None = None
+    nvtx: ProfilerRanges | None = None
     flight_path = ""
     is_closed = False
 

@@ -16,7 +16,7 @@ Message = tuple[int, np.ndarray]
 # The rank of another process, and a buffer to send to it or receive from it.
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
-Move = Callable[[Sequence[Message], Sequence[Message]], None]
+HostMove = Callable[[Sequence[Message], Sequence[Message]], None]
 # Queues sends and receives of GPU memory; the last arguments are the GPU and its stream handle.
 GpuMove = Callable[[Sequence[Parcel], Sequence[Parcel], int, int], None]
 

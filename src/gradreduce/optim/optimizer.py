@@ -46,7 +46,7 @@ from .gradient_inputs import (
     to_variables,
 )
 from .slots import Slots
-from .update_plan import Job, Plan, run_python_rule
+from .update_plan import Plan, UpdateJob, run_python_rule
 
 Scalars = tuple[float, ...]
 
@@ -570,7 +570,7 @@ class Optimizer(OptimizerState):
             release_inputs()
 
     def _ready(
-        self, job: Job, scalars: Scalars, variant: ops.Variant = "plain"
+        self, job: UpdateJob, scalars: Scalars, variant: ops.Variant = "plain"
     ) -> Callable[[], None]:
         """Returns a function that launches a job. A Python rule is computed right away."""
         if self._rule is None:
@@ -599,4 +599,4 @@ def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -
     gradients: Sequence[Part] = [row[0] for row in written]
     if sparse:
         gradients = gradients_like(optimizer, variables, [0, 1])
-    optimizer._ready(Job(written, gradients), ())()
+    optimizer._ready(UpdateJob(written, gradients), ())()

@@ -33,7 +33,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import CollectiveError, brief
 
-from .algorithm import Processes, ReductionGroups, as_reduction_groups
+from .algorithm import ProcessesName, ReductionGroups, as_reduction_groups
 from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
@@ -127,7 +127,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
+        reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
@@ -196,7 +196,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.settings.agg_small_grads_max_group
 
     @property
-    def reduction_groups(self) -> ReductionGroups | Processes | None:
+    def reduction_groups(self) -> ReductionGroups | ProcessesName | None:
         """The ``reduction_groups`` that were passed, or None."""
         return self.settings.reduction_groups
 

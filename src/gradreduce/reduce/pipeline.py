@@ -25,12 +25,12 @@ from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physica
 from gradreduce.sums.aggregation import dry_run_parts, rehearse_parts, with_dense
 
 from .across_processes import AcrossProcesses, process_groups
-from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
+from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, added_on, copied_to, quotients
-from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
+from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -43,7 +43,7 @@ from .process_values import described, slices_of_all
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
-Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
+CollectiveName = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
 
 
@@ -54,7 +54,7 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     num_packs: int
     agg_small_grads_max_bytes: int
     agg_small_grads_max_group: int
-    reduction_groups: ReductionGroups | Processes | None
+    reduction_groups: ReductionGroups | ProcessesName | None
     wire_dtype: DType | None
 
 
@@ -74,7 +74,7 @@ class BatchPlan:
         names: the names of the tensors; empty if they have none.
     """
 
-    call: Call
+    call: CollectiveName
     devices: tuple[Device, ...]
     algorithm: Algorithm
     flat: tuple[FlatPlan, ...]
@@ -94,7 +94,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     counts: bool = False,
     names: tuple[str, ...] = (),
     compared: bool = False,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and keeps the plan.
 
@@ -161,7 +161,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     shares: Sequence[Sequence[tuple[int, DType, DType]]],
     description: Description | None,
     *,
-    call: Call,
+    call: CollectiveName,
     divisor: float = 1,
     counts: bool = False,
     names: tuple[str, ...] = (),
@@ -290,7 +290,7 @@ def plan_requests(
     indices: Sequence[int],
     counts: bool,
     *,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
 ) -> tuple[list[tuple[Buffer, ...]], BatchPlan]:
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
     # No part is sparse; ``buffers`` would check again.
@@ -354,7 +354,7 @@ def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results that are not in the requests' ``out`` yet into it."""
-    moves: list[Move] = []
+    moves: list[PackMove] = []
     copied = []
     for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
         for out, part in zip(request.out or (), parts, strict=bool(request.out)):
@@ -542,7 +542,7 @@ def rehearse_reduction(
     dtype: DType,
     out_dtype: DType,
     *,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
     counts: bool = False,
 ) -> None:
     """Compiles all kernels of ``reduce_batch`` for a dtype, and connects the devices for NCCL.
@@ -568,7 +568,7 @@ def _reduce_all(
     devices: tuple[DryRunDevice, ...],
     settings: Settings,
     dtypes: tuple[DType, DType],
-    call: Call,
+    call: CollectiveName,
     counts: bool,
 ) -> None:
     """Reduces tensors that are alone and together, few and many bytes.

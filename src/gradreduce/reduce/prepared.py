@@ -30,7 +30,7 @@ from gradreduce.device import (
 from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, check_one_mesh
-from .cross_device_ops import Call
+from .cross_device_ops import CheckedCall
 from .pipeline import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
@@ -150,7 +150,7 @@ class PreparedStep(NotCopied):
     shared: SharedArrays | None = None  # set by ``FlatBuffer.prepare_all_reduce``
     attaches = True  # False: the caller attaches gradients again before each call
 
-    def __init__(self, call: Call, reduce: Reduce) -> None:
+    def __init__(self, call: CheckedCall, reduce: Reduce) -> None:
         self._mesh_state = call.devices[0].mesh_state
         self._devices = call.devices
         self._command_list = CommandList()
@@ -251,13 +251,13 @@ class CapturedStep(PreparedStep):
 
     _called = "a captured step"
 
-    def __init__(self, call: Call, reduce: Reduce) -> None:
+    def __init__(self, call: CheckedCall, reduce: Reduce) -> None:
         check_peers(call.devices)  # before anything is launched
         super().__init__(call, reduce)
         self._replay = Capture(call.devices, self._command_list).submit
 
 
-def _boundary_of(call: Call) -> StreamBoundary:
+def _boundary_of(call: CheckedCall) -> StreamBoundary:
     """Makes the boundary for the libraries of a step's values and results."""
     producers = [
         (buffer.array_owner, buffer.device)
@@ -272,7 +272,7 @@ def _boundary_of(call: Call) -> StreamBoundary:
     return StreamBoundary(call.devices, producers, consumers)
 
 
-def check_preparable(call: Call) -> None:
+def check_preparable(call: CheckedCall) -> None:
     """Raises ``ValueError`` for arrays that later calls could not read or write again.
 
     These are arrays that had to be copied, and values on several meshes.

@@ -13,7 +13,7 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.types import NestT, OutputType
 from gradreduce.device import DType, Mesh
 
-from .algorithm import Processes
+from .algorithm import ProcessesName
 from .all_reduce_ops import AllReduceCrossDeviceOps
 
 
@@ -51,7 +51,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
+        reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         super().__init__(

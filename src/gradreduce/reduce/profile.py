@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gradreduce.device import Buffer, Device, Mesh, Record
 
 from .pipeline import PHASES
-from .plan import Counts, DryRun, ReducePlan, Traffic, add_traffic
+from .plan import DryRun, OperationCounts, ReducePlan, Traffic, add_traffic
 
 # Bytes of a measured copy: more than a cache holds, and on a GPU enough that the host queues the
 # next copy before the present one ends.
@@ -71,8 +71,8 @@ class Stage:
     """
 
     name: str
-    planned: Counts
-    done: Counts
+    planned: OperationCounts
+    done: OperationCounts
     traffic: Traffic
     floor_seconds: float
 
@@ -198,8 +198,8 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     stages = [
         Stage(
             name,
-            Counts.of(planned[name]),
-            Counts.of([each for each in done if _stage_of(each) == name]),
+            OperationCounts.of(planned[name]),
+            OperationCounts.of([each for each in done if _stage_of(each) == name]),
             traffic[name],
             floor(traffic[name]),
         )

@@ -40,7 +40,7 @@ from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggr
 if TYPE_CHECKING:
     import numpy as np
 
-_Move = tuple[Buffer, Buffer]  # destination and source of rows
+_RowMove = tuple[Buffer, Buffer]  # destination and source of rows
 
 
 def kind_of_term(term: Any) -> Kind:
@@ -163,8 +163,8 @@ def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
     """
     num_rows = sum(part.shape[0] for part in parts)
     whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
-    local: list[_Move] = []
-    remote: dict[Device, list[_Move]] = {}
+    local: list[_RowMove] = []
+    remote: dict[Device, list[_RowMove]] = {}
     start = 0
     for part in parts:
         moves = local if can_access(home, part) else remote.setdefault(part.device, [])
@@ -179,7 +179,7 @@ def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
     return whole
 
 
-def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
+def _copied_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
     """Copies rows of one device and dtype to ``home`` through two flat buffers."""
     outs, parts = zip(*moves, strict=True)
     source, dtype = parts[0].device, parts[0].dtype
@@ -190,7 +190,7 @@ def _copied_packed(home: Device, moves: Sequence[_Move]) -> list[_Move]:
     return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
 
 
-def _pack(device: Device, moves: Sequence[_Move]) -> None:
+def _pack(device: Device, moves: Sequence[_RowMove]) -> None:
     """Copies all moves in one launch by ``device``, which can access all of them."""
     ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
 

@@ -31,7 +31,7 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .buckets import plan_buckets
 from .engine import check_engine, pass_on
-from .replica import Bucket, Part, Replica, naming
+from .replica import Bucket, BucketPart, Replica, naming
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
 from .worker import Task, worker_of
@@ -167,7 +167,7 @@ class Reducer:
         for part in replica.parts:
             part.missing = part.total
 
-    def part_is_ready(self, replica: Replica, part: Part, position: int) -> None:
+    def part_is_ready(self, replica: Replica, part: BucketPart, position: int) -> None:
         """Starts the reduction of the part's bucket, if it and all earlier ones are ready.
 
         Args:
@@ -292,7 +292,7 @@ class Reducer:
         self._num_zeroed = most
         self._round += 1
 
-    def _check_kept(self, replica: Replica, part: Part, position: int) -> None:
+    def _check_kept(self, replica: Replica, part: BucketPart, position: int) -> None:
         """Raises if ``_settle`` has zeroed the gradient that has just come."""
         if part in replica.parts[: self._num_zeroed]:
             index = part.indices[position]
@@ -349,7 +349,7 @@ class Reducer:
         """Whether a replica has had its backward, so that its gradients may have been replaced."""
         return any([replica.is_done for replica in self._replicas])
 
-    def _collect(self, part: Part, replica: Replica) -> None:
+    def _collect(self, part: BucketPart, replica: Replica) -> None:
         """Moves gradients to the flat buffer; on a GPU, notes the stream that computed them."""
         bucket = part.bucket
         if 0 in part.used:
@@ -400,7 +400,7 @@ class Reducer:
             first = self._cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
             order = first.primary.tolist()
         plan = plan_buckets(rows[0], order, self._bucket_bytes)
-        parts = [[Part(replica, indices) for indices in plan] for replica in self._replicas]
+        parts = [[BucketPart(replica, indices) for indices in plan] for replica in self._replicas]
         for row, of_replica in zip(rows, parts, strict=True):
             for part in of_replica:
                 part.find_unset(row)  # before the gradients become views
@@ -422,7 +422,7 @@ class Reducer:
         self._use_buckets([made[number] for number in range(len(plan))], parts, flags)
 
     def _use_buckets(
-        self, buckets: list[Bucket], parts: Sequence[list[Part]], flags: Sequence[Any]
+        self, buckets: list[Bucket], parts: Sequence[list[BucketPart]], flags: Sequence[Any]
     ) -> None:
         """Replaces the hooks of the first round by those of these buckets."""
         handles: list[Any] = []
@@ -474,7 +474,9 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
     return gradient_is_ready
 
 
-def _hook(reducer: Reducer, replica: Replica, part: Part, position: int) -> Callable[[Any], None]:
+def _hook(
+    reducer: Reducer, replica: Replica, part: BucketPart, position: int
+) -> Callable[[Any], None]:
     """Returns the hook of a parameter after the first round; called for each gradient."""
     used, gone = part.used, replica.gone
 

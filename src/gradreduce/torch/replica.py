@@ -56,7 +56,7 @@ class Replica:
         self._token: ref[object] | None = None
         self.ready: list[int] = []
         self.used = bytearray(len(parameters))
-        self.parts: list[Part] = []
+        self.parts: list[BucketPart] = []
         self.flags: Any = None
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class _Token:
 _token: ContextVar[_Token] = ContextVar("gradreduce.torch.backward")
 
 
-class Part:
+class BucketPart:
     """One replica's gradients of a bucket.
 
     Attributes:

@@ -38,7 +38,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import (
     BatchPlan,
-    Call,
+    CollectiveName,
     plan_shares,
     reduce_batch,
     rehearse_reduction,
@@ -51,7 +51,7 @@ _SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
 _MOST_PLANS = 64  # plans are kept for this many different sets of variables with a gradient
 
 
-class Shard(NamedTuple):
+class VariableShard(NamedTuple):
     """A piece of a variable, which one replica updates.
 
     Attributes:
@@ -72,7 +72,9 @@ class Shard(NamedTuple):
         return part
 
 
-def plan_shards(variables: Sequence[Variable], num_replicas: int, block: int = 1) -> list[Shard]:
+def plan_shards(
+    variables: Sequence[Variable], num_replicas: int, block: int = 1
+) -> list[VariableShard]:
     """Cuts variables into shards of whole blocks; returns the shards in the order of owners.
 
     Args:
@@ -92,7 +94,7 @@ def plan_shards(variables: Sequence[Variable], num_replicas: int, block: int = 1
                 first = _at_block(start, sizes[index], block)
                 end = _at_block(start + size, sizes[index], block)
                 if size > 0 and end > first:
-                    shards.append(Shard(index, owner, first, end - first))
+                    shards.append(VariableShard(index, owner, first, end - first))
     return sorted(shards, key=lambda shard: shard.owner)
 
 
@@ -101,7 +103,7 @@ def _at_block(element: int, size: int, block: int) -> int:
     return size if element == size else min((element + block // 2) // block * block, size)
 
 
-class _Taken(threading.local):
+class _TakenMeans(threading.local):
     """The gradients that the thread's current take has reduced.
 
     Attributes:
@@ -110,7 +112,7 @@ class _Taken(threading.local):
     """
 
     def __init__(self) -> None:
-        self.means: dict[Shard, Buffer] = {}
+        self.means: dict[VariableShard, Buffer] = {}
         self.indices: list[int] = []
 
 
@@ -159,7 +161,7 @@ class OptimizerShards(CrossDeviceOps):
         self._num_replicas, self._first = self._replicas.count, self._replicas.first
         self._scaling = scaling
         self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
-        self._own: dict[Shard, Variable] = {}
+        self._own: dict[VariableShard, Variable] = {}
         for shard in self._shards:
             if 0 <= shard.owner - self._first < len(self._devices):
                 variable = variables[shard.variable]
@@ -169,7 +171,7 @@ class OptimizerShards(CrossDeviceOps):
         self._check_unused()
         self.variables = tuple(self._own.values())
         self._planned = lru_cache(_MOST_PLANS)(self._plan)
-        self._taken = _Taken()
+        self._taken = _TakenMeans()
         gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
             rehearse_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
@@ -236,7 +238,12 @@ class OptimizerShards(CrossDeviceOps):
         ]
 
     def _plan(
-        self, call: Call, indices: tuple[int, ...], divisor: float = 1, *, of_sums: bool = False
+        self,
+        call: CollectiveName,
+        indices: tuple[int, ...],
+        divisor: float = 1,
+        *,
+        of_sums: bool = False,
     ) -> BatchPlan:
         """Plans a call for shards of these variables, or for sums of their blocks."""
         wanted = set(indices)

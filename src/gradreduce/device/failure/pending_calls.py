@@ -100,7 +100,7 @@ def marks_of(devices: Iterable[Device]) -> list[Mark]:
     return marks
 
 
-class _Stage(NamedTuple):
+class _CallStage(NamedTuple):
     """A point of a call that every device has to pass.
 
     Attributes:
@@ -136,7 +136,7 @@ class PendingCall:
         self.devices = tuple(dict.fromkeys(devices))
         self.submitted = False
         self.dropped = False
-        self._stages: list[_Stage] = []
+        self._stages: list[_CallStage] = []
 
     def mark_queues(
         self, pack_info: Label | None, *, leaves: bool, devices: Iterable[Device] = ()
@@ -145,7 +145,7 @@ class PendingCall:
         marks = marks_of(dict.fromkeys(devices) or self.devices)
         for mark in marks:
             mark.device.mesh_state.log.marked(mark)
-        self._stages.append(_Stage(pack_info, leaves, marks))
+        self._stages.append(_CallStage(pack_info, leaves, marks))
 
     @property
     def remaining(self) -> float:
@@ -195,7 +195,7 @@ class PendingCall:
             return "every device has finished meanwhile"
         return "the call itself has not submitted all its work to the devices"
 
-    def _late(self, index: int, stage: _Stage, late: Sequence[Mark]) -> str:
+    def _late(self, index: int, stage: _CallStage, late: Sequence[Mark]) -> str:
         pack_info = stage.pack_info
         if pack_info is None and not stage.leaves:  # the begin of the call
             later = (each.pack_info for each in self._stages[index + 1 :])

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 # Operations that may move bytes from one device to another.
 CROSSING = ("launch", "copy", "collective", "exchange")
-Kind = Literal["launch", "copy", "collective", "exchange", "fill", "upload", "download", "sync"]
+OperationKind = Literal[
+    "launch", "copy", "collective", "exchange", "fill", "upload", "download", "sync"
+]
 LENGTH = 1000  # operations
 _MARKS = 256  # events kept: two for each queue of 64 devices
 _LOOK_SECONDS = 0.005  # how long a flight record waits for marks that it makes itself
@@ -62,7 +64,7 @@ class Record:
         phase: the step of the reduction, such as ``pack`` or ``unpack``; empty if unknown.
     """
 
-    kind: Kind
+    kind: OperationKind
     name: str
     device: int
     source: int = -1
@@ -85,7 +87,7 @@ class Journal:
             f"copies, {self.bytes} bytes, {self.uploads} uploads, {self.syncs} syncs>"
         )
 
-    def of(self, kind: Kind) -> list[Record]:
+    def of(self, kind: OperationKind) -> list[Record]:
         """Returns the records of one kind, in order."""
         return [record for record in self.records if record.kind == kind]
 
@@ -172,7 +174,7 @@ class ThreadState(threading.local):
     compared: tuple[tuple[str, object], ...] = ()
 
 
-class Ranges(Protocol):
+class ProfilerRanges(Protocol):
     """The calling thread's ranges in a profiler, such as NVTX."""
 
     def push(self, text: str) -> None:
@@ -196,7 +198,7 @@ class OpLog:
         physical: the physical device of each logical index.
     """
 
-    ranges: Ranges | None = None
+    ranges: ProfilerRanges | None = None
 
     def __init__(self) -> None:
         self.num_traces = 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .op_log import QUEUES, Journal, OpLog, Record, ThreadState, replace_file
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 class TimedRecord(NamedTuple):
@@ -83,7 +83,7 @@ def traced(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iterator[
                 replace_file(path, trace_text(events, names), mode=0o666)
 
 
-def _event_of(timed: TimedRecord, begin: int) -> Event:
+def _event_of(timed: TimedRecord, begin: int) -> TraceEvent:
     record = timed.record
     fields = {name: getattr(record, name) for name in ("kind", "name", "device", "queue")}
     return event_of(
@@ -110,7 +110,7 @@ def event_of(
     start: float,
     duration: float,
     details: Mapping[str, Any],
-) -> Event:
+) -> TraceEvent:
     """Returns the complete event of one operation.
 
     Args:
@@ -134,9 +134,9 @@ def event_of(
     }
 
 
-def trace_text(events: Iterable[Event], names: Mapping[int, str]) -> bytes:
+def trace_text(events: Iterable[TraceEvent], names: Mapping[int, str]) -> bytes:
     """Returns a file's content: these events and the names of devices and queues."""
-    named: list[Event] = []
+    named: list[TraceEvent] = []
     for device, name in names.items():
         named.append(_metadata("process_name", device, 0, name))
         named += [
@@ -146,5 +146,5 @@ def trace_text(events: Iterable[Event], names: Mapping[int, str]) -> bytes:
     return (json.dumps(content) + "\n").encode()
 
 
-def _metadata(what: str, device: int, tid: int, name: str) -> Event:
+def _metadata(what: str, device: int, tid: int, name: str) -> TraceEvent:
     return {"name": what, "ph": "M", "ts": 0, "pid": device, "tid": tid, "args": {"name": name}}

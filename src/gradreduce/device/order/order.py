@@ -34,7 +34,7 @@ LOOK_SECONDS = 20e-3
 _Whole = dict[Uses | DeviceQueue, list[Block]]  # blocks that are used as a whole, by their uses
 _Parts = dict[Block, list[Buffer]]  # operands that are part of a block
 # Blocks with the same uses, the same bytes of each (first, one past the last), and if written.
-_Place = tuple[list[Block], int, int, bool]
+_BlockRange = tuple[list[Block], int, int, bool]
 
 
 class Work(NamedTuple):
@@ -55,7 +55,7 @@ class Work(NamedTuple):
     blocks: Iterable[Block] = ()
     also_read: Sequence[Buffer] = ()
 
-    def places(self) -> tuple[list[_Place], set[DeviceQueue]]:
+    def places(self) -> tuple[list[_BlockRange], set[DeviceQueue]]:
         """Returns the bytes that the operation uses, and the homes of blocks that callers share.
 
         It counts as using all bytes between its first and its last operand in a block. Blocks that

@@ -32,7 +32,7 @@ class Use:
         self.count = count
 
 
-Counts = dict["DeviceQueue", float]
+SubmitCounts = dict["DeviceQueue", float]
 _Last = Mapping["DeviceQueue", Use]
 _Range = tuple[int, _Last, _Last]
 
@@ -78,7 +78,7 @@ class DeviceQueue:
         """See ``Uses.after``."""
         return Uses.of_present_work(self, [self]).after(start, stop, use, is_written=is_written)
 
-    def counts(self) -> Counts:
+    def counts(self) -> SubmitCounts:
         """See ``Uses.counts``."""
         return {self: self.submitted}
 
@@ -137,16 +137,16 @@ class Uses:
             return queue
         return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_joined(ranges)])
 
-    def counts(self) -> Counts:
+    def counts(self) -> SubmitCounts:
         """Returns the queues that used the block last, each with the count of its last use."""
         return counts_of(
             [use for each in self.ranges for last in each[1:] for use in last.values()]
         )
 
 
-def counts_of(uses: Iterable[Use]) -> Counts:
+def counts_of(uses: Iterable[Use]) -> SubmitCounts:
     """Returns the largest count of each queue."""
-    counts: Counts = {}
+    counts: SubmitCounts = {}
     for use in uses:
         counts[use.queue] = max(use.count, counts.get(use.queue, 0))
     return counts
