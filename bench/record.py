@@ -28,7 +28,7 @@ from typing import Any
 import page
 from measure.runner import gpu_name, has_gpu
 
-from gradreduce.system_info import processor
+from gradreduce.cli.system_info import processor
 
 BENCH = Path(__file__).resolve().parent
 NAMES = tuple(sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py")))

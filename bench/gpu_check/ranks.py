@@ -23,7 +23,7 @@ from measure.in_processes import figures_of_each
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective
 from gradreduce.device import Buffer, Device, Mesh, Queue, as_dtype
-from gradreduce.device.collective import CollectiveCall
+from gradreduce.device.run.collective import CollectiveCall
 from gradreduce.errors import CollectiveError
 
 from .setting import python

@@ -19,7 +19,7 @@ from measure.in_processes import figures_of_each
 from torch import nn
 
 import gradreduce as gr
-from gradreduce.backends import Backend
+from gradreduce.backends import BackendName
 from gradreduce.device import Mesh
 
 from .setting import python
@@ -110,13 +110,13 @@ def hook(mesh: Mesh, first: int, device: str) -> int:
     return run_steps([ddp], first, ddp.zero_grad, device)
 
 
-def in_one_process(backend: Backend, device: str) -> int:
+def in_one_process(backend: BackendName, device: str) -> int:
     """Tests two logical devices; returns how many gradients were compared."""
     with gr.open_mesh([0, 0], backend=backend) as mesh:
         return data_parallel(mesh, 0, device)
 
 
-def one_of_two(backend: Backend, device: str, rank: int, store: str) -> int:
+def one_of_two(backend: BackendName, device: str, rank: int, store: str) -> int:
     """Tests one process of two; returns how many gradients were compared."""
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
     with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:

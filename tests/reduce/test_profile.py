@@ -9,6 +9,7 @@ from support.meshes import MeshCase
 
 import gradreduce as gr
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.backends.kinds import CUDA
 from gradreduce.reduce import profile as explain
 from gradreduce.reduce.profile import Counts, copy_bandwidth
 
@@ -121,7 +122,7 @@ def arrays_of(value):
 
 def test_gpus_and_links_work_in_parallel(bandwidths):
     """For GPUs the slowest is the lower bound, for a collective the links of a ring."""
-    mesh = DryRunMesh((0, 0, 1, 2), "cuda", True, (0, (4,))).mesh
+    mesh = DryRunMesh((0, 0, 1, 2), CUDA, True, (0, (4,))).mesh
     told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
     added = stages_of(told)["all-reduce"]
     sent = 2 * 2 * 2400 // 3
@@ -134,7 +135,7 @@ def test_gpus_and_links_work_in_parallel(bandwidths):
 
 
 def test_copies_cross_links(bandwidths):
-    mesh = DryRunMesh((0, 1), "cuda", False, (0, (2,))).mesh
+    mesh = DryRunMesh((0, 1), CUDA, False, (0, (2,))).mesh
     copied = stages_of(hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 6)))["copies"]
     assert copied.planned == copied.done == Counts(copies=2, bytes=48)
     assert copied.traffic.links == {(1, 0): 24, (0, 1): 24}
@@ -186,7 +187,7 @@ def test_bandwidths_are_measured_once_for_a_mesh(monkeypatch):
 
 def test_each_link_of_gpus_is_measured(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 64)
-    mesh = DryRunMesh((0, 1, 1), "cuda", True, (0, (3,))).mesh
+    mesh = DryRunMesh((0, 1, 1), CUDA, True, (0, (3,))).mesh
     first, second, third = mesh
     with mesh.journal() as journal:
         assert copy_bandwidth(second, first) > 0
