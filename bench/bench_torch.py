@@ -182,7 +182,7 @@ def held(mesh: Mesh, quick: bool) -> Found:
     gc.collect()
     nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
-    sizes = [bucket.step.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
+    sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
     more = bytes_of(mesh) - before - sum(sizes)
     figures = {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
                "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip

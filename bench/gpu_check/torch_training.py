@@ -125,7 +125,7 @@ def one_of_two(backend: BackendName, device: str, rank: int, store: str) -> int:
     return compared
 
 
-def in_two_processes(backend: Backend, device: str) -> int:
+def in_two_processes(backend: BackendName, device: str) -> int:
     """Tests two processes; returns how many gradients were compared."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [(backend, device, rank, f"{folder}/store") for rank in range(NUM_PROCESSES)]

@@ -111,7 +111,7 @@ def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     from measure.runner import Bench
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(all_reduce_gpu, "QUICK_TENSORS", 2)
+    monkeypatch.setattr("measure.resnet50.QUICK_TENSORS", 2)
     no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
     gpus(1)
     with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
