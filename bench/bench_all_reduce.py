@@ -24,10 +24,10 @@ from measure.all_reduce_peers import (
     SUM_AND_COPIES,
     find_all_reduce_peers,
 )
-from measure.case import OURS, Case, Reduced
+from measure.case import OURS, Case
 from measure.clock import Call, HostClock
 from measure.floors import Decision, Floor, counted, over_the_copy, times_the_peer
-from measure.reductions import Reduction, placed, uploaded
+from measure.reductions import Reduction, compare, placed, uploaded
 from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark, named
 
@@ -151,15 +151,6 @@ def of_numpy(mesh: Mesh, tensors: Tensors, way: str) -> Call:
     return call
 
 
-def compare(bench: Bench, name: str, tensors: Tensors, calls: dict[str, Call]) -> None:
-    """Measures candidates and a copy as the baseline, in turns."""
-    nbytes = sum(replicas[0].nbytes for replicas in tensors)
-    moved = 2 * NUM_DEVICES * nbytes
-    took = bench.clock.measure(calls, moved)
-    words = f"{len(tensors)} tensors, {nbytes / 1e6:.2f} MB of float32"
-    bench.keep(Reduced(name, words, moved, took, {}, nbytes, NUM_DEVICES))
-
-
 def resnet(bench: Bench) -> None:
     """Reduces the gradients of a model."""
     tensors = hosts(resnet50(bench.quick))
@@ -168,10 +159,11 @@ def resnet(bench: Bench) -> None:
         ours = OURS + name
         for way in WAYS:
             calls[f"{ours}, {way}"] = plain(mesh, tensors, way)
-        calls[f"{ours}, {NO_PACKS}{PREPARED}"] = reduction(mesh, tensors, NO_PACKS).prepared()
+        alone = reduction(mesh, tensors, NO_PACKS)
+        calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
         for way in (NO_PACKS, ONE_PACK):
             calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, way)
-    compare(bench, RESNET, tensors, calls)
+    compare(bench, RESNET, alone, calls)
 
 
 def tiny(bench: Bench) -> None:
@@ -195,9 +187,9 @@ def one(bench: Bench, nbytes: int) -> None:
     calls: dict[str, Call] = {}
     for name, mesh in bench.meshes.items():
         calls[f"{OURS}{name}, {NO_PACKS}"] = plain(mesh, tensors, NO_PACKS)
-        prepared = reduction(mesh, tensors, NO_PACKS).prepared()
-        calls[f"{OURS}{name}, {NO_PACKS}{PREPARED}"] = prepared
-    compare(bench, f"{ONE}, {nbytes} bytes", tensors, calls)
+        alone = reduction(mesh, tensors, NO_PACKS)
+        calls[f"{OURS}{name}, {NO_PACKS}{PREPARED}"] = alone.prepared()
+    compare(bench, f"{ONE}, {nbytes} bytes", alone, calls)
 
 
 def cases(bench: Bench) -> None:

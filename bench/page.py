@@ -21,7 +21,7 @@ from typing import Any
 from measure.case import OURS, Case
 from measure.clock import took_of
 from measure.floors import Figure, Floor, counted, over_the_copy, over_the_peer
-from measure.runner import Benchmark
+from measure.runner import IMPLEMENTATIONS, Benchmark
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
@@ -66,97 +66,72 @@ as a fraction of it: it holds from 1 on.
 Report = Mapping[str, Any]
 
 
-def microseconds(implementation: str) -> Figure:
-    """Our time in microseconds."""
-
-    def figure(case: Case) -> float | None:
-        seconds = case.seconds(OURS + implementation)
-        return None if seconds is None else 1e6 * seconds
-
-    return figure
-
-
 # A line about each benchmark, with a figure of a case for each {}.
-SUMMARY: dict[str, tuple[str, tuple[tuple[str, Figure], ...]]] = {
+SUMMARY: dict[str, tuple[str, list[tuple[str, Figure]]]] = {
     "accumulator": (
         "**Accumulators**: an apply of 64 MiB takes {} of the time of NumPy's `+=`; a dropped "
         "gradient takes {} us.",
-        (
+        [
             ("apply", over_the_peer("numpy +=", "numpy")),
             ("one element", counted("numpy, drop, us")),
-        ),
+        ],
     ),
     "agn": (
         "**AGN**: a local step of SGD over 16 M parameters takes {} (compiled kernels) of the time "
         "of PyTorch's fused SGD and an addition.",
-        (("sgd", over_the_peer("torch fused and add", "compiled")),),
+        [("sgd", over_the_peer("torch fused and add", "compiled"))],
     ),
     "all_reduce": (
         "**All-reduce**: the mean of ResNet-50's gradients on 4 devices takes {} (NumPy) and {} "
         "(compiled kernels) of the time of a copy of the bytes.",
-        (
-            ("ResNet-50, MEAN", over_the_copy("numpy, num_packs=0")),
-            ("ResNet-50, MEAN", over_the_copy("compiled, num_packs=0")),
-        ),
+        [("ResNet-50, MEAN", over_the_copy(f"{each}, num_packs=0")) for each in IMPLEMENTATIONS],
     ),
     "interop": (
         "**Arrays**: a small array becomes a Buffer, and a Buffer an array, in {} us for NumPy and "
         "{} us for PyTorch.",
-        (("numpy", microseconds("in and out")), ("torch", microseconds("in and out"))),
+        [(library, counted("us in and out")) for library in ("numpy", "torch")],
     ),
     "ops": (
         "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
         "time of NumPy's additions.",
-        (
-            ("add_n 8 float32", over_the_peer("numpy chain", "numpy")),
-            ("add_n 8 float32", over_the_peer("numpy chain", "compiled")),
-        ),
+        [("add_n 8 float32", over_the_peer("numpy chain", each)) for each in IMPLEMENTATIONS],
     ),
     "optim": (
         "**Optimizers**: a step over 16 M parameters by compiled kernels takes {} (Adam) and {} "
         "(SGD) of the time of PyTorch's fused optimizers.",
-        (
-            ("adam", over_the_peer("torch fused", "compiled")),
-            ("sgd", over_the_peer("torch fused", "compiled")),
-        ),
+        [(rule, over_the_peer("torch fused", "compiled")) for rule in ("adam", "sgd")],
     ),
     "processes": (
         "**Processes**: an all-reduce of ResNet-50's gradients over two processes takes {} of the "
         "time of gloo's own, and {} of that of MPI's.",
-        (
-            ("ResNet-50, 2 processes, torchrun", over_the_peer("raw all-reduce", "flat, prepared")),
-            ("ResNet-50, 2 processes, mpi", over_the_peer("raw all-reduce", "flat, prepared")),
-        ),
+        [
+            (f"ResNet-50, 2 processes, {each}", over_the_peer("raw all-reduce", "flat, prepared"))
+            for each in ("torchrun", "mpi")
+        ],
     ),
     "ray": (
         "**Ray**: an AGN worker exchanges 64 MB in {} (NumPy) and {} (compiled kernels) of the "
         "time of an actor that adds an array.",
-        (
-            ("AGN, 64 MB", counted("exchange over the actor")),
-            ("AGN, 64 MB, compiled kernels", counted("exchange over the actor")),
-        ),
+        [
+            (f"AGN, 64 MB{kernels}", counted("exchange over the actor"))
+            for kernels in ("", ", compiled kernels")
+        ],
     ),
     "scaling": (
         "**Scaling**: replicas of 1 GiB together are reduced in {} of the time of a copy; a "
         "prepared step over 100,000 tensors takes the host {} us.",
-        (
+        [
             ("bytes, 1,073,741,824 in all", over_the_copy("compiled, prepared")),
             ("host, 100,000 tensors", counted("prepared step, us")),
-        ),
+        ],
     ),
     "torch": (
         "**PyTorch**: a backward of DDP with our hook takes {} of the time of a plain one; "
         "`DataParallel` adds {} of the time that a loop of PyTorch adds.",
-        (
-            (
-                "hook of DDP, ResNet-50",
-                counted("comm_hook over plain DDP, median of pairs"),
-            ),
-            (
-                "tiny gradients, 8 replicas",
-                counted("DataParallel adds, over a loop of torch"),
-            ),
-        ),
+        [
+            ("hook of DDP, ResNet-50", counted("comm_hook over plain DDP, median of pairs")),
+            ("tiny gradients, 8 replicas", counted("DataParallel adds, over a loop of torch")),
+        ],
     ),
 }
 
@@ -301,7 +276,7 @@ def cases(report: Report) -> Iterator[str]:
         words = [each for each in (case["name"], case["size"]) if each]
         rows.append([
             ": ".join(words),
-            "" if copy is None else milliseconds(copy),
+            "" if copy is None else figure(copy * 1e3),
             listed(seconds, copy, ours=True),
             listed(seconds, None, ours=False),
         ])  # fmt: skip
@@ -315,13 +290,8 @@ def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> s
     words = []
     for name, taken in sorted(chosen, key=lambda item: item[1]):
         part = "" if copy is None else f" ({copy / taken:.2g})"
-        words.append(f"{name.removeprefix(OURS)} {milliseconds(taken)}{part}")
+        words.append(f"{name.removeprefix(OURS)} {figure(taken * 1e3)}{part}")
     return "<br>".join(words)
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time with three digits."""
-    return figure(seconds * 1e3)
 
 
 def figure(value: float) -> str:

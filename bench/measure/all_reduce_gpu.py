@@ -8,7 +8,6 @@ in place, with its own communicators.
 
 from __future__ import annotations
 
-import math
 import statistics
 import subprocess
 import time
@@ -28,7 +27,7 @@ from .floors import Decision, Floor, counted, of_the_copy, times_the_peer
 from .in_processes import figures_of
 from .peers import find_peers, peer_calls
 from .random_values import fill, normals
-from .reductions import Reduction, placed
+from .reductions import Reduction, compare, placed
 from .resnet50 import resnet50
 from .runner import Bench, named
 
@@ -94,7 +93,7 @@ def gpu_cases(bench: Bench) -> None:
         if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
             operands = [normals(nbytes // 4)] * NUM_LOGICAL
             calls |= peer_calls(peers, "all_sum", operands, operands)
-        compare(bench, on_one(nbytes), calls, (nbytes, 1))
+        compare(bench, on_one(nbytes), reduction, calls)
     resnet(bench)
     ranks(bench)
     all_gpus(bench)
@@ -123,23 +122,7 @@ def resnet(bench: Bench) -> None:
     num_buffers = NUM_LOGICAL * len(shapes)
     figures |= {f"{way}, host us a Buffer": us[way] / num_buffers for way in WAYS}
     ours = {f"{OURS}cuda, {name}": call for name, call in calls.items()}
-    nbytes = 4 * sum(math.prod(shape) for shape in shapes)
-    compare(bench, RESNET, ours, (nbytes, len(shapes)), figures)
-
-
-def compare(
-    bench: Bench,
-    name: str,
-    calls: Mapping[str, Call],
-    size: tuple[int, int],
-    figures: Mapping[str, float] | None = None,
-) -> None:
-    """Measures candidates on eight logical devices; ``size``: bytes and number of tensors."""
-    nbytes, num_tensors = size
-    moved = 2 * NUM_LOGICAL * nbytes
-    took = bench.clock.measure(calls, moved)
-    words = f"{num_tensors} tensors, {nbytes / 1e6:.2f} MB of float32"
-    bench.keep(Reduced(name, words, moved, took, figures or {}, nbytes, NUM_LOGICAL))
+    compare(bench, RESNET, reduction, ours, figures)
 
 
 def ranks(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,10 @@ import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import Mesh
 
+from .case import Reduced
 from .clock import Call
 from .random_values import fill
+from .runner import Bench
 
 
 def placed(
@@ -81,3 +83,22 @@ class Reduction:
     def captured(self) -> Call:
         """Returns a captured step."""
         return self._ops.capture(self.op, self._pairs)
+
+
+def compare(
+    bench: Bench,
+    name: str,
+    reduction: Reduction,
+    calls: Mapping[str, Call],
+    figures: Mapping[str, float] | None = None,
+) -> None:
+    """Measures candidates for a reduction, and a copy as the baseline, in turns.
+
+    The copy reads each replica once and writes each result once, as an all-reduce must.
+    """
+    values, num_replicas = reduction.values, len(reduction.mesh)
+    nbytes = sum(value.buffers[0].nbytes for value in values)
+    moved = 2 * num_replicas * nbytes
+    took = bench.clock.measure(calls, moved)
+    words = f"{len(values)} tensors, {nbytes / 1e6:.2f} MB of float32"
+    bench.keep(Reduced(name, words, moved, took, figures or {}, nbytes, num_replicas))
