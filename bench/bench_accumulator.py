@@ -19,7 +19,7 @@ import numpy as np
 from measure.case import Case
 from measure.clock import After, Call, HostClock
 from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
-from measure.peers import find_peers, peer_calls, tensorflow
+from measure.peers import find_peers, in_order, peer_calls, tensorflow
 from measure.random_values import integers
 from measure.resnet50 import resnet50
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark, named
@@ -109,7 +109,7 @@ def check(name: str, found: Any, wanted: np.ndarray) -> None:
 
 def after(bench: Bench, before: Call, call: Call) -> Call:
     """Returns a call with a preparation, which a GPU clock measures too."""
-    return partial(both, before, call) if bench.on_gpu else After(before, call)
+    return partial(in_order, before, call) if bench.on_gpu else After(before, call)
 
 
 def operand(bench: Bench, device: Device, array: np.ndarray) -> Any:
@@ -166,7 +166,7 @@ def take(bench: Bench, size: int) -> None:
     def make(device: Device) -> Call:
         accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
         apply = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
-        applies, take = partial(both, apply, apply), partial(accumulator.take_grad, 2)
+        applies, take = partial(in_order, apply, apply), partial(accumulator.take_grad, 2)
         applies()
         check(TAKE, take(output_type="buffer"), gradient)
         return after(bench, applies, take)
@@ -179,7 +179,7 @@ def scaled(gradient: np.ndarray) -> Call:
     """Returns NumPy's division of a new sum of two arrays."""
     total = np.empty_like(gradient)
     sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
-    return After(partial(both, *sums), partial(np.true_divide, total, np.float32(2), total))
+    return After(partial(in_order, *sums), partial(np.true_divide, total, np.float32(2), total))
 
 
 # -- the host's time -------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]
     )
     tensor, steps = tf.constant(gradient), count()
     apply = partial(apply_next, accumulator, tensor, steps)
-    cycle = partial(both, apply, partial(accumulator.take_grad, 1))
+    cycle = partial(in_order, apply, partial(accumulator.take_grad, 1))
     try:
         cycle()
     except RuntimeError as error:  # TensorFlow 1 has no eager accumulator
@@ -215,7 +215,7 @@ def small(bench: Bench) -> None:
         mine = operand(bench, device, gradient)
         apply = partial(apply_next, accumulator, mine, count())
         take = partial(accumulator.take_grad, 1)
-        calls[f"{implementation}, apply + take"] = partial(both, apply, take)
+        calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         calls[f"{implementation}, satisfied take"] = After(apply, take)
         kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
         kept_sum.apply_grad(mine)
@@ -243,7 +243,7 @@ def many(bench: Bench) -> None:
         apply = partial(gr.apply_grads, accumulators, mine, LATE)
         calls[f"{implementation}, apply"] = apply
         take = partial(gr.take_grads, accumulators, 1)
-        calls[f"{implementation}, apply + take"] = partial(both, apply, take)
+        calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
     us = bench.host_us(calls, 1, rounds=ROUNDS, loops=LOOPS)
     figures |= named({name: taken / number for name, taken in us.items()}, "us a tensor")
@@ -280,12 +280,6 @@ def sparse(bench: Bench, rows: int) -> None:
         peers[SORTED] = partial(add_sorted, total, indices, values)
     compare(bench, SPARSE, rows * WIDTH, 3, lambda device: calls_of(device)[0], peers)
     compare(bench, SPARSE_TAKE, rows * WIDTH, 5 if bench.on_gpu else 2, make_take, {})
-
-
-def both(first: Call, second: Call) -> None:
-    """Calls functions one after the other."""
-    first()
-    second()
 
 
 def apply_next(accumulator: Any, gradient: Any, steps: Iterator[int]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import gradreduce as gr
 
 from .clock import Call, HostClock
-from .peers import find_torch, on_current_stream
+from .peers import find_torch, in_order, on_current_stream
 from .random_values import GRADIENTS, VALUES, normals
 from .resnet50 import resnet50
 from .runner import Bench, named
@@ -75,15 +75,10 @@ def torch_steps(
         step = makes[rule](parameters, **{"foreach": False, **switch}).step
         if adds:
             sums = [torch.zeros(size, device=bench.place) for size in sizes]
-            step = partial(_both, step, partial(torch._foreach_add_, sums, tensors(GRADIENTS)))
+            step = partial(in_order, step, partial(torch._foreach_add_, sums, tensors(GRADIENTS)))
         name = f"torch {way} and add" if adds else f"torch {way}"
         calls[name] = partial(on_current_stream, torch, step) if bench.on_gpu else step
     return calls
-
-
-def _both(step: Call, add: Call) -> None:
-    step()
-    add()
 
 
 def sgd_in_blocks(sizes: Sequence[int], *, adds: bool = False) -> Call:

@@ -7,10 +7,12 @@ its candidates. Outputs exist before the clock starts, unless the operation allo
 from __future__ import annotations
 
 import importlib
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -105,13 +107,18 @@ def _of_arrays(library: Any) -> Operations:
     """NumPy, or CuPy on the current stream."""
     is_numpy = library is np
     scatter = np.add.at if is_numpy else importlib.import_module("cupyx").scatter_add
+
+    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
+        calls = partial(out[0].fill, 0), partial(scatter, out[0], indices[0], values[0])
+        return {"add.at" if is_numpy else "scatter_add": partial(in_order, *calls)}
+
     return {
         "add_n": lambda arrays: {
             "chain": partial(_chain, arrays),
             **({} if is_numpy else {"stack-sum": lambda: library.stack(arrays).sum(axis=0)}),
         },
-        "accumulate": lambda operands: {"+=": partial(_add_in_place, *operands)},
-        "many": lambda *columns: {"chains": partial(_chains, list(zip(*columns, strict=True)))},
+        "accumulate": lambda operands: {"+=": partial(operator.iadd, *operands)},
+        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
         "all_sum": lambda outs, inputs: {
             "chains, copies": partial(_all_sum, library.copyto, outs, inputs)
         },
@@ -121,36 +128,39 @@ def _of_arrays(library: Any) -> Operations:
         "unpack": lambda flat, arrays: {
             "copyto": partial(_for_each, library.copyto, arrays, _parts(flat[0], arrays))
         },
-        "scale": lambda arrays: {"*=": partial(_for_each, _negate, arrays)},
-        "segment_sum": lambda values, indices, out: {
-            "add.at" if is_numpy else "scatter_add": partial(
-                _scatter, scatter, out[0], indices[0], values[0]
-            )
-        },
+        "scale": lambda arrays: {"*=": partial(_for_each, operator.imul, arrays, repeat(-1.0))},
+        "segment_sum": segment_sum,
     }
 
 
 def _of_torch(torch: Any) -> Operations:
     """PyTorch on the CPU."""
+
+    def add_into(outs: list[Any], tensors: list[Any]) -> Calls:
+        calls = [partial(outs[0].copy_, tensors[0])]
+        calls += [partial(outs[0].add_, tensor) for tensor in tensors[1:]]
+        return {"copy_ + add_": partial(in_order, *calls)}
+
+    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
+        add = partial(out[0].index_add_, 0, indices[0], values[0])
+        return {"index_add_": partial(in_order, out[0].zero_, add)}
+
+    copy = torch.Tensor.copy_
     return {
         "add_n": lambda tensors: {
-            "copy + add_": partial(_copy_chain, tensors),
+            "copy + add_": lambda: _chain([tensors[0].clone(), *tensors[1:]], operator.iadd),
             "add + add_": partial(_chain, tensors),
         },
-        "add_into": lambda outs, tensors: {"copy_ + add_": partial(_add_into, outs[0], tensors)},
-        "accumulate": lambda operands: {"add_": partial(_add_in_place, *operands)},
-        "many": lambda *columns: {"chains": partial(_chains, list(zip(*columns, strict=True)))},
-        "all_sum": lambda outs, inputs: {
-            "chains, copies": partial(_all_sum, _copy_tensor, outs, inputs)
-        },
+        "add_into": add_into,
+        "accumulate": lambda operands: {"add_": partial(operator.iadd, *operands)},
+        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
+        "all_sum": lambda outs, inputs: {"chains, copies": partial(_all_sum, copy, outs, inputs)},
         "pack": lambda flat, tensors: {"cat": partial(torch.cat, tensors, out=flat[0])},
         "unpack": lambda flat, tensors: {
-            "copy_": partial(_for_each, _copy_tensor, tensors, _parts(flat[0], tensors))
+            "copy_": partial(_for_each, copy, tensors, _parts(flat[0], tensors))
         },
-        "scale": lambda tensors: {"mul_": partial(_for_each, _negate, tensors)},
-        "segment_sum": lambda values, indices, out: {
-            "index_add_": partial(_index_add, out[0], indices[0], values[0])
-        },
+        "scale": lambda tensors: {"mul_": partial(_for_each, operator.imul, tensors, repeat(-1.0))},
+        "segment_sum": segment_sum,
     }
 
 
@@ -205,46 +215,26 @@ def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
     return torch.from_numpy(host).to(place)
 
 
-def _chain(arrays: Sequence[Any]) -> Any:
+def in_order(*calls: Call) -> None:
+    """Calls functions one after the other."""
+    for call in calls:
+        call()
+
+
+def _chain(arrays: Sequence[Any], first: Callable[..., Any] = operator.add) -> Any:
     """Adds arrays one by one; the first sum is a new array."""
-    total = arrays[0] + arrays[1]
+    total = first(arrays[0], arrays[1])
     for array in arrays[2:]:
         total += array
     return total
 
 
-def _copy_chain(tensors: Sequence[Any]) -> Any:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total.add_(tensor)
-    return total
+def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return list(zip(*columns, strict=True))
 
 
-def _chains(rows: Sequence[Sequence[Any]]) -> Any:
-    return [_chain(row) for row in rows]
-
-
-def _add_in_place(total: Any, term: Any) -> None:
-    total += term
-
-
-def _add_into(out: Any, tensors: Sequence[Any]) -> None:
-    out.copy_(tensors[0])
-    for tensor in tensors[1:]:
-        out.add_(tensor)
-
-
-def _negate(array: Any) -> None:
-    array *= -1.0
-
-
-def _copy_tensor(out: Any, source: Any) -> None:
-    out.copy_(source)
-
-
-def _for_each(call: Callable[..., Any], *lists: Sequence[Any]) -> None:
-    for operands in zip(*lists, strict=True):
-        call(*operands)
+def _for_each(call: Callable[..., Any], *lists: Iterable[Any]) -> list[Any]:
+    return [call(*operands) for operands in zip(*lists, strict=False)]
 
 
 def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -259,13 +249,3 @@ def _parts(flat: Any, arrays: Sequence[Any]) -> list[Any]:
     """Returns consecutive views of a flat array, as long as the arrays."""
     ends = np.cumsum([len(array) for array in arrays]).tolist()
     return [flat[end - len(array) : end] for end, array in zip(ends, arrays, strict=True)]
-
-
-def _scatter(add: Callable[..., Any], out: Any, indices: Any, values: Any) -> None:
-    out.fill(0)
-    add(out, indices, values)
-
-
-def _index_add(out: Any, indices: Any, values: Any) -> None:
-    out.zero_()
-    out.index_add_(0, indices, values)
