@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from measure.in_processes import words_of
 
@@ -56,16 +56,17 @@ class Check:
 
 Checks = Generator[Check | Result, Result, None]  # a result of what needs no command
 Section = Callable[[Setting], Checks]
+P = ParamSpec("P")  # the arguments of what makes a section
 Done = MutableMapping[str, tuple[str, Result]]  # check -> the section that ran it, and its result
 
 
 def run_section(
-    section: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
+    of: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
 ) -> None:
     """Runs the checks of a section within its time limit.
 
     Args:
-        section: yields the checks.
+        of: yields the checks.
         record: gets their results.
         setting: has the time limit of all checks together.
         stop: ends the section early.
@@ -73,7 +74,7 @@ def run_section(
     """
     done = {} if done is None else done
     end = time.monotonic() + setting.limit
-    checks = section(setting)
+    checks = of(setting)
     try:
         asked = next(checks)
         while True:
@@ -151,39 +152,41 @@ def _add(record: Record, result: Result) -> None:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def function(name: str, of: str, seconds: float, *arguments: Any, **environment: str) -> Section:
+def section(make: Callable[Concatenate[Setting, P], Checks]) -> Callable[P, Section]:
+    """Lets a function of a setting and other arguments be called with these alone, as in a list."""
+    return lambda *words, **options: lambda setting: make(setting, *words, **options)
+
+
+@section
+def function(
+    setting: Setting, /, name: str, of: str, seconds: float, *arguments: Any, **environment: str
+) -> Checks:
     """Calls a function of ``gpu_check``, which returns its figures, in a process of its own.
 
     Args:
+        setting: says where and with which CuPy.
         name: name of the check.
         of: the function, such as ``host_costs:measured``; it takes ``quick``, for tiny sizes.
         seconds: its deadline.
         arguments: further arguments.
         environment: variables to add to the environment of all children.
     """
+    report = setting.scratch(name)
+    words = words_of(report, f"gpu_check.{of}", setting.fake, *arguments)
+    yield Check(name, setting.python(*words), seconds, environment, report_of(report))
 
-    def run(setting: Setting) -> Checks:
-        report = setting.scratch(name)
-        words = words_of(report, f"gpu_check.{of}", setting.fake, *arguments)
-        yield Check(name, setting.python(*words), seconds, environment, report_of(report))
 
-    return run
+@section
+def needing(setting: Setting, library: str, checks: Section, name: str) -> Checks:
+    """Runs checks that need a library with GPU support; skips them without it."""
+    if importlib.util.find_spec(library) is None:
+        yield skipped(name, f"not installed: {library}")
+        return
+    for check in checks(setting):
+        assert isinstance(check, Check)
+        yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
 
 
 def report_of(path: Path) -> Callable[[str], Mapping[str, Any]]:
     """Returns what reads the figures that a program wrote to a JSON file."""
     return lambda output: dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def needing(library: str, section: Section, name: str) -> Section:
-    """Wraps checks that need a library with GPU support; skips them without it."""
-
-    def run(setting: Setting) -> Checks:
-        if importlib.util.find_spec(library) is None:
-            yield skipped(name, f"not installed: {library}")
-            return
-        for check in section(setting):
-            assert isinstance(check, Check)
-            yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
-
-    return run

@@ -28,7 +28,7 @@ from measure.in_processes import words_of
 
 from .launches import functions
 from .record import FAILED, PASSED, Result, skipped
-from .section import Check, Checks, Section, function, needing, report_of
+from .section import Check, Checks, Section, function, needing, report_of, section
 from .setting import ROOT, Setting, find_tool
 
 OPS = "tests/backends/cuda/test_ops.py"
@@ -59,18 +59,15 @@ def tests(setting: Setting) -> Checks:
         yield from run_file(path, seconds)(setting)
 
 
-def file(path: str, seconds: float, keyword: str = "") -> Section:
+@section
+def file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Checks:
     """Runs a file of tests; with the fake CuPy it only collects them."""
-
-    def run(setting: Setting) -> Checks:
-        if not setting.fake:
-            yield from run_file(path, seconds, keyword)(setting)
-            return
+    if setting.fake:
         name = f"{path}, {keyword}" if keyword else path
         command = setting.pytest("-q", "--collect-only", "-k", keyword, path)
         yield Check(f"{name}, collected", command, COLLECT_SECONDS, read=counts_of)
-
-    return run
+    else:
+        yield from run_file(path, seconds, keyword)(setting)
 
 
 def run_file(path: str, seconds: float, keyword: str = "") -> Section:
@@ -82,10 +79,10 @@ def run_file(path: str, seconds: float, keyword: str = "") -> Section:
         keyword: what pytest's ``-k`` takes; all tests by default.
     """
     name, library = f"{path}, {keyword}" if keyword else path, LIBRARIES.get(path)
-    required = () if library is None else (f"--require={library}",)
 
     def run(setting: Setting) -> Checks:
         report = setting.scratch(name, ".xml")
+        required = () if library is None else (f"--require={library}",)
         words = ("-k", keyword, *required, f"--junitxml={report}", path)
         yield Check(name, setting.pytest(*words), seconds, read=lambda output: summary_of(report))
 
@@ -126,15 +123,12 @@ def bench(setting: Setting) -> Checks:
         yield from script(name, seconds)(setting)
 
 
-def script(name: str, seconds: float) -> Section:
+@section
+def script(setting: Setting, name: str, seconds: float) -> Checks:
     """Runs a benchmark, which takes ``--json FILE`` and ``--quick``."""
-
-    def run(setting: Setting) -> Checks:
-        report = setting.scratch(name)
-        words = [str(setting.benches / name), "--json", str(report), *["--quick"] * setting.fake]
-        yield Check(name, setting.python(*words), seconds, read=report_of(report))
-
-    return run
+    report = setting.scratch(name)
+    words = [str(setting.benches / name), "--json", str(report), *["--quick"] * setting.fake]
+    yield Check(name, setting.python(*words), seconds, read=report_of(report))
 
 
 # -- example ---------------------------------------------------------------------------------------
@@ -274,25 +268,22 @@ SANITIZER_RUNS = {
 }
 
 
-def sanitizer(*names: str) -> Section:
+@section
+def sanitizer(setting: Setting, *names: str) -> Checks:
     """Runs a trivial program under compute-sanitizer, then each of its tools."""
-
-    def run(setting: Setting) -> Checks:
-        tool = find_tool(SANITIZER)
-        if setting.fake or tool is None:
-            fake = "the fake GPU runs on the CPU; its launches are checked there"
-            yield skipped(SANITIZER, fake if setting.fake else "it is not installed")
-            return
-        start = (tool, "--error-exitcode", str(FOUND_FAULTS))
-        probe = (*start, *setting.python("-c", "import cupy; print(cupy.zeros(3).sum())"))
-        skips = {"Device not supported": "it does not support this device"}
-        tried = yield Check(f"{SANITIZER} itself", probe, PROBE_SECONDS, skips=skips)
-        for name in names if tried.outcome == PASSED else ():
-            keyword, seconds = SANITIZER_RUNS[name]
-            words = setting.pytest("-k", keyword, "-p", "gpu_check.unpooled", OPS)
-            yield Check(name, (*start, "--tool", name, *words), seconds)
-
-    return run
+    tool = find_tool(SANITIZER)
+    if setting.fake or tool is None:
+        fake = "the fake GPU runs on the CPU; its launches are checked there"
+        yield skipped(SANITIZER, fake if setting.fake else "it is not installed")
+        return
+    start = (tool, "--error-exitcode", str(FOUND_FAULTS))
+    probe = (*start, *setting.python("-c", "import cupy; print(cupy.zeros(3).sum())"))
+    skips = {"Device not supported": "it does not support this device"}
+    tried = yield Check(f"{SANITIZER} itself", probe, PROBE_SECONDS, skips=skips)
+    for name in names if tried.outcome == PASSED else ():
+        keyword, seconds = SANITIZER_RUNS[name]
+        words = setting.pytest("-k", keyword, "-p", "gpu_check.unpooled", OPS)
+        yield Check(name, (*start, "--tool", name, *words), seconds)
 
 
 sanitize = sanitizer(*SANITIZER_RUNS)
@@ -318,29 +309,26 @@ REFUSED = {
 }
 
 
-def counters(seconds: float) -> Section:
+@section
+def counters(setting: Setting, seconds: float) -> Checks:
     """Profiles every launch of ``gpu_check.launches``; the last one of each kernel counts."""
-
-    def run(setting: Setting) -> Checks:
-        program = "launches:launched"
-        if setting.fake:
-            yield from function(f"{NCU}, launched", program, seconds)(setting)
-            return
-        tool = find_tool(NCU)
-        if tool is None:
-            yield skipped(NCU, f"{NCU} is not installed")
-            return
-        names = "|".join(sorted(set(functions().values())))
-        options = (
-            "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS.values()),
-            "--kernel-name-base", "function", "--kernel-name", f"regex:^({names})$",
-        )  # fmt: skip
-        words = words_of(setting.scratch(NCU), f"gpu_check.{program}", setting.fake)
-        command = (tool, *options, *setting.python(*words))
-        plain = {"LC_ALL": "C"}  # a decimal point
-        yield Check(NCU, command, seconds, plain, metrics_of, skips=REFUSED)
-
-    return run
+    program = "launches:launched"
+    if setting.fake:
+        yield from function(f"{NCU}, launched", program, seconds)(setting)
+        return
+    tool = find_tool(NCU)
+    if tool is None:
+        yield skipped(NCU, f"{NCU} is not installed")
+        return
+    names = "|".join(sorted(set(functions().values())))
+    options = (
+        "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS.values()),
+        "--kernel-name-base", "function", "--kernel-name", f"regex:^({names})$",
+    )  # fmt: skip
+    words = words_of(setting.scratch(NCU), f"gpu_check.{program}", setting.fake)
+    command = (tool, *options, *setting.python(*words))
+    plain = {"LC_ALL": "C"}  # a decimal point
+    yield Check(NCU, command, seconds, plain, metrics_of, skips=REFUSED)
 
 
 def metrics_of(output: str) -> Mapping[str, Mapping[str, float | str]]:
@@ -371,13 +359,10 @@ def _metrics_of(kernel: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, 
 # -- PyTorch ---------------------------------------------------------------------------------------
 
 
-def of_torch(name: str, program: str, seconds: float) -> Section:
+@section
+def of_torch(setting: Setting, name: str, program: str, seconds: float) -> Checks:
     """Calls a function of ``gpu_check`` that uses PyTorch, in its own process."""
-
-    def run(setting: Setting) -> Checks:
-        if setting.fake:
-            yield skipped(name, "PyTorch does not know the fake GPU")
-        else:
-            yield from needing("torch", function(name, program, seconds), name)(setting)
-
-    return run
+    if setting.fake:
+        yield skipped(name, "PyTorch does not know the fake GPU")
+    else:
+        yield from needing("torch", function(name, program, seconds), name)(setting)
