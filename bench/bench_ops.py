@@ -114,10 +114,10 @@ class Ops:
     def case(self, name: str, size: str, nbytes: int, make: Callable[[Device], Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
         """Measures our candidates, the peers' and a copy of the same size, in turns."""
-        self.of_calls(name, size, nbytes, self.bench.ours(make), operation, *operands)
+        self.compare(name, size, nbytes, self.bench.ours(make), operation, *operands)
 
-    def of_calls(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
-                 operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
+    def compare(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
+                operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
         """See ``case``; on a GPU also counts the launches of a call."""
         calls = {**ours, **peer_calls(self.peers, operation, *operands)}
         took = self.bench.clock.measure(calls, nbytes)
@@ -263,7 +263,7 @@ class Ops:
             ours[f"{OURS}{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes
         words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
-        self.of_calls(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
+        self.compare(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
 
     def small(self) -> None:
         """Measures the host time of a call with tiny arrays."""
