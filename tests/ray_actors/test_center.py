@@ -36,7 +36,9 @@ def first_array(modules, answer):
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
     of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
-    state = of_state.CenterShardState(modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy"))
+    state = of_state.CenterShardState(
+        modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
+    )
     for name, shape in SHAPES.items():
         state.create(name, message(modules, [np.zeros(shape, np.float32)]))
     state.join(modules.center._rule_of(optimizer), None)

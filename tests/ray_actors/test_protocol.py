@@ -108,7 +108,9 @@ class Run:
         self.kill_chance = 0.0
         self.modules, self.num_shards, self.period = modules, num_shards, period
         folder = "memory" if period else None
-        self.settings = modules.shard.ActorSettings("a", 0, num_shards, folder, period or 1, 0, "numpy")
+        self.settings = modules.shard.ActorSettings(
+            "a", 0, num_shards, folder, period or 1, 0, "numpy"
+        )
         self.acknowledged: list[str] = []
         self.taken: list[str] = []
         self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
