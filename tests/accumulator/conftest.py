@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accumulator.kinds import KINDS, Dense, Sparse
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
@@ -47,6 +48,22 @@ def accumulator(device) -> Callable[..., gr.ConditionalAccumulator]:
         return gr.ConditionalAccumulator(dtype, shape, device=device, **options)
 
     return make
+
+
+@pytest.fixture
+def sparse(device) -> Callable[..., gr.SparseConditionalAccumulator]:
+    """Makes sparse accumulators on the device."""
+
+    def make(dtype="float32", shape=None, **options):
+        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
+
+    return make
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request) -> type[Dense | Sparse]:
+    """What both kinds of accumulators do."""
+    return request.param
 
 
 @pytest.fixture(

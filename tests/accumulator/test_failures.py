@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from accumulator.kinds import KINDS, contents
 from support.accumulator_states import frozen
 
 import gradreduce as gr
@@ -276,17 +277,6 @@ def opened(case):
     return gr.open_mesh(case.placement, backend="sim", strict=True, peer_access=case.peers)
 
 
-def contents(taken):
-    """A result in a form that compares with ``==``."""
-    if isinstance(taken, list | tuple):
-        return [contents(each) for each in taken]
-    if isinstance(taken, gr.IndexedSlices):
-        return taken.indices.tolist(), taken.values.tolist(), taken.dense_shape
-    if isinstance(taken, gr.Mirrored):
-        return [contents(each) for each in taken.values]
-    return taken.tolist() if isinstance(taken, np.ndarray) else taken
-
-
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_any_failure_leaves_the_state_unchanged(case):
     """Each operation of the call fails once, one after the other; then the call succeeds."""
@@ -329,12 +319,6 @@ def test_a_partly_written_accumulator_cannot_be_used(case, number):
 
 
 TAKE = ("_allocate", "_upload", "_launch")  # the operations of an apply and a take, in order
-KINDS = {
-    "dense": (partial(dense, dtype=F16), lambda value: np.full(2, value, F16),
-              lambda value: [value] * 2),
-    "sparse": (partial(sparse, dtype=F16), lambda value: rows([3, 1], F16, value),
-               lambda value: ([1, 3], [[value] * 2] * 2, (-1, 2))),
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -348,8 +332,9 @@ def home():
 )
 def test_a_take_that_another_threads_apply_completes(home, call_threads, kind, number):
     """The consumer gets the error, the applier continues, and the next take is checked."""
-    make, grad, wanted = KINDS[kind]
-    acc = make(home.devices[1])
+    made = KINDS[kind]
+    grad, wanted = partial(made.value, dtype=F16), made.result
+    acc = made.make(F16, device=home.devices[1])
     heads = [call_threads.waiting(gr.take_grads, [acc], count) for count in (2, 2, 1)]
     gr.apply_grads([acc], [grad(1.0)])
     with failing_at(home, number, TAKE):
@@ -363,18 +348,16 @@ def test_a_take_that_another_threads_apply_completes(home, call_threads, kind, n
     assert contents(heads[2].result()) == [wanted(5.0)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_waiting_take_may_fail(home, call_threads, kind):
-    make, grad, wanted = KINDS[kind]
-    acc = make(home)
+    acc = kind.make(F16, device=home)
     heads = [call_threads.waiting(gr.take_grads, [acc], 1) for _ in range(3)]
     with failing_at(home, 2, ["_launch"], times=9):  # after the launch of the apply itself
-        assert gr.apply_grads([acc], [grad(2.0)]) is True
+        assert gr.apply_grads([acc], [kind.value(2.0, F16)]) is True
     for head in heads:
         assert head.is_done
         with pytest.raises(InjectedError):
             head.result()
-    assert contents(gr.take_grads([acc], 1, timeout=0)) == [[wanted(2.0)] * 3]
+    assert contents(gr.take_grads([acc], 1, timeout=0)) == [[kind.result(2.0)] * 3]
 
 
 @pytest.mark.parametrize("method", ["_launch", "_allocate"])
