@@ -68,6 +68,34 @@ def test_many_cycles(num):
         assert check_steady(mesh, cycle, num, 500) == acc.global_step
 
 
+@pytest.mark.parametrize("num", [1200, pytest.param(4000, marks=pytest.mark.exhaustive)])
+def test_sparse_cycles(num):
+    """Other rows in every cycle; sometimes sums grow, are taken together, or are dropped."""
+    luck = np.random.default_rng(0)
+    given = [
+        gr.IndexedSlices(np.ones((size, 3), "float32"), luck.integers(0, 99, size))
+        for size in luck.integers(0, 40, 64)
+    ]
+    with gr.open_mesh(1, backend="sim") as mesh:
+        device = mesh.devices[0]
+        acc = gr.SparseConditionalAccumulator("float32", device=device)
+        dense = gr.ConditionalAccumulator("float32", device=device)
+
+        def cycle(number):
+            step = acc.global_step
+            acc.apply_indexed_slices_grad(given[number % 64], step)
+            if number % 10:
+                acc.take_indexed_slices_grad(1)
+                return
+            both, grads = [acc, dense], [given[luck.integers(64)], np.ones(7)]
+            gr.apply_grads(both, grads, 2**62, cast=True)
+            assert not acc.apply_indexed_slices_grad(given[0], step - 1)
+            gr.take_grads(both, 1)
+
+        assert check_steady(mesh, cycle, num, 800) == acc.global_step
+        assert len(device.freed) < 10
+
+
 @pytest.mark.parametrize(("algorithm", "peers"), [("nccl", True), ("hierarchical_copy", False)])
 def test_cycles_over_a_mesh(algorithm, peers):
     """From all replicas and from one, alone and together; in float16, whose takes allocate."""
