@@ -79,6 +79,12 @@ def mesh(request, implementation) -> Iterator[gr.Mesh]:
         yield made
 
 
+@pytest.fixture(params=["device", "mesh"])
+def home(request, mesh) -> gr.Device | gr.Mesh:
+    """Where an accumulator is: on one device, or over a mesh."""
+    return mesh if request.param == "mesh" else mesh.devices[1]
+
+
 @pytest.fixture(scope="session")
 def combined() -> Callable[..., np.ndarray]:
     """The expected result of a take on one device: gradients added in order, rounded once."""

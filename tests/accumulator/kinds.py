@@ -33,6 +33,13 @@ def contents(taken: Any) -> Any:
     return taken.tolist() if isinstance(taken, np.ndarray) else taken
 
 
+def mapped(grad: Any, change: Any) -> Any:
+    """The gradient with another array, or with other values of its rows."""
+    if isinstance(grad, gr.IndexedSlices):
+        return gr.IndexedSlices(change(grad.values), grad.indices, grad.dense_shape)
+    return change(grad)
+
+
 def bits(taken: Any) -> Any:
     """Like ``contents``, but with the dtype and every bit; all NaNs are equal."""
     if isinstance(taken, gr.Mirrored | list):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from accumulator.kinds import counters
 
 import gradreduce as gr
-from gradreduce.accumulator import take_now, take_queue
+from gradreduce.accumulator import take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError
-
-
-def counters(*accumulators):
-    return [(acc.num_accumulated(), acc.global_step, acc.num_dropped) for acc in accumulators]
 
 
 def queues(*accumulators):
@@ -28,51 +25,6 @@ def several(accumulator):
 # -- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_joint_take_needs_enough_in_each(several, call_threads):
-    first, second = several(2)
-    take = call_threads.waiting(gr.take_grads, [first, second], 2)
-    gr.apply_grads([first, second], [[1.0], [2.0]])
-    first.apply_grad([3.0])
-    assert not take.is_done
-    second.apply_grad([4.0])
-    assert take.is_done
-    assert [array.tolist() for array in take.result()] == [[2.0], [3.0]]
-    assert counters(first, second) == [(0, 1, 0), (0, 1, 0)]
-    assert queues(first, second) == [0, 0]
-
-
-def test_a_joint_take_waits_until_it_is_first_in_every_queue(several, call_threads):
-    first, second = several(2)
-    before = call_threads.waiting(second.take_grad, 2)
-    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
-    behind = call_threads.waiting(first.take_grad, 1)
-    gr.apply_grads([first, second], [[1.0], [1.0]])
-    assert not joint.is_done
-    assert not behind.is_done
-    second.apply_grad([3.0])
-    assert before.is_done
-    assert not joint.is_done, "what it needs of the second was just taken"
-    second.apply_grad([7.0], 1)
-    assert [array.tolist() for array in joint.result()] == [[1.0], [7.0]]
-    assert not behind.is_done
-    first.apply_grad([9.0], 1)
-    assert before.result().tolist() == [2.0]
-    assert behind.result().tolist() == [9.0]
-
-
-def test_a_timeout_of_the_take_in_front_completes_the_joint_take(several, call_threads):
-    first, second = several(2)
-    gr.apply_grads([first, second], [[1.0], [2.0]])
-    before = call_threads.expiring(second.take_grad, 2)
-    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
-    assert not joint.is_done
-    before.expire()
-    with pytest.raises(DeadlineExceededError):
-        before.result()
-    assert joint.is_done
-    assert [array.tolist() for array in joint.result()] == [[1.0], [2.0]]
-
-
 def test_a_timeout_leaves_all_queues_and_names_each(several):
     first, second = several(2)
     first.apply_grad([5.0])
@@ -83,22 +35,6 @@ def test_a_timeout_leaves_all_queues_and_names_each(several):
     assert queues(first, second) == [0, 0]
     assert counters(first, second) == [(1, 0, 0), (0, 3, 0)]
     assert first.take_grad(1, timeout=0).tolist() == [5.0]
-
-
-def test_when_a_joint_take_times_out_the_next_of_every_queue_is_completed(several, call_threads):
-    first, second, third = several(3)
-    gr.apply_grads([first, third], [[1.0], [3.0]])
-    joint = call_threads.expiring(gr.take_grads, [first, second, third], 1)
-    behind = [call_threads.waiting(acc.take_grad, 1) for acc in (first, second, third)]
-    assert [take.is_done for take in behind] == [False] * 3
-    joint.expire()
-    with pytest.raises(DeadlineExceededError):
-        joint.result()
-    assert behind[0].result().tolist() == [1.0]
-    assert behind[2].result().tolist() == [3.0]
-    assert not behind[1].is_done
-    second.apply_grad([2.0])
-    assert behind[1].result().tolist() == [2.0]
 
 
 def test_closing_one_cancels_the_joint_take_and_unblocks_the_other_queues(several, call_threads):
@@ -197,23 +133,3 @@ def test_a_ring_of_joint_takes_never_deadlocks(several, call_threads):
 
 
 # -- take_now: what the training step uses --------------------------------------------------------
-
-
-def test_take_now_never_blocks_and_moves_every_step(several, call_threads):
-    first, second = several(2)
-    assert take_now([first, second], 1) is None
-    first.apply_grad([1.0])
-    first.apply_grad([3.0])
-    assert take_now([first, second], 3) is None
-    waiting = call_threads.waiting(second.take_grad, 1)
-    assert take_now([first, second], 2) is None, "another take waits"
-    assert counters(first, second) == [(2, 0, 0), (0, 0, 0)]
-    second.apply_grad([7.0])
-    assert waiting.result().tolist() == [7.0]
-    taken, nothing = take_now([first, second], 2)
-    assert taken.tolist() == [2.0]
-    assert nothing is None
-    assert counters(first, second) == [(0, 1, 0), (0, 2, 0)]
-    second.close()
-    with pytest.raises(CancelledError):
-        take_now([first, second], 1)

@@ -7,7 +7,6 @@ import pytest
 from support.exact_data import FLOATS, random_data, same
 
 import gradreduce as gr
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 
 
 def counters(acc):
@@ -113,39 +112,6 @@ def test_a_joint_apply_of_several_for_one_sum(device):
     assert [acc.num_accumulated() for acc in accumulators] == [2, 3, 2]
     alone, more, mirrored = gr.take_grads(accumulators, 2)
     assert (alone.tolist(), more.tolist(), mirrored.primary.tolist()) == ([3], [11], [3])
-
-
-def test_a_stale_one_drops_every_replica(device):
-    acc = gr.ConditionalAccumulator("float32", device=device)
-    acc.set_global_step(1)
-    grad = gr.PerReplica([np.ones(1, "float32")] * 2, device.mesh)
-    with device.mesh.journal() as journal:
-        assert acc.apply_grad(grad, 0) is False
-    assert journal.records == []
-    assert counters(acc) == (0, 1, 2)
-
-
-def test_incompatible_values_change_nothing(device):
-    acc = gr.ConditionalAccumulator("float32", device=device)
-    one, two = np.ones(1, "float32"), np.ones(2, "float32")
-    wide = gr.IndexedSlices(np.ones((1, 1)), [0], (1, 1))
-    with gr.open_mesh(1, backend="sim") as other, device.mesh.journal() as journal:
-        for values, error, match in [
-            ([one, two], ValueError, "replicas differ in shape"),
-            ([one, np.ones(1)], ValueError, "the gradient is float64"),
-            ([wide, wide], ValueError, "the gradient is float64"),
-        ]:
-            with pytest.raises(error, match=match):
-                acc.apply_grad(gr.PerReplica(values, device.mesh))
-        with pytest.raises(DeviceMismatchError, match="another mesh"):
-            acc.apply_grad(gr.PerReplica([one], other), -1)  # checked before the step
-    assert journal.records == []
-    assert counters(acc) == (0, 0, 0)
-    acc.apply_grad(gr.PerReplica([two, two], device.mesh))
-    with pytest.raises(InvalidArgumentError, match=r"expected \[2\], got \[1\]"):
-        acc.apply_grad(gr.PerReplica([one, one], device.mesh))
-    assert counters(acc) == (2, 0, 0)
-    assert acc.take_grad(2).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("num_replicas", [2, 1])

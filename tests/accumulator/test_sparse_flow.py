@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from accumulator.kinds import contents, counters, slices
 
 import gradreduce as gr
-from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
-
-
-@pytest.fixture
-def sparse(device):
-    """Makes sparse accumulators on the device."""
-
-    def make(dtype="float32", shape=None, **options):
-        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
-
-    return make
-
-
-def counters(*accumulators):
-    return [(acc.num_accumulated(), acc.global_step, acc.num_dropped) for acc in accumulators]
 
 
 def rows(*values):
     return np.array(values, "float32").reshape(len(values), -1)
-
-
-def slices(indices, *values):
-    return gr.IndexedSlices(rows(*values), indices)
-
-
-def contents(taken):
-    return taken.indices.tolist(), np.asarray(taken.values).ravel().tolist()
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -78,18 +56,6 @@ def test_a_sum_never_takes_more_than_its_shape(sparse, device):
     assert total.values.shape == (5, 2)
 
 
-def test_dropped_and_refused_gradients_submit_no_device_work(sparse, device):
-    acc = sparse("float32", (9, 1))
-    acc.set_global_step(3)
-    with device.mesh.journal() as journal:
-        assert acc.apply_grad([1], rows(1), None, 2) is False
-        assert acc.apply_indexed_slices_grad(slices([1], 1), 2) is False
-        with pytest.raises(InvalidArgumentError):
-            acc.apply_grad([9], rows(1), None, 3)
-    assert journal.records == []
-    assert counters(acc) == [(0, 3, 2)]
-
-
 def test_equal_counts_upload_no_divisors(sparse, device):
     acc = sparse()
     for _ in range(3):
@@ -102,90 +68,6 @@ def test_equal_counts_upload_no_divisors(sparse, device):
     with device.mesh.journal() as journal:
         acc.take_grad(1)
     assert journal.of("upload")[0].nbytes > even
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-def test_results_belong_to_the_caller_and_gradients_are_not_written(sparse, device):
-    acc = sparse()
-    held = []
-    for step in range(4):
-        given = rows(step, 2)
-        given.flags.writeable = False
-        acc.apply_grad([3, step], given, None, step)
-        acc.apply_grad([3, step], given, None, step)
-        taken = acc.take_indexed_slices_grad(2)
-        held.append((taken, contents(taken)))
-        assert all(contents(each) == wanted for each, wanted in held)
-    for each, _ in held:
-        each.values[...] = -1  # and may be overwritten
-    acc.apply_grad([3], rows(8), None, 4)
-    assert contents(acc.take_indexed_slices_grad(1)) == ([3], [8])
-
-
-def test_a_gradient_may_be_overwritten_when_the_call_has_returned(sparse):
-    acc = sparse()
-    given, indices = rows(1, 2), np.array([4, 0])
-    acc.apply_grad(indices, given)
-    given[...], indices[...] = 100, 9
-    assert contents(acc.take_indexed_slices_grad(1)) == ([0, 4], [2, 1])
-
-
-def test_a_taken_gradient_may_be_applied_again(sparse):
-    acc, other = sparse(), sparse(reduction_type="SUM")
-    acc.apply_grad([3, 1], rows(1, 2))
-    taken = acc.take_indexed_slices_grad(1)
-    for _ in range(2):
-        other.apply_indexed_slices_grad(taken)
-    assert contents(other.take_indexed_slices_grad(2)) == ([1, 3], [4, 2])
-    assert contents(taken) == ([1, 3], [2, 1])
-
-
-def test_close_frees_the_rows(sparse, device):
-    device.drain()
-    before = device._pool.live_bytes
-    with sparse() as acc:
-        acc.apply_grad(np.arange(1000), np.ones((1000, 4), "float32"))
-        assert device._pool.live_bytes > before
-    device.drain()
-    assert device._pool.live_bytes == before
-    with pytest.raises(CancelledError):
-        acc.apply_grad([0], rows(1))
-
-
-# -- waiting --------------------------------------------------------------------------------------
-
-
-def test_a_take_waits_and_is_first_come_first_served(sparse, call_threads):
-    acc = sparse()
-    takes = [
-        call_threads.waiting(acc.take_indexed_slices_grad, 2),
-        call_threads.waiting(acc.take_grad, 1),
-    ]
-    acc.apply_grad([1], rows(1))
-    assert [take.is_done for take in takes] == [False, False]
-    acc.apply_grad([], np.empty((0, 1), "float32"))  # counted, although it has no rows
-    assert contents(takes[0].result()) == ([1], [1])
-    assert acc.apply_grad([5], rows(1), None, 0) is False
-    acc.apply_grad([5], rows(7), None, 1)
-    indices, values, _ = takes[1].result()
-    assert (indices.tolist(), values.tolist()) == ([5], [[7]])
-    with pytest.raises(DeadlineExceededError, match="0 of 3 gradients, 3 missing, 1 dropped"):
-        acc.take_grad(3, timeout=0)
-    last = call_threads.waiting(acc.take_grad, 1)
-    acc.close()
-    with pytest.raises(CancelledError):
-        last.result()
-
-
-def test_num_required_must_be_positive(sparse):
-    acc = sparse()
-    acc.apply_grad([1], rows(1))
-    for take in (acc.take_grad, acc.take_indexed_slices_grad):
-        with pytest.raises(InvalidArgumentError, match="must be positive, but was 0"):
-            take(0)
-    assert counters(acc) == [(1, 0, 0)]
 
 
 # -- with others ----------------------------------------------------------------------------------
@@ -207,38 +89,8 @@ def test_sparse_and_dense_together(sparse, accumulator, device):
     with device.mesh.journal() as journal:
         first, second, third, fourth = gr.take_grads(accumulators, 2)
     assert sorted(names(journal)) == ["all_sum", "segment_sum", "segment_sum"]
-    assert contents(first) == ([4], [3])
-    assert second.tolist() == [[5]]
-    assert contents(third) == ([0], [3])
-    assert fourth.tolist() == [[6]]
-
-
-def test_one_incompatible_gradient_rejects_the_whole_call(sparse, accumulator, device):
-    accumulators = [accumulator(), sparse("float32", (4, 1)), sparse()]
-    good = [rows(5), slices([3], 1), slices([9], 1)]
-    gr.apply_grads(accumulators, good)
-    for place, wrong, error in [
-        (1, slices([4], 1), InvalidArgumentError),
-        (2, gr.IndexedSlices(np.ones((1, 2), "float32"), [0]), InvalidArgumentError),
-        (2, rows(1), TypeError),
-        (0, rows(1, 2), InvalidArgumentError),
-    ]:
-        grads = [wrong if place == each else grad for each, grad in enumerate(good)]
-        with device.mesh.journal() as journal, pytest.raises(error):
-            gr.apply_grads(accumulators, grads)
-        assert journal.launches == 0
-        assert counters(*accumulators) == [(1, 0, 0)] * 3
-
-
-def test_a_joint_take_waits_for_the_sparse_one_too(sparse, accumulator, call_threads):
-    dense, rows_of = accumulator(), sparse()
-    take = call_threads.waiting(gr.take_grads, [dense, rows_of], 1)
-    dense.apply_grad(rows(1))
-    assert not take.is_done
-    rows_of.apply_grad([2], rows(3))
-    one, two = take.result()
-    assert one.tolist() == [[1]]
-    assert contents(two) == ([2], [3])
+    assert contents([first, second]) == [([4], [[3]], (-1, 1)), [[5]]]
+    assert contents([third, fourth]) == [([0], [[3]], (-1, 1)), [[6]]]
 
 
 # -- sparse gradients in a dense accumulator ------------------------------------------------------

@@ -14,12 +14,6 @@ from gradreduce.device import accumulate_dtype
 SHAPE = (12, 3)
 
 
-@pytest.fixture(params=["device", "mesh"])
-def home(request, mesh):
-    """Where accumulators are: on one device, or over a mesh."""
-    return mesh if request.param == "mesh" else mesh.devices[1]
-
-
 def gradient(seed, dtype):
     """Rows in any order, some of them twice; none for every fourth seed."""
     indices = np.random.default_rng(seed).integers(0, SHAPE[0], seed % 4 * 2)
@@ -66,24 +60,6 @@ def test_per_gradient_is_the_mean_of_the_dense_gradients(home, dtype, num_calls)
     wanted = (dense.astype(wide) / wide.type(count)).astype(dtype)  # x / n, rounded once
     assert (taken.values == wanted[taken.indices]).all()
     assert (taken.to_dense(output_type="numpy") == wanted).all()
-
-
-def test_each_take_divides_by_its_own_number_of_gradients(home):
-    acc = gr.SparseConditionalAccumulator("float32", device=home, sparse_mean="per_gradient")
-    for step, count in enumerate((1, 4, 2)):
-        for turn in range(count):
-            assert acc.apply_grad([turn], [[8.0]], None, step)
-            assert not acc.apply_grad([turn], [[8.0]], None, step - 1)  # does not count
-        taken = first(acc.take_indexed_slices_grad(1))  # not by num_required
-        assert taken.values.tolist() == [[8.0 / count]] * count
-
-
-def test_only_gradients_without_rows(home):
-    acc = gr.SparseConditionalAccumulator("float32", device=home, sparse_mean="per_gradient")
-    for _ in range(2):
-        acc.apply_grad([], np.empty((0, 3), "float32"))
-    taken = first(acc.take_indexed_slices_grad(2))
-    assert (taken.indices.size, taken.values.shape) == (0, (0, 3))
 
 
 def test_a_joint_take_divides_each_by_its_own_rule(home):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import re
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import multi, take_queue
-from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
+from gradreduce.accumulator import take_queue
+from gradreduce.errors import CancelledError, DeadlineExceededError
 
 
 def counters(acc):
@@ -101,31 +100,6 @@ def test_a_take_of_several_accumulators_says_which_it_waits_for(accumulator, fee
     ]
 
 
-def test_a_waiting_take_of_two_drops_the_third_gradient_of_the_step(accumulator, call_threads):
-    """The first two are averaged, and the third is dropped."""
-    acc = accumulator()
-    take = call_threads.waiting(acc.take_grad, 2)
-    assert [acc.apply_grad([value]) for value in (1.0, 3.0, 100.0)] == [True, True, False]
-    assert take.result().tolist() == [2.0]
-    assert counters(acc) == (0, 1, 1)
-
-
-def test_a_take_that_needs_more_blocks_a_later_one_that_needs_less(accumulator, call_threads):
-    acc = accumulator()
-    head = call_threads.waiting(acc.take_grad, 3)
-    behind = call_threads.waiting(acc.take_grad, 1)
-    acc.apply_grad([1.0])
-    acc.apply_grad([2.0])
-    assert not head.is_done
-    assert not behind.is_done
-    acc.apply_grad([6.0])
-    assert head.is_done
-    assert not behind.is_done, "the head got all three"
-    acc.apply_grad([7.0], 1)
-    assert head.result().tolist() == [3.0]
-    assert behind.result().tolist() == [7.0]
-
-
 def test_a_take_with_enough_gradients_does_not_overtake(accumulator, call_threads):
     acc = accumulator()
     head = call_threads.waiting(acc.take_grad, 2)
@@ -136,71 +110,7 @@ def test_a_take_with_enough_gradients_does_not_overtake(accumulator, call_thread
     assert head.result().tolist() == [2.0]
 
 
-def test_three_takes_need_three_steps(accumulator, call_threads):
-    acc = accumulator()
-    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(3)]
-    for step in range(3):
-        assert [take.is_done for take in takes] == [place < step for place in range(3)]
-        assert acc.apply_grad([float(step)], step)
-        assert not acc.apply_grad([50.0], step), "of a step that is over"
-    assert [take.result().tolist() for take in takes] == [[0.0], [1.0], [2.0]]
-
-
-def test_one_apply_completes_one_take(accumulator, call_threads):
-    acc = accumulator()
-    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(4)]
-    acc.apply_grad([5.0], 100)
-    assert [take.is_done for take in takes] == [True, False, False, False]
-    for _ in range(3):
-        acc.apply_grad([5.0], 100)
-    assert all(take.result().tolist() == [5.0] for take in takes)
-
-
-def test_dropped_and_refused_gradients_wake_no_take(accumulator, call_threads):
-    acc = accumulator()
-    acc.set_global_step(1)
-    acc.apply_grad([1.0], 1)
-    take = call_threads.waiting(acc.take_grad, 2)
-    assert not acc.apply_grad([1.0], 0)
-    with pytest.raises(InvalidArgumentError):
-        acc.apply_grad([1.0, 2.0], 1)
-    with pytest.raises(ValueError, match="float64"):
-        acc.apply_grad(np.ones(1), 1)
-    assert not take.is_done
-    assert counters(acc) == (1, 1, 1)
-    acc.apply_grad([2.0], 1)
-    assert take.result().tolist() == [1.5]
-
-
-def test_setting_the_step_wakes_no_take_and_applies_to_later_gradients(accumulator, call_threads):
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    take = call_threads.waiting(acc.take_grad, 2)
-    acc.set_global_step(7)
-    assert not take.is_done
-    assert not acc.apply_grad([1.0], 6)
-    assert acc.apply_grad([2.0], 7)
-    assert take.result().tolist() == [1.5]
-    assert acc.global_step == 8
-
-
-def test_the_array_type_of_a_waiting_take_is_that_of_the_first_gradient(
-    accumulator, device, call_threads
-):
-    acc = accumulator()
-    take = call_threads.waiting(acc.take_grad, 2)
-    acc.apply_grad(device.put(np.ones(1, "float32")))
-    acc.apply_grad([1.0])
-    assert isinstance(take.result(), gr.Buffer)
-
-
 # -- time -----------------------------------------------------------------------------------------
-
-
-def test_timeout_zero_takes_available_gradients(accumulator):
-    acc = accumulator()
-    acc.apply_grad([2.0])
-    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -np.inf, 0.001, np.float32(0)])
@@ -262,40 +172,6 @@ def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, 
     assert take.result().tolist() == [2.0]
 
 
-def test_a_take_in_the_middle_that_times_out(accumulator, call_threads):
-    acc = accumulator()
-    first = call_threads.waiting(acc.take_grad, 1)
-    middle = call_threads.waiting(acc.take_grad, 1, timeout=0.001)
-    last = call_threads.waiting(acc.take_grad, 1)
-    with pytest.raises(DeadlineExceededError):
-        middle.result()
-    assert not first.is_done
-    acc.apply_grad([1.0])
-    acc.apply_grad([2.0], 1)
-    assert first.result().tolist() == [1.0]
-    assert last.result().tolist() == [2.0]
-
-
-class Interrupted(threading.Event):
-    """An event whose waiter is interrupted by Ctrl-C."""
-
-    def wait(self, timeout=None):
-        raise KeyboardInterrupt
-
-
-def test_an_interrupted_take_keeps_the_sum(accumulator, monkeypatch):
-    acc = accumulator()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            multi, "PendingTake", functools.partial(multi.PendingTake, done=Interrupted())
-        )
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(1)
-    acc.apply_grad([2.0])
-    assert counters(acc) == (1, 0, 0)
-    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
-
-
 def test_a_take_that_is_interrupted_while_it_completes_leaves_the_queue(accumulator, monkeypatch):
     acc = accumulator()
     acc.apply_grad([2.0])
@@ -337,17 +213,6 @@ def test_close_cancels_all_waiting_takes(accumulator, call_threads):
     for take in takes:
         assert take.is_done
         with pytest.raises(CancelledError, match="cancelled"):
-            take.result()
-
-
-def test_close_completes_no_take(accumulator, call_threads):
-    """The second would have enough gradients when the first has left the queue."""
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    takes = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
-    acc.close()
-    for take in takes:
-        with pytest.raises(CancelledError):
             take.result()
 
 
