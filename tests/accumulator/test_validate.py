@@ -109,8 +109,9 @@ def test_values_of_other_modules_are_no_gradients(accumulator, device):
             acc.apply_grad(grad)
     with gr.open_mesh(1, backend="sim") as other:
         for grad in (other.devices[0].put(ones(1)), gr.PerReplica([ones(1)], other)):
-            with pytest.raises(gr.errors.DeviceMismatchError):
-                acc.apply_grad(grad)
+            for step in (0, -1):  # checked before the step
+                with pytest.raises(gr.errors.DeviceMismatchError):
+                    acc.apply_grad(grad, step)
     assert counters(acc) == (0, 0, 0)
 
 

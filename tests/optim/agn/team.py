@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from optim.test_update_rules import RULES
+from optim.test_update_rules import RULES, Model
 from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
 
 
 class Own(gr.Optimizer):
@@ -104,32 +103,19 @@ def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worke
 # -- the model ------------------------------------------------------------------------------------
 
 
-class Copy:
-    """A variable and its slots; if there is a master, it replaces the variable."""
-
-    def __init__(self, kind, value, masters):
-        self.formula, _, starts = KINDS[kind]
-        self.dtype, self.wide = value.dtype, accumulate_dtype(value.dtype)
-        kept = self.wide if masters else self.dtype
-        self.state = [value.astype(kept), *(np.full(value.shape, s, kept) for s in starts.values())]
-
-    def move(self, turn, grad, rows):
-        old = [array[rows].astype(self.wide) for array in self.state]
-        with np.errstate(all="ignore"):
-            new = self.formula(self.wide.type, turn, grad.astype(self.wide), *old)
-            for array, part in zip(self.state, new, strict=True):
-                array[rows] = part
-
-    @property
-    def value(self):
-        return self.state[0].astype(self.dtype)
+def move(model, turn, grad, rows):
+    """Moves a variable in a turn, which all variables and the center count together."""
+    model.step = turn - 1
+    model.move(grad, rows)
 
 
 class ModelWorker:
     def __init__(self, center, kind, starts, period, masters, gamma, resets):
         self.center, self.kind, self.period = center, kind, period
         self.gamma, self.resets = gamma, resets
-        self.local = {name: Copy(kind, value, masters) for name, value in starts.items()}
+        self.local = {
+            name: Model(KINDS[kind], value, master=masters) for name, value in starts.items()
+        }
         self.pulled = {name: copy.value for name, copy in self.local.items()}
         self.sums = {name: None for name in starts}  # sum, and the rows that were touched
         self.steps = self.turn = 0
@@ -138,7 +124,7 @@ class ModelWorker:
         """Runs a step with dense gradients, each with the rows that it touches."""
         self.turn += 1
         for name, (grad, rows) in grads.items():
-            self.local[name].move(self.turn, grad[rows], rows)
+            move(self.local[name], self.turn, grad[rows], rows)
             wide = grad.astype(self.local[name].wide)
             total, touched = self.sums[name] or (np.zeros_like(wide), set())
             self.sums[name] = (total + wide, None if rows is ... or touched is None
@@ -159,7 +145,7 @@ class ModelWorker:
             away = center.value.astype(center.wide) - self.pulled[name].astype(center.wide)
             total = total / (away * away / center.wide.type(self.gamma) + center.wide.type(1))
         rows = ... if touched is None else sorted(touched)
-        center.move(self.turn, (total / center.wide.type(self.period))[rows], rows)
+        move(center, self.turn, (total / center.wide.type(self.period))[rows], rows)
         local.state[0] = center.state[0].copy()
         self.pulled[name], self.sums[name] = center.value, None
         for name, state in zip(KINDS[self.kind][2], local.state[1:], strict=True):

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from optim.agn.team import KINDS, STARTS, Copy, ModelWorker, Worker, whole
+from optim.agn.team import KINDS, STARTS, ModelWorker, Worker, whole
+from optim.test_update_rules import Model
 
 import gradreduce as gr
 
@@ -65,7 +66,9 @@ class Run:
                    **options)
             for home in homes
         ]  # fmt: skip
-        kept = {name: Copy(kind, value, masters) for name, value in self.starts.items()}
+        kept = {
+            name: Model(KINDS[kind], value, master=masters) for name, value in self.starts.items()
+        }
         ways = options.get("distance_scale"), options.get("reset_momentum", False)
         self.models = [ModelWorker(kept, kind, self.starts, period, masters, *ways) for _ in homes]
         self.shared = gr.Variable(0, trainable=False, dtype="int64", device=mesh.devices[0])
