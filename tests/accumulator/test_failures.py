@@ -14,6 +14,7 @@ from support.accumulator_states import frozen
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
+from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.errors import BackendUnavailableError, CancelledError
 
@@ -24,31 +25,46 @@ class InjectedError(RuntimeError):
     """The failure that a test plants."""
 
 
-@contextlib.contextmanager
-def failing_at(mesh, number, methods=METHODS, times=1):
-    """Makes the n-th operation of the devices fail, from 1 on; yields the names of all tried."""
-    tried = []
+FAILURES = (InjectedError, KeyboardInterrupt)
 
-    def counted(real, name):
+
+class Failing:
+    """Wraps operations, the n-th of which fails, from 1 on; ``tried`` has the names of all."""
+
+    def __init__(self, number, times):
+        self.numbers, self.tried = range(number, number + times), []
+
+    def __call__(self, real, name):
         def run(*args, **options):
-            tried.append(name)
-            if number <= len(tried) < number + times:
-                raise InjectedError(name)
+            if name != "update" or name not in self.tried:
+                self.tried.append(name)
+                if len(self.tried) in self.numbers:
+                    raise KeyboardInterrupt(name) if name == "update" else InjectedError(name)
             return real(*args, **options)
 
         return run
 
-    submit = SimCollective._submit
+
+@contextlib.contextmanager
+def failing_at(mesh, number, methods=METHODS, times=1):
+    """Makes the n-th operation fail; yields the names of all tried.
+
+    The operations are those of the devices; and the first update of the counts of accumulators,
+    where Ctrl-C comes after all of them.
+    """
+    failing, submit = Failing(number, times), SimCollective._submit
 
     def submitted(self, issue, *rest):
-        return submit(self, counted(issue, "collective"), *rest)
+        return submit(self, failing(issue, "collective"), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         for device in mesh.devices:
             for method in methods:
-                patch.setattr(device, method, counted(getattr(device, method), method[1:]))
+                patch.setattr(device, method, failing(getattr(device, method), method[1:]))
         patch.setattr(SimCollective, "_submit", submitted)
-        yield tried
+        if methods is METHODS:
+            patch.setattr(AccumulatorState, "update", failing(AccumulatorState.update, "update"))
+        yield failing.tried
 
 
 def rows(indices, dtype="float32", value=1.0):
@@ -194,76 +210,80 @@ F32, F16 = "float32", "float16"
 PLAN = "allocate upload "
 FAR = "allocate copy "
 CASES = [
-    Case("dense first", dense_applies, "allocate launch"),
-    Case("dense later", partial(dense_applies, earlier=[[1.0]], grad=[100.0], dtype=F16), "launch"),
+    Case("dense first", dense_applies, "allocate launch update"),
+    Case("dense later", partial(dense_applies, earlier=[[1.0]], grad=[100.0], dtype=F16),
+         "launch UPDATE"),
     Case("dense upload", partial(dense_applies, earlier=[[1, 1]], grad=np.ones(4, F32)[::2]),
-         f"{PLAN}launch"),
-    Case("dense take", partial(dense_takes, dtype=F32), "launch"),
-    Case("half take", partial(dense_takes, dtype=F16), "allocate launch"),
-    Case("takes now", takes_now, "allocate launch"),
+         f"{PLAN}launch UPDATE"),
+    Case("dense take", partial(dense_takes, dtype=F32), "launch UPDATE"),
+    Case("half take", partial(dense_takes, dtype=F16), "allocate launch update"),
+    Case("takes now", takes_now, "allocate launch update"),
     Case("replicas first", partial(replicas_on_one_device, num_earlier=0),
-         f"{FAR}allocate launch launch", peers=False),
-    Case("replicas later", partial(replicas_on_one_device, num_earlier=1), "launch"),
+         f"{FAR}allocate launch launch update", peers=False),
+    Case("replicas later", partial(replicas_on_one_device, num_earlier=1), "launch UPDATE"),
     Case("replicas later, copied", partial(replicas_on_one_device, num_earlier=1),
-         f"{FAR}launch", peers=False),
-    Case("dense joint", dense_joint, "allocate allocate launch launch launch"),
+         f"{FAR}launch UPDATE", peers=False),
+    Case("dense joint", dense_joint, "allocate allocate launch launch launch UPDATE"),
     Case("dense across first", partial(dense_across, num_earlier=0),
-         "allocate allocate allocate launch launch"),
-    Case("dense across later", partial(dense_across, num_earlier=1), "launch LAUNCH"),
-    Case("partly filled take", partly_filled_take, "allocate allocate launch COLLECTIVE LAUNCH"),
-    Case("first", applies, f"allocate {PLAN}launch"),
-    Case("later", partial(applies, earlier=[[1, 2, 3]]), f"{PLAN}launch"),
-    Case("grows", partial(applies, earlier=[[1, 2]]), f"allocate launch {PLAN}launch"),
-    Case("casts", partial(applies, earlier=[[1, 3]], indices=[3, 1], dtype=F16), f"{PLAN}launch"),
+         "allocate allocate allocate launch launch update"),
+    Case("dense across later", partial(dense_across, num_earlier=1), "launch LAUNCH UPDATE"),
+    Case("partly filled take", partly_filled_take,
+         "allocate allocate launch COLLECTIVE LAUNCH UPDATE"),
+    Case("first", applies, f"allocate {PLAN}launch update"),
+    Case("later", partial(applies, earlier=[[1, 2, 3]]), f"{PLAN}launch UPDATE"),
+    Case("grows", partial(applies, earlier=[[1, 2]]), f"allocate launch {PLAN}launch update"),
+    Case("casts", partial(applies, earlier=[[1, 3]], indices=[3, 1], dtype=F16),
+         f"{PLAN}launch UPDATE"),
     Case("several first", partial(several, sums=[], terms=[3, 1]),
-         f"allocate {PLAN}allocate launch launch"),
+         f"allocate {PLAN}allocate launch launch update"),
     Case("several first, copied", partial(several, sums=[], terms=[3, 1]),
-         f"allocate {PLAN}{FAR}allocate launch launch", peers=False),
+         f"allocate {PLAN}{FAR}allocate launch launch update", peers=False),
     Case("several later", partial(several, sums=[rows([3, 1])], terms=[1, 3]),
-         f"{PLAN}launch LAUNCH"),
+         f"{PLAN}launch LAUNCH UPDATE"),
     Case("several later, copied", partial(several, sums=[rows([3, 1])], terms=[1, 3]),
-         f"{PLAN}{FAR}launch LAUNCH", peers=False),
+         f"{PLAN}{FAR}launch LAUNCH UPDATE", peers=False),
     Case("several grow", partial(several, sums=[rows([1])], terms=[1, 3]),
-         f"allocate launch {PLAN}launch launch"),
+         f"allocate launch {PLAN}launch launch UPDATE"),
     Case("across first", partial(across, earlier=[], indices=[4, 5]),
-         f"allocate allocate allocate {PLAN}{PLAN}launch launch"),
+         f"allocate allocate allocate {PLAN}{PLAN}launch launch update"),
     Case("across later", partial(across, earlier=[[4, 5]], indices=[5]),
-         f"{PLAN}{PLAN}launch LAUNCH"),
-    Case("new and old", new_and_old, f"allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH"),
-    Case("takes", takes, f"allocate {PLAN}launch"),
+         f"{PLAN}{PLAN}launch LAUNCH UPDATE"),
+    Case("new and old", new_and_old, f"allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH UPDATE"),
+    Case("takes", takes, f"allocate {PLAN}launch update"),
     Case("takes over a mesh", takes_over_a_mesh, f"allocate launch allocate {PLAN}launch "
-         "allocate allocate launch copy"),
-    Case("takes both", takes_both, f"allocate {PLAN}launch launch"),
+         "allocate allocate launch copy update"),
+    Case("takes both", takes_both, f"allocate {PLAN}launch launch UPDATE"),
     # Takes of several dense sums.
-    Case("side by side", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 2)]), "launch"),
-    Case("other counts", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 3)]), "launch LAUNCH"),
+    Case("side by side", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 2)]), "launch UPDATE"),
+    Case("other counts", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 3)]),
+         "launch LAUNCH UPDATE"),
     Case("other dtypes", partial(dense_take, sums=[(F32, 0, 2), (F16, 1, 2)]),
-         "allocate launch launch"),
+         "allocate launch launch UPDATE"),
     Case("other GPUs", partial(dense_take, sums=[(F32, 0, 2), ("float64", 1, 2)]),
-         "launch LAUNCH", (0, 1)),
+         "launch LAUNCH UPDATE", (0, 1)),
     Case("three", partial(dense_take, sums=[(F32, 0, 2), (F16, 0, 2), (F16, 1, 2)]),
-         "allocate allocate launch launch launch", (0, 1)),
-    Case("mesh", partial(dense_take, sums=[(F32, None, 2)]), "launch", (0, 1)),
+         "allocate allocate launch launch launch UPDATE", (0, 1)),
+    Case("mesh", partial(dense_take, sums=[(F32, None, 2)]), "launch UPDATE", (0, 1)),
     # Two slices, one on each GPU; and without peer access, where nothing is reduced in place.
     Case("slices", partial(dense_take, sums=[(F32, None, 2)], size=20_000),
-         "launch LAUNCH", (0, 1)),
+         "launch LAUNCH UPDATE", (0, 1)),
     Case("slices, copied", partial(dense_take, sums=[(F32, None, 2)], size=20_000),
-         f"allocate allocate {FAR}{FAR}launch copy launch copy", (0, 1),
+         f"allocate allocate {FAR}{FAR}launch copy launch copy update", (0, 1),
          peers=False),
     # Two packs with two divisors: the first is reduced out of place, the second in place.
     Case("packs", partial(dense_take, sums=[(F32, None, 2), (F32, None, 3)]),
-         "allocate allocate launch allocate allocate launch", (0, 1)),
+         "allocate allocate launch allocate allocate launch update", (0, 1)),
     # The single sum is divided last; the sums of the mesh must still be intact before.
     Case("mesh and device", partial(dense_take, sums=[(F32, None, 2), (F32, 0, 2)]),
-         "allocate allocate launch launch", (0, 1)),
+         "allocate allocate launch launch UPDATE", (0, 1)),
     # The collective, which one of the two may have received, and their divisions.
     Case("nccl", partial(dense_take, sums=[(F32, None, 2)], algorithm="nccl"),
-         "COLLECTIVE LAUNCH LAUNCH", (0, 1)),
+         "COLLECTIVE LAUNCH LAUNCH UPDATE", (0, 1)),
     Case("nccl of three", partial(dense_take, sums=[(F32, None, 2)], algorithm="nccl"),
-         "launch COLLECTIVE LAUNCH LAUNCH"),
+         "launch COLLECTIVE LAUNCH LAUNCH UPDATE"),
     Case("nccl and device",
          partial(dense_take, sums=[(F32, None, 2), (F16, 1, 2)], algorithm="nccl"),
-         "allocate allocate allocate collective launch launch launch", (0, 1)),
+         "allocate allocate allocate collective launch launch launch update", (0, 1)),
 ]  # fmt: skip
 LOSSES = [
     pytest.param(case, number, id=f"{case.name}-{number}")
@@ -286,7 +306,7 @@ def test_any_failure_leaves_the_state_unchanged(case):
         for number, name in enumerate(case.work.split(), 1):
             if name.isupper():
                 continue
-            with failing_at(mesh, number), pytest.raises(InjectedError, match=name) as caught:
+            with failing_at(mesh, number), pytest.raises(FAILURES, match=name) as caught:
                 call()
             assert getattr(caught.value, "__notes__", []) == []
             assert [frozen(acc) for acc in accumulators] == before, (number, name)
@@ -303,14 +323,21 @@ def test_any_failure_leaves_the_state_unchanged(case):
 def test_a_partly_written_accumulator_cannot_be_used(case, number):
     with opened(case) as mesh:
         accumulators, call = case.make(mesh)
+        before = [frozen(acc) for acc in accumulators]
         counts = [acc.num_accumulated() for acc in accumulators]
-        with failing_at(mesh, number), pytest.raises(InjectedError) as caught:
+        with failing_at(mesh, number), pytest.raises(FAILURES) as caught:
             call()
         assert "cannot be used any more" in caught.value.__notes__[0]
-        for acc in accumulators:
-            for use in (lambda acc=acc: acc.take_grad(1), acc.state_dict):
+        lost = []
+        for acc, state in zip(accumulators, before, strict=True):
+            try:
+                assert frozen(acc) == state, "it is on a device that was not written"
+            except BackendUnavailableError as error:
+                lost.append(acc)
+                assert "failed half way" in str(error)
                 with pytest.raises(BackendUnavailableError, match="failed half way"):
-                    use()
+                    acc.take_grad(1)
+        assert len(lost) == (2 if case.name == "three" else len(accumulators))
         assert [acc.num_accumulated() for acc in accumulators] == counts
         assert [acc.num_dropped for acc in accumulators] == [0] * len(accumulators)
 
@@ -383,7 +410,7 @@ def test_a_joint_take_that_an_apply_to_one_completes(home, call_threads, number)
     both = call_threads.waiting(gr.take_grads, accumulators, 1)
     behind = call_threads.waiting(accumulators[1].take_grad, 1)
     accumulators[0].apply_indexed_slices_grad(rows([1]))
-    with failing_at(home, number):
+    with failing_at(home, number, TAKE):
         assert accumulators[1].apply_grad(np.ones(3, "float32")) is True
     with pytest.raises(InjectedError):
         both.result()

@@ -7,20 +7,14 @@ import random
 import signal
 import threading
 
-import numpy as np
 import pytest
 from support.signal_injection import SignalInjection, ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
 from gradreduce.accumulator.multi import take_now
-from gradreduce.accumulator.state import AccumulatorState, PendingTake, locked
+from gradreduce.accumulator.state import PendingTake, locked
 from gradreduce.accumulator.take_queue import join
-from gradreduce.errors import BackendUnavailableError
-
-
-def raise_interrupt(*args, **options):
-    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -28,74 +22,6 @@ def own():
     """A device that may fail."""
     with gr.open_mesh(1, backend="sim", strict=True) as mesh:
         yield mesh.devices[0]
-
-
-KINDS = {
-    "dense": (gr.ConditionalAccumulator, lambda acc, value: acc.apply_grad([value])),
-    "sparse": (
-        gr.SparseConditionalAccumulator,
-        lambda acc, value: acc.apply_grad([3], [[value]]),
-    ),
-}
-
-
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request, own):
-    made, apply = request.param
-    return made("float32", device=own, reduction_type="SUM"), apply
-
-
-def taken_sum(acc):
-    taken = acc.take_grad(1, timeout=0)
-    return (taken[1] if isinstance(taken, tuple) else taken).sum()
-
-
-def test_ctrl_c_after_the_launch_of_a_first_gradient(kind):
-    """The new sum is freed, because no state refers to it."""
-    acc, apply = kind
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AccumulatorState, "update", raise_interrupt)
-        apply(acc, 7.0)
-    assert acc.num_accumulated() == 0
-    assert apply(acc, 100.0)
-    assert taken_sum(acc) == 100
-
-
-def test_ctrl_c_after_the_launch_of_a_later_gradient(kind):
-    """The gradient is in the sum but not counted, so the sum must not be used."""
-    acc, apply = kind
-    apply(acc, 7.0)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
-        patch.setattr(AccumulatorState, "update", raise_interrupt)
-        apply(acc, 100.0)
-    assert "half way" in caught.value.__notes__[0]
-    with pytest.raises(BackendUnavailableError, match="half way"):
-        acc.take_grad(1)
-
-
-def test_ctrl_c_after_the_division_of_a_take(own, monkeypatch):
-    """The sum is divided and its count is still two, so it would be divided again."""
-    acc = gr.ConditionalAccumulator("float32", device=own)
-    acc.apply_grad([2.0])
-    acc.apply_grad([4.0])
-    with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "update", raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(2)
-    with pytest.raises(BackendUnavailableError, match="half way"):
-        acc.take_grad(2)
-
-
-def test_ctrl_c_after_an_out_of_place_division_does_not_change_the_sum(own, monkeypatch):
-    acc = gr.ConditionalAccumulator("float16", device=own)
-    acc.apply_grad([2.0])
-    acc.apply_grad([4.0])
-    with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "update", raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(2)
-    assert not acc.accumulator_ref.queue
-    assert acc.take_grad(2, timeout=0).tolist() == [3.0]
 
 
 class InterruptedEvent(threading.Event):
@@ -222,15 +148,3 @@ def test_ctrl_c_while_many_locks_are_acquired(own):
         assert interrupted_at(place, hold)[0]
         assert not any(state.lock._is_owned() for state in states), place
     assert entered
-
-
-def test_ctrl_c_after_the_all_reduce_of_a_take():
-    """The sums are reduced in place and still counted, so they would be reduced again."""
-    with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
-        acc = gr.ConditionalAccumulator("float32", device=mesh)
-        acc.apply_grad(gr.PerReplica([np.full(1, 2, "float32")] * 4, mesh))
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(AccumulatorState, "update", raise_interrupt)
-            acc.take_grad(4)
-        with pytest.raises(BackendUnavailableError, match="half way"):
-            acc.take_grad(4, timeout=0)
