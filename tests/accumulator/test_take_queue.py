@@ -10,14 +10,11 @@ import weakref
 
 import numpy as np
 import pytest
+from accumulator.kinds import counters
 
 import gradreduce as gr
 from gradreduce.accumulator import take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError
-
-
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
 
 
 def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
@@ -30,7 +27,7 @@ def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
         assert not take.is_done
     assert acc.apply_grad([6.0])
     assert take.is_done
-    assert counters(acc) == (0, 1, 0)
+    assert counters(acc) == [(0, 1, 0)]
     assert take.result().tolist() == [3.0]
 
 
@@ -126,7 +123,7 @@ def test_the_error_has_the_step_the_count_and_the_missing_number(accumulator, ti
     for part in ("step 4", "1 of 3 gradients", "2 missing", "1 dropped"):
         assert part in text
     assert "behind" not in text
-    assert counters(acc) == (1, 4, 1)
+    assert counters(acc) == [(1, 4, 1)]
     assert len(acc.accumulator_ref.queue) == 0
 
 
@@ -183,7 +180,7 @@ def test_a_take_that_is_interrupted_while_it_completes_leaves_the_queue(accumula
         patch.setattr(take_queue, "take_locked", interrupted)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
-    assert counters(acc) == (1, 0, 0)
+    assert counters(acc) == [(1, 0, 0)]
     acc.apply_grad([4.0])
     assert acc.take_grad(2, timeout=0).tolist() == [3.0]
 
@@ -263,3 +260,126 @@ def test_close_races_with_applies_and_takes(accumulator, call_threads):
             acc.num_accumulated()
         assert not acc.accumulator_ref.queue
         assert acc.accumulator_ref.totals == [None]
+
+
+# -- several accumulators -------------------------------------------------------------------------
+
+
+def queues(*accumulators):
+    return [len(acc.accumulator_ref.queue) for acc in accumulators]
+
+
+@pytest.fixture
+def several(accumulator):
+    """Makes accumulators on one device."""
+    return lambda count, **options: [accumulator(**options) for _ in range(count)]
+
+
+def test_a_timeout_leaves_all_queues_and_names_each(several):
+    first, second = several(2)
+    first.apply_grad([5.0])
+    second.set_global_step(3)
+    with pytest.raises(DeadlineExceededError) as caught:
+        gr.take_grads([first, second], 1, timeout=0)
+    assert "within 0.0 s; accumulators[1] at step 3: 0 of 1 gradients, 1 missi" in str(caught.value)
+    assert queues(first, second) == [0, 0]
+    assert counters(first, second) == [(1, 0, 0), (0, 3, 0)]
+    assert first.take_grad(1, timeout=0).tolist() == [5.0]
+
+
+def test_closing_one_cancels_the_joint_take_and_unblocks_the_other_queues(several, call_threads):
+    first, second, third = several(3)
+    gr.apply_grads([second, third], [[2.0], [3.0]])
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    behind = call_threads.waiting(second.take_grad, 1)
+    joint_behind = call_threads.waiting(gr.take_grads, [third, second], 1)
+    first.close()
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert behind.is_done
+    assert behind.result().tolist() == [2.0]
+    assert not joint_behind.is_done
+    second.apply_grad([8.0], 1)
+    assert [array.tolist() for array in joint_behind.result()] == [[3.0], [8.0]]
+    for call in (
+        lambda: gr.apply_grads([first, second], [[1.0], [1.0]], 5),
+        lambda: gr.take_grads([second, first], 1),
+    ):
+        with pytest.raises(CancelledError):
+            call()
+    assert counters(second) == [(0, 2, 0)]
+    assert queues(second, third) == [0, 0]
+
+
+def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkeypatch):
+    """The accumulator is closed and its takes are not cancelled yet; they get nothing."""
+    first, second = several(2)
+    first.apply_grad([1.0])
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    locked, kept = take_queue.locked, []
+
+    def late(states):
+        if not kept:
+            kept.append(None)
+            kept.append(call_threads.start(second.apply_grad, [2.0]).result())
+        return locked(states)
+
+    monkeypatch.setattr(take_queue, "locked", late)
+    first.close()
+    assert kept == [None, True]
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert second.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_opposite_orders_never_deadlock(several, call_threads):
+    """take_grads([A, B]) against take_grads([B, A]), both against applies in both orders."""
+    rounds = 150
+    first, second = several(2, reduction_type="SUM")
+    start = threading.Barrier(4)
+
+    def take(accumulators):
+        start.wait(30)
+        return [
+            [float(array[0]) for array in gr.take_grads(accumulators, 1)] for _ in range(rounds)
+        ]
+
+    def apply(accumulators, grads):
+        start.wait(30)
+        return sum(gr.apply_grads(accumulators, grads, 10**9) for _ in range(rounds))
+
+    takes = [call_threads.start(take, order) for order in ([first, second], [second, first])]
+    applies = [
+        call_threads.start(apply, [first, second], [[1.0], [2.0]]),
+        call_threads.start(apply, [second, first], [[2.0], [1.0]]),
+    ]
+    assert [call.result() for call in applies] == [rounds, rounds]
+    # As many takes as applies, so the last takes may lack gradients: add some.
+    while call_threads.any_running(takes):
+        gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
+    for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):
+        results = call.result()
+        assert len(results) == rounds
+        assert all(pair[0] * right == pair[1] * left > 0 for pair in results)
+
+
+def test_a_ring_of_joint_takes_never_deadlocks(several, call_threads):
+    rounds = 60
+    ring = several(3)
+    start = threading.Barrier(4)
+
+    def take(accumulators):
+        start.wait(30)
+        for _ in range(rounds):
+            gr.take_grads(accumulators, 1)
+
+    takes = [call_threads.start(take, [ring[place], ring[(place + 1) % 3]]) for place in range(3)]
+    start.wait(30)
+    while call_threads.any_running(takes):
+        gr.apply_grads(ring, [[1.0]] * 3, 10**9)
+    for call in takes:
+        call.result()
+    assert [step for _, step, _ in counters(*ring)] == [2 * rounds] * 3
+
+
+# -- take_now: what the training step uses --------------------------------------------------------

@@ -76,20 +76,6 @@ def test_slots_that_no_update_has_changed_have_no_powers(mesh):
     step(two, [half], 0)
 
 
-def test_a_state_is_a_consistent_snapshot_with_its_own_memory(mesh):
-    optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
-    step(optimizer, variables, 0)
-    state = optimizer.state_dict()
-    kept = {owner: by["momentum"].copy() for owner, by in state["slots"].items()}
-    step(optimizer, variables, 1)
-    assert all(same(state["slots"][owner]["momentum"], kept[owner]) for owner in SHAPES)
-    optimizer.load_state_dict(state, variables)
-    for by_name in state["slots"].values():
-        by_name["momentum"][...] = 9
-    for variable in variables:
-        assert same(optimizer.get_slot(variable, "momentum").numpy(), kept[variable.name])
-
-
 def test_an_update_while_it_is_downloaded_is_not_in_it(mesh, monkeypatch):
     optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
     step(optimizer, variables, 0)

@@ -99,16 +99,6 @@ def test_a_refused_call_makes_no_slots(mesh):
     assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
 
 
-def test_an_invalid_learning_rate_makes_no_slots(mesh):
-    optimizer, variable = gr.MomentumOptimizer(1.0, 0.5), gr.Variable([1.0], device=mesh)
-    for name in ("learning_rate", "momentum"):
-        setattr(optimizer, name, "fast")
-        with pytest.raises(ValueError, match="fast"):
-            optimizer.apply_gradients([([1.0], variable)])
-        assert optimizer.variables() == []
-        setattr(optimizer, name, 1.0)
-
-
 class Failing(gr.Optimizer):
     """An optimizer whose rule can be made to fail."""
 

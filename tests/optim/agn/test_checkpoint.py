@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,37 +84,6 @@ def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_befo
         loaded(two, states)
         steps(two, range(num_before, 20))
         assert digest(two) == digest(one)
-
-
-IN_ANOTHER_PROCESS = """
-import pickle, sys
-import gradreduce as gr
-from optim.agn import test_checkpoint
-with gr.open_mesh(2, backend="sim", strict=True) as mesh:
-    team = test_checkpoint.team_of(mesh, "adam")
-    test_checkpoint.loaded(team, pickle.load(sys.stdin.buffer))
-    test_checkpoint.steps(team, range(8, 16))
-    print(test_checkpoint.digest(team))
-"""
-
-
-def test_in_another_process():
-    with gr.open_mesh(3, backend="sim", strict=True) as mesh:
-        team = team_of(mesh, "adam")
-        steps(team, range(8))
-        states = saved(team)
-        steps(team, range(8, 16))
-        wanted = digest(team)
-    folders = [Path(gr.__file__).parents[1], Path(__file__).parents[2]]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS],
-        input=pickle.dumps(states),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.decode().strip() == wanted, done.stderr.decode()
 
 
 def test_sums_of_rows_are_saved_as_rows(mesh):

@@ -49,6 +49,7 @@ def test_a_constructors_arguments(mesh):
         ((rule, 1, getter), {"name": 3}, TypeError, "name=3 must be a string"),
         ((rule, 1, getter), {"distance_scale": 0}, ValueError, "distance_scale=0 must be above 0"),
         ((rule, 1, getter), {"distance_scale": float("nan")}, ValueError, "distance_scale=nan"),
+        ((rule, 1, getter), {"distance_scale": 1e-50}, ValueError, "=1e-50 must be above 0 (at le"),
         ((rule, 1, getter), {"distance_scale": "far"}, TypeError, "distance_scale='far'"),
     ]:
         with pytest.raises(error, match=re.escape(text)):

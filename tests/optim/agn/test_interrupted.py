@@ -130,15 +130,6 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert step.numpy() == 1
 
 
-def test_an_optimizer_that_is_refused_leaves_the_center_free(mesh):
-    getter, _, optimizer = made(mesh, gr.AdamOptimizer(0.1))
-    other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
-    with pytest.raises(ValueError, match="is used by another"):
-        gr.AGNOptimizer(optimizer._inner, 1, other)
-    assert gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, other).get_slot_names() == []
-    assert getter.center.variables() != []
-
-
 def test_a_rule_of_the_same_name_is_another(mesh):
     theirs = type("GradientDescentOptimizer", (gr.Optimizer,), {})
     getter, _, _ = made(mesh)
@@ -235,12 +226,6 @@ def test_a_pending_push_needs_sums(mesh):
     with pytest.raises(ValueError, match="there are no sums to push"):
         optimizer.load_state_dict({**optimizer.state_dict(), "is_due": True})
     assert optimizer.apply_gradients([(ONE, var)]) is False
-
-
-def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
-    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
-    with pytest.raises(ValueError, match=r"=1e-50 must be above 0 \(at least 1.2e-38"):
-        gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, distance_scale=1e-50)
 
 
 def test_a_wait_notices_a_worker_that_fails_at_once(mesh):
