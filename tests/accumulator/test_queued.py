@@ -53,11 +53,9 @@ class Scenario:
         """Reads a result on other devices and frees it; what was computed is read late."""
         for part in result.parts if isinstance(result, gr.Mirrored) else [result]:
             buffer = getattr(part, "values", part)
-            other = consumers or (buffer.device,)
-            for device in other:
+            for device in consumers or (buffer.device,):
                 zero = device.upload(np.zeros(buffer.shape, buffer.dtype))
                 self.held.append(gr.add_n([zero, buffer]))
-            buffer.device.upload(np.full(buffer.shape, 9, buffer.dtype), out=buffer)
 
     def read(self):
         """Returns all results, reading the device of the last one first."""
@@ -80,21 +78,31 @@ def on_devices(scenario, algorithm, num_packs):
             grads = [scenario.produced(producer, acc, turn) for acc in accumulators]
             gr.apply_grads(accumulators, grads, step)
             scenario.overwrite(*grads)
-        for acc in (accumulators[0], accumulators[3], accumulators[4]):
-            spread = scenario.everywhere(acc, step)
-            gr.apply_grads([acc], [spread], step)
-            scenario.overwrite(spread)
+        spread, rows = (scenario.everywhere(accumulators[place], step) for place in (0, 4))
+        accumulators[0].apply_grad(spread, step)
+        accumulators[3].apply_grad(spread, step)
+        accumulators[2].apply_grad(spread.buffers[0], step)
+        accumulators[4].apply_indexed_slices_grad(rows, step)
+        scenario.overwrite(spread, rows)
         # On its own queue alone; the joint take has one launch for these two.
         for place, device in ((0, second), (3, first)):
             accumulators[place].apply_grad(scenario.produced(device, accumulators[place]), step)
         if step == 0:
             taken = gr.take_grads(accumulators, 1)
         else:
-            taken = [gr.take_grads([acc], 1)[0] for acc in accumulators[::-1]]
-        for result, consumer in zip(taken, (last, first, first) * 2, strict=False):
-            scenario.consume(result, consumer)
-        scenario.consume(taken[-1])
-        del taken, result, grads, spread
+            taken = [gr.take_grads([acc], 1)[0] for acc in accumulators]
+        for place, consumer in (
+            (3, first),
+            (0, last),
+            (2, first),
+            (4, last),
+            (5, last),
+            (6, first),
+        ):
+            scenario.consume(taken[place], consumer)
+        scenario.held.append(taken[1])
+        scenario.overwrite(taken[0])  # the caller owns it
+        del taken, grads, spread, rows
 
 
 def over_a_mesh(scenario, algorithm, num_packs):
@@ -114,9 +122,12 @@ def over_a_mesh(scenario, algorithm, num_packs):
         lone = scenario.produced(scenario.devices[step], accumulators[0])
         accumulators[0].apply_grad(lone, step)
         scenario.overwrite(lone)
-        for result in gr.take_grads(accumulators, 1):
-            scenario.consume(result)
-        del grads, lone, result
+        *dense, rows = gr.take_grads(accumulators, 1)
+        for result in dense:
+            scenario.consume(result.buffers[-1], scenario.devices[0])
+            scenario.held += result.buffers[:-1]
+        scenario.consume(rows)
+        del grads, lone, dense, rows, result
     accumulators[0].apply_grad(scenario.produced(scenario.devices[-1], accumulators[0]), 2)
     result, *nothing = take_now(accumulators, 1)
     assert nothing == [None, None]
