@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from accumulator.kinds import counters
 from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
@@ -19,10 +20,6 @@ def sparse(mesh):
         return gr.SparseConditionalAccumulator(dtype, shape, device=mesh, **options)
 
     return make
-
-
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
 
 
 def gradient(seed, dtype, make=exact_data, row=(3,)):
@@ -78,7 +75,7 @@ def test_every_replica_counts_once(sparse, mesh, dtype, reduction_type):
         for turn in range(num_applies):
             grad = gr.PerReplica([each[turn] for each in by_device], mesh)
             assert acc.apply_indexed_slices_grad(grad, step)
-        assert counters(acc) == (num_applies * size, step, 0)
+        assert counters(acc) == [(num_applies * size, step, 0)]
         with np.errstate(all="ignore"):
             if step:
                 check(acc.take_indexed_slices_grad(1), mesh, by_device, dtype, reduction_type)
@@ -171,4 +168,4 @@ def test_replicas_that_do_not_fit_change_nothing(sparse, mesh):
         assert journal.launches == 0
     with gr.open_mesh(1, backend="sim") as other, pytest.raises(DeviceMismatchError):
         acc.apply_grad([0], other.devices[0].put(np.ones((1, 3), "float32")))
-    assert counters(acc) == (0, 0, 0)
+    assert counters(acc) == [(0, 0, 0)]

@@ -287,30 +287,6 @@ def test_a_timeout_leaves_all_queues_and_names_each(several):
     assert first.take_grad(1, timeout=0).tolist() == [5.0]
 
 
-def test_closing_one_cancels_the_joint_take_and_unblocks_the_other_queues(several, call_threads):
-    first, second, third = several(3)
-    gr.apply_grads([second, third], [[2.0], [3.0]])
-    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
-    behind = call_threads.waiting(second.take_grad, 1)
-    joint_behind = call_threads.waiting(gr.take_grads, [third, second], 1)
-    first.close()
-    with pytest.raises(CancelledError):
-        joint.result()
-    assert behind.is_done
-    assert behind.result().tolist() == [2.0]
-    assert not joint_behind.is_done
-    second.apply_grad([8.0], 1)
-    assert [array.tolist() for array in joint_behind.result()] == [[3.0], [8.0]]
-    for call in (
-        lambda: gr.apply_grads([first, second], [[1.0], [1.0]], 5),
-        lambda: gr.take_grads([second, first], 1),
-    ):
-        with pytest.raises(CancelledError):
-            call()
-    assert counters(second) == [(0, 2, 0)]
-    assert queues(second, third) == [0, 0]
-
-
 def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkeypatch):
     """The accumulator is closed and its takes are not cancelled yet; they get nothing."""
     first, second = several(2)
@@ -361,25 +337,6 @@ def test_opposite_orders_never_deadlock(several, call_threads):
         results = call.result()
         assert len(results) == rounds
         assert all(pair[0] * right == pair[1] * left > 0 for pair in results)
-
-
-def test_a_ring_of_joint_takes_never_deadlocks(several, call_threads):
-    rounds = 60
-    ring = several(3)
-    start = threading.Barrier(4)
-
-    def take(accumulators):
-        start.wait(30)
-        for _ in range(rounds):
-            gr.take_grads(accumulators, 1)
-
-    takes = [call_threads.start(take, [ring[place], ring[(place + 1) % 3]]) for place in range(3)]
-    start.wait(30)
-    while call_threads.any_running(takes):
-        gr.apply_grads(ring, [[1.0]] * 3, 10**9)
-    for call in takes:
-        call.result()
-    assert [step for _, step, _ in counters(*ring)] == [2 * rounds] * 3
 
 
 # -- take_now: what the training step uses --------------------------------------------------------

@@ -233,21 +233,6 @@ def test_a_slot_of_an_earlier_step_cannot_be_a_gradient(mesh):
     assert [each.numpy().tolist() for each in (plain, slot)] == before
 
 
-def test_a_reused_plan_refuses_them_too(mesh):
-    """A step reuses its plan, and the addresses of gradients that did not overlap."""
-    device = mesh.devices[1]
-    first, second = variables = [gr.Variable([1.0], device=device) for _ in range(2)]
-    optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    apart = [device.put(ones(1)) for _ in variables]
-    for _ in range(2):
-        optimizer.apply_gradients(zip(apart, variables, strict=True))
-        for wrong in (first, second, optimizer.get_slot(second, "momentum")):
-            for _ in range(2):
-                with pytest.raises(ValueError, match="shares memory with a variable or slot"):
-                    optimizer.apply_gradients([(wrong.buffers[0], first), (apart[1], second)])
-    assert [var.numpy().tolist() for var in variables] == [[-1.5]] * 2
-
-
 @pytest.mark.parametrize("method", ["_launch", "_allocate"])
 def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypatch, method):
     before = model.state()

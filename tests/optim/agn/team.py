@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from optim.test_update_rules import RULES, Model
 from support.exact_data import same
 
@@ -35,6 +36,9 @@ KINDS = {
                   {"m": 0, "v": 0}),
     "own": (own, Own, {"direction": 0}),
 }  # fmt: skip
+BOTH_IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)], indirect=True
+)
 STARTS = {"table": (5, 2), "weights": (7,), "scale": ()}
 
 

@@ -17,12 +17,6 @@ LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 def worker(mesh, center, make=lambda: gr.MomentumOptimizer(1.0, 0.5), period=1, shape=(2,), **more):
     getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
     var = gr.get_variable("w", np.zeros(shape, "float32"), custom_getter=getter)

@@ -17,12 +17,6 @@ STARTS = {"t": np.ones((4, 2), "float32"), "v": np.ones(3, "float32")}
 ONES = {name: np.ones_like(value) for name, value in STARTS.items()}
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 @pytest.fixture
 def worker(mesh) -> Worker:
     """A worker in the middle of a period, with slots here and at the center."""

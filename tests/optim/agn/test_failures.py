@@ -22,12 +22,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 class InjectedError(RuntimeError):
     """The failure that a test plants."""
 

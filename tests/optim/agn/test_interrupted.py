@@ -17,12 +17,6 @@ LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 @pytest.fixture
 def own():
     """Devices of this test alone."""
@@ -249,14 +243,3 @@ def test_a_wait_notices_a_round_that_ends_at_once(mesh):
             call(1)
     waiting.join(LIMIT_S)
     assert not waiting.is_alive()
-
-
-def test_hooks_in_the_style_of_tensorflow_end_their_round(mesh):
-    getter, _, optimizer = made(mesh)
-    hook = optimizer.make_session_run_hook(True, 0, wait_timeout=0)
-    for _ in range(2):
-        hook.begin()
-        hook.after_create_session()
-        assert getter.center._shared.registry._begun == {0}
-        hook.end()
-        assert getter.center._shared.registry._begun == set()

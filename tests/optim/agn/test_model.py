@@ -6,11 +6,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from optim.agn.team import KINDS, STARTS, ModelWorker, Worker, whole
+from optim.agn.team import BOTH_IMPLEMENTATIONS, KINDS, STARTS, ModelWorker, Worker, whole
 from optim.test_update_rules import Model
 
 import gradreduce as gr
 
+pytestmark = BOTH_IMPLEMENTATIONS
 FORMS = ("dense", "dense", "rows", "no rows", "none", "replicas", "rows of replicas")
 STEPS = st.lists(
     st.tuples(st.integers(0, 7), st.tuples(*[st.sampled_from(FORMS)] * 3), st.booleans()),

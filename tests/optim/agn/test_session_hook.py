@@ -15,12 +15,6 @@ from gradreduce.errors import DeadlineExceededError
 LIMIT_S = 30.0
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 def ended(*threads):
     for thread in threads:
         thread.join(LIMIT_S)

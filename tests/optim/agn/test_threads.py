@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from optim.agn.team import pair
+from optim.agn.team import BOTH_IMPLEMENTATIONS, pair
 
 import gradreduce as gr
 from gradreduce.optim.agn.push import PushPlan
@@ -86,6 +86,7 @@ class Run:
         return found[:, 0].astype(int).tolist()
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh, noted, by_rows):
     run = Run(mesh, noted, by_rows=by_rows)

@@ -13,12 +13,6 @@ import gradreduce as gr
 from gradreduce.errors import DeviceMismatchError
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 def made(getter, name="v", value=0.0, **options):
     return gr.get_variable(name, value, custom_getter=getter, **options)
 
