@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from accumulator.kinds import KINDS, Dense, Sparse
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
-from gradreduce.device import accumulate_dtype
 
 IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 # A placement, and whether its devices have peer access; one physical device needs none.
@@ -83,23 +81,6 @@ def mesh(request, implementation) -> Iterator[gr.Mesh]:
 def home(request, mesh) -> gr.Device | gr.Mesh:
     """Where an accumulator is: on one device, or over a mesh."""
     return mesh if request.param == "mesh" else mesh.devices[1]
-
-
-@pytest.fixture(scope="session")
-def combined() -> Callable[..., np.ndarray]:
-    """The expected result of a take on one device: gradients added in order, rounded once."""
-
-    def reference(grads, reduction_type="MEAN"):
-        wide = accumulate_dtype(grads[0].dtype)
-        with np.errstate(all="ignore"):
-            total = grads[0].astype(wide)
-            for grad in grads[1:]:
-                total = total + grad.astype(wide)
-            if reduction_type == "MEAN":
-                total = total / wide.type(len(grads))
-            return np.asarray(total).astype(grads[0].dtype)
-
-    return reference
 
 
 class Expiring(threading.Event):

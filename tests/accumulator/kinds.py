@@ -8,6 +8,7 @@ import numpy as np
 from support.exact_data import random_data
 
 import gradreduce as gr
+from gradreduce.device import accumulate_dtype, as_dtype
 
 
 def counters(*accumulators):
@@ -49,6 +50,39 @@ def bits(taken: Any) -> Any:
     array = np.array(taken.numpy() if isinstance(taken, gr.Buffer) else taken)
     array[np.isnan(array)] = np.nan
     return str(array.dtype), array.shape, array.tobytes()
+
+
+def _by_index(grad: Any) -> dict[int | None, np.ndarray]:
+    """The rows of a gradient in its accumulate type, equal ones added; a dense one is one row."""
+    wide: dict[int | None, np.ndarray] = {}
+    if not isinstance(grad, gr.IndexedSlices):
+        return {None: grad.astype(accumulate_dtype(grad.dtype))}
+    values = grad.values.astype(accumulate_dtype(grad.values.dtype))
+    for index, row in zip(grad.indices.tolist(), values, strict=True):
+        wide[index] = wide[index] + row if index in wide else row
+    return wide
+
+
+def expected(by_device: Any, dtype: Any, reduction_type: str = "MEAN") -> Any:
+    """The bits of a take: gradients of each device in order, then the sums of devices in order."""
+    wide, total, counts = accumulate_dtype(as_dtype(dtype)), {}, {}
+    with np.errstate(all="ignore"):
+        for gradients in by_device:
+            partial: dict[int | None, np.ndarray] = {}
+            for grad in gradients:
+                for index, row in _by_index(grad).items():
+                    added = row.astype(wide)
+                    partial[index] = partial[index] + added if index in partial else added
+                    counts[index] = counts.get(index, 0) + 1
+            for index, row in partial.items():
+                total[index] = total[index] + row if index in total else row
+        if reduction_type == "MEAN":
+            total = {index: row / wide.type(counts[index]) for index, row in total.items()}
+        if None in total:
+            return bits(np.asarray(total[None]).astype(dtype))
+        found, row_shape = sorted(total), by_device[0][0].values.shape[1:]
+        rows = np.array([total[index] for index in found], wide).reshape(-1, *row_shape)
+        return found, bits(rows.astype(dtype)), (-1, *row_shape)
 
 
 class Dense:

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 from accumulator.kinds import counters
-from support.exact_data import FLOATS, random_data, same
+from support.exact_data import FLOATS
 
 import gradreduce as gr
 from gradreduce.errors import InvalidArgumentError
@@ -17,31 +17,6 @@ WARNING = "Attempt to set current_global_step_ to smaller value"
 
 def ones(*shape, dtype="float32"):
     return np.ones(shape, dtype)
-
-
-# -- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-def test_a_take_includes_all_that_arrived_in_order(accumulator, combined, dtype, reduction_type):
-    acc = accumulator(dtype, reduction_type=reduction_type)
-    for turn in range(1, 7):
-        grads = list(random_data((turn, 1003), dtype, seed=turn))
-        for place, grad in enumerate(grads):
-            assert acc.apply_grad(grad, turn - 1) is True
-            assert counters(acc) == [(place + 1, turn - 1, 0)]
-        taken = acc.take_grad(1)
-        assert same(taken, combined(grads, reduction_type))
-        assert counters(acc) == [(0, turn, 0)]
-
-
-def test_a_large_gradient_is_spread_over_threads(accumulator, combined):
-    acc = accumulator("bfloat16")
-    grads = list(random_data((3, 2**18 + 13), "bfloat16"))
-    for grad in grads:
-        acc.apply_grad(grad)
-    assert same(acc.take_grad(3), combined(grads))
 
 
 def test_scalars(accumulator):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
-from accumulator.kinds import counters
+from accumulator.kinds import bits, counters, expected
 from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
-from gradreduce.errors import InvalidArgumentError
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -35,34 +36,12 @@ def replicas(mesh, dtype="float32", shape=(19,), seed=0):
     return exact_data((len(mesh), *shape), dtype, num_terms=32, seed=seed)
 
 
-def divided(total, count, dtype):
-    """The mean of an exact sum: one division, one rounding."""
-    wide = accumulate_dtype(np.dtype(dtype))
-    return np.asarray(total.astype(wide) / wide.type(count)).astype(dtype)
-
-
 def check_mirrored(taken, mesh, wanted):
     assert type(taken) is gr.Mirrored
     assert taken.devices == mesh.devices
     assert [buffer.device for buffer in taken.buffers] == list(mesh.devices)
     assert all(same(buffer.numpy(), wanted) for buffer in taken.buffers)
     assert len({buffer.address for buffer in taken.buffers}) == len(mesh)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-@pytest.mark.parametrize("num_packs", [0, 1, 3])
-def test_every_replica_counts_once(accumulator, mesh, dtype, reduction_type, num_packs):
-    acc = accumulator(dtype, num_packs=num_packs, reduction_type=reduction_type)
-    for step, num_applies in enumerate((1, 3)):
-        values = [replicas(mesh, dtype, seed=seed) for seed in range(num_applies)]
-        for place, value in enumerate(values):
-            assert acc.apply_grad(gr.PerReplica(list(value), mesh), step)
-            assert counters(acc) == [((place + 1) * len(mesh), step, 0)]
-        total = np.concatenate(values).astype(np.float64).sum(axis=0)
-        count = num_applies * len(mesh) if reduction_type == "MEAN" else 1
-        check_mirrored(acc.take_grad(1), mesh, divided(total, count, dtype))
-        assert counters(acc) == [(0, step + 1, 0)]
 
 
 def test_a_plain_gradient_is_added_on_its_own_device(accumulator, mesh):
@@ -295,3 +274,101 @@ def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
         acc.apply_grad(gr.PerReplica(values, mesh))
     assert counters(acc) == [(1, 0, 0)]
     check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sparse(mesh):
+    """Makes sparse accumulators over the mesh."""
+    return partial(gr.SparseConditionalAccumulator, "float32", device=mesh)
+
+
+def rows_of(seed, width=3, dtype="float32"):
+    """Other rows for every seed, some of them shared, in any order."""
+    indices = np.random.default_rng(seed).integers(0, 12, 1 + seed % 7)
+    return gr.IndexedSlices(exact_data((indices.size, width), dtype, seed=seed), indices)
+
+
+def test_rows_from_outside_are_added_on_the_first_device(mesh):
+    """For a part of a mesh; and replicas are added to the sum of one device, in order."""
+    part, last = mesh[0:1], mesh.devices[-1]
+    acc = gr.SparseConditionalAccumulator("float32", device=part, reduction_type="SUM")
+    rows = last.put(np.array([[1e8], [1.0]], "float32"))
+    assert acc.apply_indexed_slices_grad(gr.IndexedSlices(rows, [4, 2]))
+    assert acc.apply_indexed_slices_grad(
+        gr.PerReplica([gr.IndexedSlices(np.full((1, 1), value, "float32"), [4])
+                       for value in ([1.0, -1e8] + [0.0] * len(mesh))[: len(mesh)]], mesh)
+    )  # fmt: skip
+    assert acc.num_accumulated() == 1 + len(mesh)
+    taken = acc.take_indexed_slices_grad(1)
+    (only,) = taken.parts
+    assert only.device is mesh.devices[0]
+    assert only.indices.tolist() == [2, 4]
+    assert only.values.numpy().tolist() == [[1.0], [0.0]]  # (1e8 + 1) - 1e8, as float32 does it
+    one = gr.SparseConditionalAccumulator("float32", device=last)
+    replicas = [gr.IndexedSlices(np.full((1, 1), k, "float32"), [k % 2]) for k in range(len(mesh))]
+    one.apply_indexed_slices_grad(gr.PerReplica(replicas, mesh))
+    assert one.num_accumulated() == len(mesh)
+    even, odd = range(0, len(mesh), 2), range(1, len(mesh), 2)
+    means = [[sum(even) / len(even)], [sum(odd) / len(odd)]]
+    assert one.take_grad(1)[1].tolist() == np.array(means, "float32").tolist()
+
+
+def test_launches_of_rows(sparse, mesh):
+    """One on each GPU for the gradients of all replicas; at the take, one that merges."""
+    acc = sparse()
+    grad = gr.PerReplica([rows_of(k) for k in range(len(mesh))], mesh)
+    num_physical = len(mesh.by_physical)
+    for _ in range(2):
+        with mesh.journal() as journal:
+            acc.apply_indexed_slices_grad(grad)
+        launched = [record.name for record in journal.of("launch")]
+        assert launched == ["segment_sum"] * num_physical
+        assert (journal.uploads, journal.copies, journal.syncs) == (num_physical, 0, 0)
+        assert journal.of("fill") == []
+    with mesh.journal() as journal:
+        acc.take_indexed_slices_grad(1)
+    launched = [record.name for record in journal.of("launch")]
+    assert launched.count("segment_sum") == 1
+    assert launched.count("pack") == 1  # one launch for all that the first device can access
+    assert (journal.uploads, journal.syncs) == (1, 0)
+    assert journal.of("fill") == []
+
+
+def test_sparse_accumulators_filled_together_share_launches(sparse, mesh):
+    """Each is merged alone."""
+    accumulators = [sparse() for _ in range(5)]
+    grads = [
+        gr.PerReplica([rows_of(k + turn, 2 + turn) for k in range(len(mesh))], mesh)
+        for turn in range(5)
+    ]
+    with mesh.journal() as journal:
+        gr.apply_grads(accumulators, grads)
+    assert journal.launches == len(mesh.by_physical)
+    with mesh.journal() as journal:
+        taken = gr.take_grads(accumulators, 1)
+    launched = [record.name for record in journal.of("launch")]
+    assert (launched.count("segment_sum"), journal.uploads, journal.syncs) == (5, 5, 0)
+    for each, grad in zip(taken, grads, strict=True):
+        parts = [gr.IndexedSlices(part.values.numpy(), part.indices) for part in grad.parts]
+        assert bits(each) == [expected([[part] for part in parts], "float32")] * len(mesh)
+
+
+def test_rows_of_replicas_that_do_not_fit_change_nothing(sparse, mesh):
+    acc = sparse()
+    good = rows_of(3)
+    wide = gr.IndexedSlices(np.ones((1, 4), "float32"), [0])
+    for last, error, text in [
+        (rows_of(3, dtype="float64"), ValueError, "the gradient is float64"),
+        (wide, InvalidArgumentError, "expected"),
+        (np.ones(3, "float32"), TypeError, "expects IndexedSlices"),
+    ]:
+        grad = gr.PerReplica([*[good] * (len(mesh) - 1), last], mesh)
+        with mesh.journal() as journal, pytest.raises(error, match=text):
+            acc.apply_indexed_slices_grad(grad)
+        assert journal.launches == 0
+    with gr.open_mesh(1, backend="sim") as other, pytest.raises(DeviceMismatchError):
+        acc.apply_grad([0], other.devices[0].put(np.ones((1, 3), "float32")))
+    assert counters(acc) == [(0, 0, 0)]
