@@ -5,24 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from optim.model import ones
-from support.exact_data import exact_data, same
+from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 # -- gradients ------------------------------------------------------------------------------------
-
-
-def test_plain_mirrored_and_per_replica_gradients_do_the_same(mesh):
-    value = exact_data((5,), "float32")
-    alone = gr.Mirrored([value] * len(mesh), mesh)
-    apart = gr.PerReplica([value * place for place in range(len(mesh))], mesh)
-    mean = value * np.float32((len(mesh) - 1) / 2)
-    for grad, wanted in [(value, value), (alone, value), (apart, mean),
-                         (mesh.devices[1].put(value), value), (value.tolist(), value)]:  # fmt: skip
-        variable = gr.Variable(np.zeros(5, "float32"), device=mesh)
-        gr.GradientDescentOptimizer(1.0).apply_gradients([(grad, variable)])
-        assert all((buffer.numpy() == -wanted).all() for buffer in variable.buffers)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

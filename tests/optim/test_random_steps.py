@@ -11,7 +11,7 @@ import gradreduce as gr
 from gradreduce.optim.slots import MASTER
 
 HALVES = FLOATS[:2]
-SHAPE, NUM_STEPS = (7, 3), 14
+SHAPE, NUM_STEPS = (7, 3), 20
 # Rules whose moments decay in all rows, unless the optimizer is lazy.
 DECAYING = [name for name, (_, _, starts) in RULES.items() if "m" in starts]
 
@@ -32,7 +32,7 @@ def rows_of(rng, num_replicas, dtype):
 
 def step_of(rng, mesh, dtype):
     """A gradient of some type, the same as a whole array, and its rows."""
-    kind, num_replicas = rng.integers(0, 6), len(mesh)
+    kind, num_replicas = rng.integers(0, 9), len(mesh)
     if kind < 3:
         parts = [rows_of(rng, num_replicas, dtype)] * num_replicas
         given, whole, rows = parts[0]
@@ -46,7 +46,13 @@ def step_of(rng, mesh, dtype):
         mean = np.mean([whole for _, whole, _ in parts], axis=0)
         return given, mean, sorted(set.union(*(rows for _, _, rows in parts)))
     dense = exact(rng, (num_replicas, *SHAPE), num_replicas, dtype)
-    given = gr.PerReplica(list(dense), mesh) if kind == 4 else dense[0]
+    given = {
+        4: gr.PerReplica(list(dense), mesh),
+        5: dense[0],
+        6: dense[0].tolist(),
+        7: mesh.devices[1].put(dense[0]),
+        8: gr.Mirrored([dense[0]] * num_replicas, mesh),
+    }[kind]
     whole = dense.astype(np.float64)
     return given, whole.mean(0) if kind == 4 else whole[0], list(range(SHAPE[0]))
 

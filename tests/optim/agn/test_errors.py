@@ -193,20 +193,6 @@ def test_iterators_and_tuples_are_fine(mesh, worker):
     assert worker.optimizer.apply_gradients(tuple(pairs[::-1])) is False
 
 
-def test_a_variable_without_a_gradient_is_left_alone(mesh):
-    """It is neither pushed nor pulled; it may have a gradient in the next period."""
-    first, second = pair(mesh, 2, None, STARTS)
-    for _ in range(2):
-        first.step(ONES)
-    for name in ("t", "t"):
-        second.step({name: ONES[name], "v": None})
-    assert (second.local["v"] == 1).all()
-    assert (second.center["v"] == 0.5).all()
-    second.step({"t": ONES["t"], "v": None})
-    second.step({"t": None, "v": ONES["v"]})
-    assert (second.local["v"] == 0.25).all()  # half of a gradient in a period of two
-
-
 def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
     var = worker.variables["v"]
     center = worker.getter.center_variable(var)
