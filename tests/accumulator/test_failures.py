@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from accumulator.kinds import KINDS, contents
+from support import failing_operations as operations
 from support.accumulator_states import frozen
+from support.failing_operations import METHODS, InjectedError
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
@@ -18,31 +20,7 @@ from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.errors import BackendUnavailableError, CancelledError
 
-METHODS = ("_allocate", "_upload", "_copy", "_launch")
-
-
-class InjectedError(RuntimeError):
-    """The failure that a test plants."""
-
-
 FAILURES = (InjectedError, KeyboardInterrupt)
-
-
-class Failing:
-    """Wraps operations, the n-th of which fails, from 1 on; ``tried`` has the names of all."""
-
-    def __init__(self, number, times):
-        self.numbers, self.tried = range(number, number + times), []
-
-    def __call__(self, real, name):
-        def run(*args, **options):
-            if name != "update" or name not in self.tried:
-                self.tried.append(name)
-                if len(self.tried) in self.numbers:
-                    raise KeyboardInterrupt(name) if name == "update" else InjectedError(name)
-            return real(*args, **options)
-
-        return run
 
 
 @contextlib.contextmanager
@@ -52,18 +30,22 @@ def failing_at(mesh, number, methods=METHODS, times=1):
     The operations are those of the devices; and the first update of the counts of accumulators,
     where Ctrl-C comes after all of them.
     """
-    failing, submit = Failing(number, times), SimCollective._submit
+    submit, update = SimCollective._submit, AccumulatorState.update
+    with (
+        operations.failing_at(mesh.devices, number, methods, times) as failing,
+        pytest.MonkeyPatch.context() as patch,
+    ):
 
-    def submitted(self, issue, *rest):
-        return submit(self, failing(issue, "collective"), *rest)
+        def submitted(self, issue, *rest):
+            return submit(self, failing(issue, "collective"), *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for device in mesh.devices:
-            for method in methods:
-                patch.setattr(device, method, failing(getattr(device, method), method[1:]))
+        def updated(self, **entries):
+            wrapped = failing(update, "update", KeyboardInterrupt)
+            (update if "update" in failing.tried else wrapped)(self, **entries)
+
         patch.setattr(SimCollective, "_submit", submitted)
         if methods is METHODS:
-            patch.setattr(AccumulatorState, "update", failing(AccumulatorState.update, "update"))
+            patch.setattr(AccumulatorState, "update", updated)
         yield failing.tried
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import deque
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from accumulator.kinds import Dense
+from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
 from gradreduce.accumulator.state import locked
@@ -24,12 +24,9 @@ LONG_S = 180.0  # a run takes ten seconds on an idle machine
 
 
 @pytest.fixture(autouse=True)
-def fast_thread_switching():
-    """Makes Python switch threads a hundred times more often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(before / 100)
-    yield
-    sys.setswitchinterval(before)
+def switching():
+    with fast_thread_switching():
+        yield
 
 
 @contextmanager

@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from optim.model import ones
+from support.failing_operations import InjectedError, failing_at
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, InvalidVariableError
-
-
-class InjectedError(RuntimeError):
-    """The failure that a test plants."""
 
 
 def test_nothing_to_do(model):
@@ -234,18 +231,11 @@ def test_a_slot_of_an_earlier_step_cannot_be_a_gradient(mesh):
 
 
 @pytest.mark.parametrize("method", ["_launch", "_allocate"])
-def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypatch, method):
+def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, method):
     before = model.state()
-
-    def failing(*args):
-        raise InjectedError
-
     spread = gr.PerReplica([ones(2, 3)] * len(mesh), mesh)
-    with monkeypatch.context() as patch:
-        for device in mesh.devices:
-            patch.setattr(device, method, failing)
-        with pytest.raises(InjectedError):
-            model.optimizer.apply_gradients(model.pairs(spread, *model.grads[1:]), model.step)
+    with failing_at(mesh.devices, 1, [method]), pytest.raises(InjectedError):
+        model.optimizer.apply_gradients(model.pairs(spread, *model.grads[1:]), model.step)
     assert model.state() == before
 
 

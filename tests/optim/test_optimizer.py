@@ -89,14 +89,6 @@ def test_none_is_skipped(mesh):
     assert optimizer.get_slot(second, "momentum") is not None
 
 
-def test_iterators_are_fine(mesh):
-    variables = [gr.Variable([1.0], device=mesh) for _ in range(3)]
-    optimizer = gr.GradientDescentOptimizer(0.5)
-    assert optimizer.apply_gradients(zip([[1.0]] * 3, variables, strict=True)) is None
-    assert optimizer.apply_gradients(([1.0], variable) for variable in variables) is None
-    assert [variable.numpy().tolist() for variable in variables] == [[0.0]] * 3
-
-
 def test_scalars_and_variables_without_elements(mesh):
     empty = gr.Variable(np.empty((0, 2), "float32"), device=mesh)
     scalar = gr.Variable(1.0, device=mesh)

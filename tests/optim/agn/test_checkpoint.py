@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import re
@@ -40,18 +41,9 @@ def steps(team, seeds):
         worker.step(grads)
 
 
-def stored(state):
-    """The state as a file format for arrays would return it."""
-    if isinstance(state, dict):
-        return {name: stored(value) for name, value in state.items()}
-    return state if state is None else np.asarray(state).copy()
-
-
 def saved(team):
     center = team[0].getter.center
-    return [
-        stored(each) for each in (center.state_dict(), *(w.optimizer.state_dict() for w in team))
-    ]
+    return copy.deepcopy([center.state_dict(), *(w.optimizer.state_dict() for w in team)])
 
 
 def loaded(team, states):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
 import pytest
+from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
 from gradreduce import checkpoint
@@ -37,9 +38,7 @@ def test_starts_and_checkpoints_are_consistent_snapshots(mesh):
             pushing.apply_gradients([(one, var)])
         ended.set()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with fast_thread_switching():
         thread, start = center.start_worker(0, push), starting.get_init_op(1)
         while not ended.is_set():
             start()
@@ -48,8 +47,6 @@ def test_starts_and_checkpoints_are_consistent_snapshots(mesh):
             (moment,) = state["optimizer"]["slots"]["global_center_variable/w"].values()
             assert (state["variables"]["w"] == -moment * (moment + 1) / 2).all()
         thread.join(LIMIT_S)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_refused_dense_gradient_keeps_the_sum_sparse(mesh):
@@ -90,17 +87,13 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
             optimizer.apply_gradients([(ONE, var)])
             stepped.release()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with fast_thread_switching(), ExitStack() as ending:
+        ending.callback(ended.set)
         threads = [center.start_worker(place, partial(push, *each))
                    for place, each in enumerate(team)]  # fmt: skip
         for turn in range(num_loads):
             assert stepped.acquire(timeout=LIMIT_S)
             center.load_state_dict(states[turn % 2])
-    finally:
-        ended.set()
-        sys.setswitchinterval(interval)
     for thread in threads:
         thread.join(LIMIT_S)
     assert center.failed_workers == ()

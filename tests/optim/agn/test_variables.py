@@ -147,18 +147,6 @@ def test_the_process_wide_center_lives_as_long_as_a_getter_holds_it(mesh):
         gc.enable()
 
 
-def test_trainings_side_by_side_have_centers_of_their_own(mesh):
-    teams = [pair(mesh, 2) for _ in range(3)]
-    for turn in range(4):
-        for place, team in enumerate(teams):
-            for worker in team:
-                worker.step({"v": np.full(3, place, "float32")})
-                if turn % 2:
-                    assert (worker.local["v"] == worker.center["v"]).all()
-    for place, team in enumerate(teams):  # two periods of two workers
-        assert (team[0].center["v"] == -0.5 * place * 4).all()
-
-
 def test_what_a_getter_is_given(mesh):
     with gr.open_mesh(2, backend="sim") as other:
         for args, options, error, text in [
