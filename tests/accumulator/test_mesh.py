@@ -12,7 +12,7 @@ from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -291,31 +291,6 @@ def rows_of(seed, width=3, dtype="float32"):
     return gr.IndexedSlices(exact_data((indices.size, width), dtype, seed=seed), indices)
 
 
-def test_rows_from_outside_are_added_on_the_first_device(mesh):
-    """For a part of a mesh; and replicas are added to the sum of one device, in order."""
-    part, last = mesh[0:1], mesh.devices[-1]
-    acc = gr.SparseConditionalAccumulator("float32", device=part, reduction_type="SUM")
-    rows = last.put(np.array([[1e8], [1.0]], "float32"))
-    assert acc.apply_indexed_slices_grad(gr.IndexedSlices(rows, [4, 2]))
-    assert acc.apply_indexed_slices_grad(
-        gr.PerReplica([gr.IndexedSlices(np.full((1, 1), value, "float32"), [4])
-                       for value in ([1.0, -1e8] + [0.0] * len(mesh))[: len(mesh)]], mesh)
-    )  # fmt: skip
-    assert acc.num_accumulated() == 1 + len(mesh)
-    taken = acc.take_indexed_slices_grad(1)
-    (only,) = taken.parts
-    assert only.device is mesh.devices[0]
-    assert only.indices.tolist() == [2, 4]
-    assert only.values.numpy().tolist() == [[1.0], [0.0]]  # (1e8 + 1) - 1e8, as float32 does it
-    one = gr.SparseConditionalAccumulator("float32", device=last)
-    replicas = [gr.IndexedSlices(np.full((1, 1), k, "float32"), [k % 2]) for k in range(len(mesh))]
-    one.apply_indexed_slices_grad(gr.PerReplica(replicas, mesh))
-    assert one.num_accumulated() == len(mesh)
-    even, odd = range(0, len(mesh), 2), range(1, len(mesh), 2)
-    means = [[sum(even) / len(even)], [sum(odd) / len(odd)]]
-    assert one.take_grad(1)[1].tolist() == np.array(means, "float32").tolist()
-
-
 def test_launches_of_rows(sparse, mesh):
     """One on each GPU for the gradients of all replicas; at the take, one that merges."""
     acc = sparse()
@@ -354,21 +329,3 @@ def test_sparse_accumulators_filled_together_share_launches(sparse, mesh):
     for each, grad in zip(taken, grads, strict=True):
         parts = [gr.IndexedSlices(part.values.numpy(), part.indices) for part in grad.parts]
         assert bits(each) == [expected([[part] for part in parts], "float32")] * len(mesh)
-
-
-def test_rows_of_replicas_that_do_not_fit_change_nothing(sparse, mesh):
-    acc = sparse()
-    good = rows_of(3)
-    wide = gr.IndexedSlices(np.ones((1, 4), "float32"), [0])
-    for last, error, text in [
-        (rows_of(3, dtype="float64"), ValueError, "the gradient is float64"),
-        (wide, InvalidArgumentError, "expected"),
-        (np.ones(3, "float32"), TypeError, "expects IndexedSlices"),
-    ]:
-        grad = gr.PerReplica([*[good] * (len(mesh) - 1), last], mesh)
-        with mesh.journal() as journal, pytest.raises(error, match=text):
-            acc.apply_indexed_slices_grad(grad)
-        assert journal.launches == 0
-    with gr.open_mesh(1, backend="sim") as other, pytest.raises(DeviceMismatchError):
-        acc.apply_grad([0], other.devices[0].put(np.ones((1, 3), "float32")))
-    assert counters(acc) == [(0, 0, 0)]

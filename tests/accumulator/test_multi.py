@@ -144,17 +144,6 @@ def test_one_launch_for_all_of_a_dtype(device):
     assert counters(*accumulators) == [(0, 1, 0)] * 4
 
 
-def test_fresh_and_later_sums_in_one_call(several, device):
-    accumulators = several(3, reduction_type="SUM")
-    accumulators[1].apply_grad([10.0])
-    with device.mesh.journal() as journal:
-        gr.apply_grads(accumulators, [[1.0], [2.0], [3.0]])
-    assert [(record.name, record.num_rows) for record in journal.records] == [
-        ("add_n", 2), ("accumulate_n", 1),
-    ]  # fmt: skip
-    assert [array.tolist() for array in gr.take_grads(accumulators, 1)] == [[1.0], [12.0], [3.0]]
-
-
 # -- take -----------------------------------------------------------------------------------------
 
 

@@ -169,22 +169,6 @@ def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, 
     assert take.result().tolist() == [2.0]
 
 
-def test_a_take_that_is_interrupted_while_it_completes_leaves_the_queue(accumulator, monkeypatch):
-    acc = accumulator()
-    acc.apply_grad([2.0])
-
-    def interrupted(states):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(take_queue, "take_locked", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(1)
-    assert counters(acc) == [(1, 0, 0)]
-    acc.apply_grad([4.0])
-    assert acc.take_grad(2, timeout=0).tolist() == [3.0]
-
-
 def test_an_error_keeps_no_sum_alive(accumulator):
     acc = accumulator()
     acc.apply_grad([2.0])
@@ -211,27 +195,6 @@ def test_close_cancels_all_waiting_takes(accumulator, call_threads):
         assert take.is_done
         with pytest.raises(CancelledError, match="cancelled"):
             take.result()
-
-
-def test_the_with_block_ends_in_another_thread(accumulator, call_threads):
-    acc = accumulator()
-    inside, leave = threading.Event(), threading.Event()
-
-    def worker():
-        with acc:
-            inside.set()
-            assert leave.wait(30)
-
-    closer = call_threads.start(worker)
-    assert inside.wait(30)
-    with acc:
-        take = call_threads.waiting(acc.take_grad, 1)
-        leave.set()
-        closer.result()
-        with pytest.raises(CancelledError):
-            take.result()
-        with pytest.raises(CancelledError):
-            acc.apply_grad([1.0])
 
 
 def test_close_races_with_applies_and_takes(accumulator, call_threads):
