@@ -95,6 +95,15 @@ class Worker:
         }
 
 
+def one_variable(mesh, inner=None, period=1, value=None, center=None, **options):
+    """A getter with one variable, the variable, and an optimizer that nobody else uses."""
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center or gr.AGNCenter(mesh))
+    value = np.zeros(2, "float32") if value is None else value
+    var = gr.get_variable("w", value, custom_getter=getter)
+    inner = inner or gr.MomentumOptimizer(1.0, 0.5)
+    return getter, var, gr.AGNOptimizer(inner, 1, getter, period, **options)
+
+
 def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worker]:
     """Workers of a center that is distributed over the mesh."""
     center = options.pop("center", None) or gr.AGNCenter(mesh)
