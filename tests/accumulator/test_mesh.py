@@ -228,32 +228,6 @@ def test_scalars_and_gradients_without_elements(accumulator, mesh):
     assert journal.launches == journal.copies == 0
 
 
-def test_launches_and_zeros(accumulator, mesh):
-    """One launch on each GPU for a gradient; only devices without a gradient are zeroed."""
-    acc = accumulator()
-    grad = gr.PerReplica(list(replicas(mesh)), mesh)
-    with mesh.journal() as journal:
-        acc.apply_grad(grad)
-        acc.apply_grad(grad)
-    num_physical = len(mesh.by_physical)
-    assert [record.name for record in journal.of("launch")] == (
-        ["add_n"] * num_physical + ["accumulate_n"] * num_physical
-    )
-    assert sorted({record.kind for record in journal.records}) == ["launch"]
-    with mesh.journal() as journal:
-        acc.take_grad(1)
-    assert journal.of("fill") == []
-    assert (journal.syncs, journal.uploads) == (0, 0)
-    with gr.replica(1):
-        acc.apply_grad(np.ones(19, "float32"), 1)
-    with mesh.journal() as journal:
-        acc.take_grad(1)
-    assert [record.device for record in journal.of("fill")] == [
-        place for place in range(len(mesh)) if place != 1
-    ]
-    assert (journal.syncs, journal.uploads) == (0, 0)
-
-
 def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
     acc = accumulator(shape=(None,))
     values = list(replicas(mesh))
@@ -289,27 +263,6 @@ def rows_of(seed, width=3, dtype="float32"):
     """Other rows for every seed, some of them shared, in any order."""
     indices = np.random.default_rng(seed).integers(0, 12, 1 + seed % 7)
     return gr.IndexedSlices(exact_data((indices.size, width), dtype, seed=seed), indices)
-
-
-def test_launches_of_rows(sparse, mesh):
-    """One on each GPU for the gradients of all replicas; at the take, one that merges."""
-    acc = sparse()
-    grad = gr.PerReplica([rows_of(k) for k in range(len(mesh))], mesh)
-    num_physical = len(mesh.by_physical)
-    for _ in range(2):
-        with mesh.journal() as journal:
-            acc.apply_indexed_slices_grad(grad)
-        launched = [record.name for record in journal.of("launch")]
-        assert launched == ["segment_sum"] * num_physical
-        assert (journal.uploads, journal.copies, journal.syncs) == (num_physical, 0, 0)
-        assert journal.of("fill") == []
-    with mesh.journal() as journal:
-        acc.take_indexed_slices_grad(1)
-    launched = [record.name for record in journal.of("launch")]
-    assert launched.count("segment_sum") == 1
-    assert launched.count("pack") == 1  # one launch for all that the first device can access
-    assert (journal.uploads, journal.syncs) == (1, 0)
-    assert journal.of("fill") == []
 
 
 def test_sparse_accumulators_filled_together_share_launches(sparse, mesh):

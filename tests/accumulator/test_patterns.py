@@ -28,6 +28,7 @@ def take(mesh, acc):
     """A take, and its operations without fills."""
     with mesh.journal() as journal:
         taken = acc.take_grad(1)
+    assert (journal.syncs, journal.uploads) == (0, 0)
     steps = [record for record in journal.records if record.kind != "fill"]
     return taken, steps, [record.device for record in journal.of("fill")]
 
