@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES, Model
@@ -68,10 +70,15 @@ def test_steps_of_every_kind_in_a_random_order(mesh, name, dtype, masters):
     rule = _, make, starts = RULES[name.removeprefix("lazy ")]
     rng = np.random.default_rng(len(name) + len(mesh))
     options = {"master_dtype": "float32"} if masters else {}
-    optimizer = make(**options, **({"lazy": True} if "lazy" in name else {}))
+    options |= {"lazy": True} if "lazy" in name else {}
+    optimizer = make(**options)
     values = exact_data(SHAPE, dtype)
     variable, model = gr.Variable(values, device=mesh), Model(rule, values, master=masters)
-    for _ in range(NUM_STEPS):
+    for turn in range(NUM_STEPS):
+        if turn == NUM_STEPS // 2:  # continues with the same bits after a save and a load
+            state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+            optimizer = make(**options)
+            optimizer.load_state_dict(state, [variable])
         given, whole, rows = step_of(rng, mesh, dtype)
         optimizer.apply_gradients([(given, variable)])
         if name in DECAYING:

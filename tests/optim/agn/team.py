@@ -8,6 +8,7 @@ from optim.test_update_rules import RULES, Model
 from support.exact_data import same
 
 import gradreduce as gr
+from gradreduce.optim.slots import MASTER
 
 
 class Own(gr.Optimizer):
@@ -165,6 +166,12 @@ class ModelWorker:
             if self.resets and name in ("momentum", "m"):
                 state[...] = 0
 
+    def start(self):
+        """Copies the center; slots and the number of steps stay."""
+        for name, center in self.center.items():
+            self.local[name].state[0] = center.state[0].copy()
+            self.pulled[name], self.sums[name] = center.value, None
+
     def check(self, worker: Worker):
         """Checks all values, bit by bit, on every device of the worker."""
         names = tuple(KINDS[self.kind][2])
@@ -172,7 +179,11 @@ class ModelWorker:
             center = worker.getter.center_variable(var)
             for each, copy in ((var, self.local[name]), (center, self.center[name])):
                 found = [each, *(worker.optimizer.get_slot(each, slot) for slot in names)]
-                for at, wanted in zip(found, [copy.value, *copy.state[1:]], strict=True):
+                values = [copy.value, *copy.state[1:]]
+                if copy.state[0].dtype != copy.dtype:
+                    found.append(worker.optimizer.get_slot(each, MASTER))
+                    values.append(copy.state[0])
+                for at, wanted in zip(found, values, strict=True):
                     assert at is None or all(same(b.numpy(), wanted) for b in at.buffers), at
         assert worker.optimizer.local_step.numpy() == self.steps
 

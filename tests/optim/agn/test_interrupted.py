@@ -195,19 +195,6 @@ def test_a_thread_that_failed_keeps_nothing_of_its_training(mesh):
         kept[1].join()
 
 
-def test_a_worker_starts_at_the_centers_masters(mesh):
-    inner = gr.GradientDescentOptimizer(2.0**-13, master_dtype="float32")
-    getter, var, optimizer = one_variable(mesh, inner, value=np.zeros(2, "float16"))
-    gradient, center = np.ones(2, "float16"), getter.center_variable(var)
-    center.assign(gradient)
-    for _ in range(3):
-        optimizer.apply_gradients([(gradient, var)])
-    var.assign(gradient)
-    optimizer.get_init_op(0)()
-    for each in (var, center):  # which no half is
-        assert (optimizer.get_slot(each, "master").numpy() == 1 - 3 * 2.0**-13).all()
-
-
 def test_a_pending_push_needs_sums(mesh):
     _, var, optimizer = one_variable(mesh, period=5)
     with pytest.raises(ValueError, match="there are no sums to push"):
