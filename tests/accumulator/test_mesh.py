@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
-from accumulator.kinds import bits, counters, expected
+from accumulator.kinds import Sparse, bits, counters, expected
 from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
@@ -250,28 +249,14 @@ def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
     check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
 
 
-# -- rows -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sparse(mesh):
-    """Makes sparse accumulators over the mesh."""
-    return partial(gr.SparseConditionalAccumulator, "float32", device=mesh)
-
-
-def rows_of(seed, width=3, dtype="float32"):
-    """Other rows for every seed, some of them shared, in any order."""
-    indices = np.random.default_rng(seed).integers(0, 12, 1 + seed % 7)
-    return gr.IndexedSlices(exact_data((indices.size, width), dtype, seed=seed), indices)
-
-
-def test_sparse_accumulators_filled_together_share_launches(sparse, mesh):
+def test_sparse_accumulators_filled_together_share_launches(mesh):
     """Each is merged alone."""
-    accumulators = [sparse() for _ in range(5)]
+    accumulators = [gr.SparseConditionalAccumulator("float32", device=mesh) for _ in range(5)]
     grads = [
-        gr.PerReplica([rows_of(k + turn, 2 + turn) for k in range(len(mesh))], mesh)
+        gr.PerReplica([Sparse.random(seed, "float32", (2 + seed % 5,))
+                       for seed in range(turn, turn + 5 * len(mesh), 5)], mesh)
         for turn in range(5)
-    ]
+    ]  # fmt: skip
     with mesh.journal() as journal:
         gr.apply_grads(accumulators, grads)
     assert journal.launches == len(mesh.by_physical)
