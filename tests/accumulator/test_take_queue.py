@@ -13,7 +13,7 @@ import pytest
 from accumulator.kinds import counters
 
 import gradreduce as gr
-from gradreduce.accumulator import take_queue
+from gradreduce.accumulator import take_now, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 
@@ -269,6 +269,19 @@ def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkey
     with pytest.raises(CancelledError):
         joint.result()
     assert second.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_take_now_does_not_overtake_a_take_of_any_of_them(several, call_threads):
+    first, second = several(2)
+    first.apply_grad([3.0])
+    waiting = call_threads.waiting(second.take_grad, 1)
+    assert take_now([first, second], 1) is None
+    assert counters(first, second) == [(1, 0, 0), (0, 0, 0)]
+    second.apply_grad([7.0])
+    assert waiting.result().tolist() == [7.0]
+    taken, nothing = take_now([first, second], 1)
+    assert (taken.tolist(), nothing) == ([3.0], None)
+    assert counters(first, second) == [(0, 1, 0), (0, 2, 0)]
 
 
 def test_opposite_orders_never_deadlock(several, call_threads):
