@@ -261,7 +261,7 @@ template <typename Acc> struct Divisor {
 
 // ---- the table ---------------------------------------------------------------------------------
 
-// Made by src/gradreduce/device/launch_table.py, whose docstring describes it.
+// Made by src/gradreduce/device/run/table.py, whose docstring describes it.
 struct Table {
     const i64* words;
     i64 num_rows;

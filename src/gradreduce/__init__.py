@@ -25,6 +25,7 @@ from gradreduce.arrays.replica_context import replica
 from gradreduce.arrays.variable import Variable, get_variable
 from gradreduce.autodiff import embedding_lookup
 from gradreduce.backends import default_mesh, open_mesh
+from gradreduce.cli.system_info import show_versions
 from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import (
     BackendUnavailableError,
@@ -38,7 +39,7 @@ from gradreduce.errors import (
     MixedDtypesError,
     install_hint,
 )
-from gradreduce.opaque import hide_from_compiler
+from gradreduce.hide_from_torch_compile import hide_from_compiler
 from gradreduce.optim import (
     AdagradOptimizer,
     AdamOptimizer,
@@ -53,13 +54,13 @@ from gradreduce.optim import (
     RMSPropOptimizer,
     clip_by_global_norm,
 )
-from gradreduce.reduce.aggregation import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh imports it late
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
-from gradreduce.step_scaling import DynamicLossScale
-from gradreduce.sync_step import SyncStep
-from gradreduce.system_info import show_versions
+from gradreduce.sums.aggregation import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.train.scaling import DynamicLossScale
+from gradreduce.train.sync_step import SyncStep
 
 if TYPE_CHECKING:  # see __getattr__
     from gradreduce import jax as jax

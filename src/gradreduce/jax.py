@@ -127,7 +127,7 @@ def all_reduce(
             form.of_grads(column, path, str(path), mesh)
             for path, column in zip(paths, columns, strict=True)
         ]
-        kind: OutputType = "numpy" if mesh.backend == "sim" else "jax"
+        kind: OutputType = "numpy" if mesh.mesh_state.shares_host_memory else "jax"
         pairs = [(value, value) for value in values]
         reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)
         sources = [(value, place) for place in places for value in reduced]
@@ -204,7 +204,7 @@ def _check_array(leaf: Any, mesh: Mesh) -> None:
     if leaf.is_deleted():
         raise ValueError("the JAX array was deleted or donated: pass it before that")
     device = next(iter(leaf.sharding.device_set))
-    if (device.platform == "cpu") != (mesh.backend == "sim"):
+    if (device.platform == "cpu") != mesh.mesh_state.shares_host_memory:
         raise DeviceMismatchError(
             f"the array is on {device}, but {mesh} has other devices: open one with "
             f"backend={'sim' if device.platform == 'cpu' else 'cuda'!r}"

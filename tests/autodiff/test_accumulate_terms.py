@@ -12,7 +12,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.autodiff.accumulate_terms import TermAccumulator
-from gradreduce.reduce.aggregation import AggregationMethod
+from gradreduce.sums.aggregation import AggregationMethod
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 METHODS = list(AggregationMethod)

@@ -14,9 +14,9 @@ import gradreduce as gr
 from gradreduce.backends import num_cores
 from gradreduce.cli import bench, pictures
 from gradreduce.cli.app import command
+from gradreduce.cli.system_info import processor
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.system_info import processor
 
 QUICK = ("--backend", "sim", "--iterations", "1", "--rounds", "2")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gradreduce import system_info
+from gradreduce.cli import system_info
 from gradreduce.cli.app import command
 from gradreduce.device import FlightEntry
 

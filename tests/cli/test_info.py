@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import gradreduce as gr
 from gradreduce import __main__ as entry
-from gradreduce import system_info
 from gradreduce.backends.cuda import libnccl
+from gradreduce.cli import system_info
 from gradreduce.cli.app import command
 
 

@@ -33,7 +33,7 @@ from gradreduce.device import (
     accumulate_dtype,
     can_access,
 )
-from gradreduce.device.uses import MAX_RANGES
+from gradreduce.device.order.uses import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments
 from gradreduce.ops.add_n import ADD_N

@@ -14,7 +14,8 @@ from support.exact_data import same
 from support.hanging_devices import TEST_TIMEOUT, clock, resume, stall, wait_for_failure, watchdogs
 
 import gradreduce as gr
-from gradreduce.device import Mesh, pending_calls
+from gradreduce.device import Mesh
+from gradreduce.device.failure import pending_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 from gradreduce.reduce.algorithms import ALGORITHMS
 

@@ -8,7 +8,7 @@ import pytest
 from support.exact_data import DTYPES
 
 from gradreduce.device import accumulate_dtype, as_dtype, mean_dtype
-from gradreduce.device.dtypes import BFLOAT16, C_TYPES, ELEMENT_OF, ELEMENTS
+from gradreduce.device.memory.dtypes import BFLOAT16, C_TYPES, ELEMENT_OF, ELEMENTS
 
 NAMES = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),

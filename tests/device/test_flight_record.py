@@ -14,7 +14,8 @@ from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, resume, sta
 
 import gradreduce as gr
 from gradreduce.backends import open_mesh
-from gradreduce.device import FlightEntry, PackInfo, op_log
+from gradreduce.device import FlightEntry, PackInfo
+from gradreduce.device.log import op_log
 from gradreduce.errors import CollectiveError
 
 from .contract import FLOAT, SIZE, add, data, uploaded

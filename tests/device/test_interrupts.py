@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 from support.signal_injection import ctrl_c, interrupted_at, num_points_of
 
-from gradreduce.device import DeferInterrupts, interrupts
+from gradreduce.device import DeferInterrupts
+from gradreduce.device.failure import interrupts
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gradreduce.device import launch_table as tables
-from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
+from gradreduce.device.run import table as tables
+from gradreduce.device.run.table import INLINE_WORDS, ROW_HEADER
 
 INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 1)
 

@@ -25,7 +25,7 @@ from gradreduce import backends as module
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.backends.device_names import as_device
 from gradreduce.device import ALIGNMENT, as_dtype, by_physical, flat_layout
-from gradreduce.device.pending_calls import names_of
+from gradreduce.device.failure.pending_calls import names_of
 from gradreduce.errors import BackendUnavailableError, brief
 
 VARIABLES = (

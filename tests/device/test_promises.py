@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gradreduce.device
 from gradreduce.device import Device
-from gradreduce.device.backend import Backend
+from gradreduce.device.run.backend import Backend
 
 HERE = Path(__file__).parent
 

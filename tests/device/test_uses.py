@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradreduce.device.uses import END, MAX_RANGES, DeviceQueue, Use, Uses, counts_of
+from gradreduce.device.order.uses import END, MAX_RANGES, DeviceQueue, Use, Uses, counts_of
 
 NBYTES = 40
 bytes_used = st.tuples(st.integers(0, NBYTES - 1), st.integers(1, NBYTES))

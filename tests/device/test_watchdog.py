@@ -25,9 +25,10 @@ from gradreduce.accumulator.state import PendingTake
 from gradreduce.accumulator.take_queue import await_take, join
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim.scheduler import RandomScheduler
-from gradreduce.device import Mesh, deadline_scope, pending_calls
-from gradreduce.device.order import Work
-from gradreduce.device.watchdog import _check_calls
+from gradreduce.device import Mesh, deadline_scope
+from gradreduce.device.failure import pending_calls
+from gradreduce.device.failure.watchdog import _check_calls
+from gradreduce.device.order.order import Work
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
 from .contract import FLOAT, SIZE, data, uploaded

@@ -28,7 +28,7 @@ from gradreduce.backends.sim import device as sim
 from gradreduce.backends.sim import host_compile, workers
 from gradreduce.backends.sim.pool import Memory, SimPool
 from gradreduce.backends.sim.scheduler import RandomScheduler
-from gradreduce.device import launch_table
+from gradreduce.device.run import table as launch_table
 from gradreduce.errors import CollectiveError, DeadlineExceededError
 
 DEADLINE = 10.0

@@ -2,9 +2,9 @@
 
 The processes are threads. A group's NCCL has a stream of its own, as PyTorch's has: it waits for
 the current stream, and ``wait`` makes the current stream wait for it. Both are taken from the
-descriptions of ``ProcessGroupNCCL``; ``tests/backends/processes/test_torch_calls.py`` compares the
+descriptions of ``ProcessGroupNCCL``; ``tests/comm/processes/test_torch_calls.py`` compares the
 signatures with PyTorch's. Host memory is sent as by gloo, with which
-``tests/backends/processes/test_torch_group.py`` compares it: a wait that ends too late closes the
+``tests/comm/processes/test_torch_group.py`` compares it: a wait that ends too late closes the
 connections of its process, and with them all waits of both ends.
 """
 
@@ -26,7 +26,7 @@ from .surface import Device, Event, Stream, eventRecord, streamWaitEvent
 __all__ = ["ProcessGroup", "Store", "installed", "make_world"]
 
 
-_OURS = "gradreduce.backends.processes.torch_group"  # imports them
+_OURS = "gradreduce.comm.torch_group"  # imports them
 
 
 class _Local(threading.local):

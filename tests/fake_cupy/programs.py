@@ -17,7 +17,8 @@ from support.captures import captured
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, Mesh, launch_table
+from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.device.run import table as launch_table
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .plugin import fresh

@@ -11,7 +11,7 @@ from functools import cache
 
 from support.skip_rules import find_compiler
 
-from gradreduce.device.kernel import OPTIONS
+from gradreduce.device.run.kernel import OPTIONS
 
 WHEELS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 # The options that CuPy 14.2 adds to ours.

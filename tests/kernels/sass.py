@@ -33,7 +33,7 @@ from pathlib import Path
 
 from support.skip_rules import find_compiler
 
-from gradreduce.device.kernel import Kernel, Template, kernel_text
+from gradreduce.device.run.kernel import Kernel, Template, kernel_text
 from gradreduce.ops import KERNELS
 
 from .nvrtc import WHEELS, Entry, compiled

@@ -27,9 +27,9 @@ from support.spoiled_entries import SPOILED
 
 from gradreduce.backends import kernel_cache
 from gradreduce.backends.sim import host_compile
-from gradreduce.device import op_log
-from gradreduce.device.kernel import kernel_text
-from gradreduce.device.launch_table import CHUNK_SIZE
+from gradreduce.device.log import op_log
+from gradreduce.device.run.kernel import kernel_text
+from gradreduce.device.run.table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.ops import KERNELS, RULE_KERNELS, RULES
 from gradreduce.ops.add_n import ADD_N

@@ -18,7 +18,7 @@ from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import Buffer, Device
-from gradreduce.device.kernel import Kernel, Template
+from gradreduce.device.run.kernel import Kernel, Template
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 
 BEHIND = 100  # elements after 2**32: vectors and a tail

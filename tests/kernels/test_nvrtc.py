@@ -16,9 +16,9 @@ from support.exhaustive import covering
 from support.skip_rules import find_compiler
 from support.update_operands import layout, rule_of
 
-from gradreduce.device.dtypes import C_TYPES
-from gradreduce.device.kernel import kernel_text
-from gradreduce.device.launch_table import TABLE
+from gradreduce.device.memory.dtypes import C_TYPES
+from gradreduce.device.run.kernel import kernel_text
+from gradreduce.device.run.table import TABLE
 from gradreduce.ops import KERNELS, RuleKernel
 from gradreduce.ops.add_n import ADD_N
 

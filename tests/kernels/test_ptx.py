@@ -19,7 +19,7 @@ from kernels.sass import ARCHITECTURES
 from support.exhaustive import covering
 from support.skip_rules import find_compiler
 
-from gradreduce.device.kernel import kernel_text
+from gradreduce.device.run.kernel import kernel_text
 from gradreduce.ops import KERNELS, RuleKernel
 
 pytestmark = pytest.mark.nvrtc

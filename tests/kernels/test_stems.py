@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import gradreduce.ops
-from gradreduce.device.kernel import kernels_folder
-from gradreduce.device.launch_table import INLINE_WORDS, TABLE
+from gradreduce.device.run.kernel import kernels_folder
+from gradreduce.device.run.table import INLINE_WORDS, TABLE
 from gradreduce.ops import KERNELS, RULES, RuleKernel
 
 KERNELS_FOLDER = kernels_folder()

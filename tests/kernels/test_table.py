@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradreduce.device.launch_table import (
+from gradreduce.device.run.table import (
     CHUNK_SIZE,
     INLINE_WORDS,
     ROW_HEADER,

@@ -27,7 +27,7 @@ from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.backends.sim import host_compile
 from gradreduce.device import Device
-from gradreduce.device.kernel import Kernel
+from gradreduce.device.run.kernel import Kernel
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 from gradreduce.ops.all_sum import ALL_SUM, UNROLLED
 from gradreduce.ops.segment_sum import SEGMENT_SUM

@@ -9,7 +9,7 @@ import pytest
 from support.exact_data import FLOATS, exact_data, same
 
 import gradreduce as gr
-from gradreduce.arrays.staging import SMALL_BYTES, Staging
+from gradreduce.arrays.staging import SMALL_BYTES, HostStaging
 
 SHAPES = [(3, 7), (), (0, 2), (257,), (SMALL_BYTES // 2 + 1,), (SMALL_BYTES // 8, 2)]
 TURNS = 4
@@ -155,7 +155,7 @@ def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
 
 def test_each_thread_has_memory_of_its_own(mesh):
     device = mesh.devices[0]
-    staging = Staging([(device, np.dtype("float32"), (3,))])
+    staging = HostStaging([(device, np.dtype("float32"), (3,))])
     (mine,) = staging.staged([np.full(3, 1, "float32")])
     theirs = []
     other = threading.Thread(

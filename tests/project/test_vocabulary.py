@@ -281,3 +281,26 @@ def test_allowed_words_are_allowed_in_their_places_alone():
     tree = ast.parse("def all_gather(gather): 'No room for halves, in a room.'")
     assert [line.split(": ")[1] for line in retired_names("device/mesh.py", tree)] == ["gather"]
     assert [line.rpartition(" ")[2] for line in retired_texts("ops/add.py", tree)] == ["'room'"]
+
+
+# Classes that users see as `gr.X` and `gr.ray.X` or `gr.torch.X`.
+TWO_PUBLIC = {
+    "AGNCenter",
+    "ConditionalAccumulator",
+    "Optimizer",
+    "SparseConditionalAccumulator",
+}
+
+
+def test_each_class_and_alias_name_has_one_meaning():
+    owners: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+            for name in names:
+                if re.fullmatch(r"_*[A-Z]\w*[a-z]\w*", name):
+                    owners.setdefault(name.lstrip("_"), set()).add(str(path.relative_to(PACKAGE)))
+    found = {name: paths for name, paths in owners.items() if len(paths) > 1}
+    assert found.keys() == TWO_PUBLIC, found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce import opaque
+from gradreduce import hide_from_torch_compile
 
 pytestmark = pytest.mark.torch
 
@@ -239,7 +239,7 @@ def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
 
 
 def test_a_changed_compiler_is_reported_in_a_warning(caplog):
-    opaque._hide(SimpleNamespace(trace_rules=SimpleNamespace()))
+    hide_from_torch_compile._hide(SimpleNamespace(trace_rules=SimpleNamespace()))
     assert "torch.compile traces calls of gradreduce, and may fail there" in caplog.text
 
 
@@ -256,14 +256,14 @@ def test_the_compiler_may_be_imported_before_or_after_this_library(order):
 {ORDERS[order]}
 import sys
 finders = [type(each).__module__ for each in sys.meta_path]
-assert finders.count("gradreduce.opaque") == {int(order == "first")}
+assert finders.count("gradreduce.hide_from_torch_compile") == {int(order == "first")}
 mesh = gr.open_mesh(1, backend="sim")
 def f(x):
     return gr.add_n([x * 2, x], output_type="torch") * 3
 found = torch._dynamo.explain(f)(torch.ones(3)) if "torch._dynamo" in sys.modules else None
 found = found or __import__("torch._dynamo", fromlist=["explain"]).explain(f)(torch.ones(3))
 assert (found.graph_count, found.graph_break_count) == (2, 1), found
-assert all(type(each).__module__ != "gradreduce.opaque" for each in sys.meta_path)
+assert all(type(each).__module__ != "gradreduce.hide_from_torch_compile" for each in sys.meta_path)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,

@@ -365,7 +365,7 @@ def test_gradients_stay_views_of_one_memory():
         trained(dp, plain, 0, lambda dp, step: dp.zero_grad(), steps=2)
         assert all(each.grad is view for each, view in zip(parameters, views, strict=True))
         assert all(len(each._post_accumulate_grad_hooks) == 1 for each in parameters)
-        flat = dp._reducer._buckets[0].step.flat
+        flat = dp._reducer._buckets[0].flat
         for buffer, replica in zip(flat.buffers, dp.replicas, strict=True):
             for parameter in replica.parameters():
                 assert 0 <= parameter.grad.data_ptr() - buffer.address < buffer.nbytes
@@ -396,7 +396,7 @@ def test_little_more_than_one_copy_of_the_gradients_is_held():
 
             def count(parameter):  # before the hook of DataParallel
                 loose.append(weakref.ref(parameter.grad))
-                inside = [bucket.step.flat.buffers[0] for bucket in dp._reducer._buckets]
+                inside = [bucket.flat.buffers[0] for bucket in dp._reducer._buckets]
                 views = [range(each.address, each.address + each.nbytes) for each in inside]
                 alive = [each() for each in loose if each() is not None]
                 most[-1] = max(
@@ -445,7 +445,7 @@ def test_a_mesh_holds_one_copy_of_the_gradients_and_one_bucket(devices, processe
             dp = gr.torch.DataParallel(net.double(), mesh, bucket_mb=TINY_MB)
             trained(dp, lambda net, x, *_: net(batch(0, size=200)).sum(), 0, zero, steps=2)
             gc.collect()
-            buckets = [each.step.flat.buffers for each in dp._reducer._buckets]
+            buckets = [each.flat.buffers for each in dp._reducer._buckets]
             flat = sum(each.nbytes for buffers in buckets for each in buffers)
             found = [each() for each in blocks]
             held = [each.nbytes for each in found if each and each.device.mesh is mesh]

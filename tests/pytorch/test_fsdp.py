@@ -1,6 +1,6 @@
 """``gr.torch.ReduceScatter`` called like FSDP2 does, in processes that are threads.
 
-Tests with real processes are in ``tests/backends/processes``.
+Tests with real processes are in ``tests/comm/processes``.
 """
 
 from __future__ import annotations

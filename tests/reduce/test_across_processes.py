@@ -177,7 +177,7 @@ def test_a_call_that_differs_between_processes_raises_in_both(differs, message):
 
 
 def test_calls_that_were_forgotten_are_compared_again(monkeypatch):
-    monkeypatch.setattr("gradreduce.device.process_group._KNOWN_CALLS", 3)
+    monkeypatch.setattr("gradreduce.comm.process_group.KNOWN_CALLS", 3)
     sizes = [*range(1, 9), 8, 7, 1, 2, 8]
 
     def work(group):

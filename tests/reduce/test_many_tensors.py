@@ -10,7 +10,7 @@ from reduce.test_prepared import calls_of
 
 import gradreduce as gr
 from gradreduce.device import no_collection
-from gradreduce.device.launch_table import Tables
+from gradreduce.device.run.table import Tables
 
 MEAN = gr.ReduceOp.MEAN
 pytestmark = pytest.mark.host

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradreduce.device import Capture, CommandList, Device, RepeatedWork
-from gradreduce.device.command_list import Operation
+from gradreduce.device.run.commands import Operation
 
 
 class RepeatedCapture(NamedTuple):

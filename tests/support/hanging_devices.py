@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from gradreduce.backends.sim import workers
-from gradreduce.device import Device, Mesh, op_log, pending_calls, waiting
+from gradreduce.device import Device, Mesh
+from gradreduce.device.failure import pending_calls, waiting
+from gradreduce.device.log import op_log
 
 TEST_TIMEOUT = 8.0  # seconds; a test that waits longer fails
 

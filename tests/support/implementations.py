@@ -14,8 +14,8 @@ from support.exact_data import random_data
 
 from gradreduce.backends import open_mesh
 from gradreduce.device import Buffer, Device, Journal, as_dtype
-from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
+from gradreduce.device.memory.dtypes import BFLOAT16
+from gradreduce.device.run.table import INLINE_WORDS, ROW_HEADER
 from gradreduce.ops import segment_sum_command
 
 # "sanitized" runs the tests of kernels/ and ops/ under AddressSanitizer and UBSan, which must be

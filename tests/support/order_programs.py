@@ -20,6 +20,8 @@ from unittest.mock import patch
 import numpy as np
 
 import gradreduce as gr
+from gradreduce.comm.exchange import exchange
+from gradreduce.comm.process_group import ProcessGroup
 from gradreduce.device import (
     Buffer,
     Capture,
@@ -29,10 +31,9 @@ from gradreduce.device import (
     LaunchBatch,
     Mesh,
     RepeatedWork,
-    uses,
 )
-from gradreduce.device.exchange import exchange
-from gradreduce.device.process_group import Message, ProcessGroup
+from gradreduce.device.order import uses
+from gradreduce.device.processes import Message
 
 SIZE = 24  # elements of a slot
 DTYPE = np.dtype(np.uint32)
@@ -556,14 +557,14 @@ def difference(program: Program, schedule: int, model: Model | None = None) -> s
         patch.object(uses, "MAX_RANGES", program.max_ranges),
         gr.open_mesh(program.placement, backend="sim", schedule_seed=schedule) as mesh,
     ):
-        alone, mesh.mesh_state.process_group = mesh.mesh_state.process_group, _Loop(0, 2, 60.0)
+        alone, mesh.mesh_state.processes = mesh.mesh_state.processes, _Loop(0, 2, 60.0)
         found = OnMesh(program, mesh)
         seen: list[list[np.ndarray]] = [[], []]
         for phase in program.phases:
             for thread, downloaded in enumerate(_together(found, phase)):
                 seen[thread] += downloaded
         last = found.last()
-        mesh.mesh_state.process_group = alone
+        mesh.mesh_state.processes = alone
     for thread, (ours, wanted) in enumerate(zip(seen, model.seen, strict=True)):
         for number, (one, other) in enumerate(zip(ours, wanted, strict=True)):
             if not np.array_equal(one, other):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "backends" / "processes" / "program.py"
+PROGRAM = Path(__file__).parents[1] / "comm" / "processes" / "program.py"
 FAULT_PROGRAM = PROGRAM.with_name("fault_program.py")
 # Starts processes with the variables that srun sets. The number of the job determines the port.
 SRUN = """

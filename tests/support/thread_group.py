@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.device.process_group import Message, ProcessError, ProcessGroup
+from gradreduce.comm.process_group import ProcessError, ProcessGroup
+from gradreduce.device.processes import Message
 
 
 class SharedQueues:

@@ -21,7 +21,7 @@ from support.implementations import (
 from support.update_formulas import FORMULAS, master_or_variable
 
 from gradreduce.device import as_dtype
-from gradreduce.device.kernel import Template
+from gradreduce.device.run.kernel import Template
 from gradreduce.ops import KERNELS, RuleKernel, update_rows
 
 

@@ -14,8 +14,8 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader
+from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_deadline, as_dtype
-from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps

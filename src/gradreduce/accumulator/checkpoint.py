@@ -20,7 +20,7 @@ from .take_queue import complete_ready
 
 # The number of partial sums in a state; and a function that takes a validated state and returns the
 # part of it that this process loads.
-Replicas = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
+ReplicaSums = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def saved_state(
@@ -64,7 +64,7 @@ def saved_state(
 
 
 def ready_state(
-    state: AccumulatorState, saved: Any, where: str = "state", replicas: Replicas | None = None
+    state: AccumulatorState, saved: Any, where: str = "state", replicas: ReplicaSums | None = None
 ) -> Callable[[], None]:
     """Validates a saved state and uploads it; returns a function that loads it.
 
@@ -135,7 +135,7 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
         "num_accumulated": integer(0),
         "num_dropped": integer(0),
         "sum_shape": equal(None) if is_empty else partial(_sum_shape, state),
-        "kind": equal(None) if is_empty else partial(_kind, state.mesh_state.backend),
+        "kind": equal(None) if is_empty else partial(_kind, state),
         "partial_sums": list_of(equal(None) if is_empty else anything, num_sums),
     }
 
@@ -158,10 +158,10 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
     return shape
 
 
-def _kind(backend: str, where: str, saved: Any) -> Kind:
+def _kind(state: AccumulatorState, where: str, saved: Any) -> Kind:
     """Validates the saved array type of the next take."""
     kind = plain(where, saved)
-    if kind == "cupy" and backend == "sim":
+    if kind == "cupy" and state.mesh_state.shares_host_memory:
         return "native"  # simulated devices return NumPy arrays
     named = {"native": None, "coo": "torch"}.get(str(kind), kind)
     try:

@@ -31,8 +31,8 @@ from gradreduce.device import (
     flat_layout,
 )
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.reduce.aggregation import known_shape
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.sums.aggregation import known_shape
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device

@@ -31,8 +31,8 @@ from gradreduce.device import (
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merged_row_index, plan_segments
-from gradreduce.reduce.aggregation import concatenated_rows
 from gradreduce.reduce.one_device import copied_to
+from gradreduce.sums.aggregation import concatenated_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradreduce.comm.description import Description, digest_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Device, Mesh
-from gradreduce.device.exchange import agreed, exchange_arrays, exchange_numbers
-from gradreduce.device.process_group import Description, digest_of
 from gradreduce.errors import brief
 
 from .convert import as_list, host_array, is_module
@@ -58,11 +58,12 @@ def assert_mirrored(values: Any, mesh: Mesh | None = None) -> None:
     """
     copies, device = _copies_of(values, mesh)
     if device is None:
-        problem = _difference(copies, [_Row.of(copy) for copy in copies], None)
+        problem = _difference(copies, [_ComparedReplica.of(copy) for copy in copies], None)
     else:
-        group = device.mesh_state.process_group
-        rows = [_Row.of(copy, group.label(group.rank)) for copy in copies]
-        with agreed(device, Description.of({"call": "assert_mirrored", "tensors": []})):
+        replicas = Replicas([device])
+        label = replicas.group.label(replicas.group.rank)
+        rows = [_ComparedReplica.of(copy, label) for copy in copies]
+        with replicas.call(Description.of({"call": "assert_mirrored", "tensors": []})):
             problem = _difference(copies, rows, device)
     if problem is not None:
         raise AssertionError(problem)
@@ -89,7 +90,7 @@ class _Copy(NamedTuple):
         return found
 
 
-class _Row(NamedTuple):
+class _ComparedReplica(NamedTuple):
     """The data of a replica that is compared.
 
     Attributes:
@@ -103,7 +104,7 @@ class _Row(NamedTuple):
     digests: list[int]
 
     @classmethod
-    def of(cls, copy: _Copy, process: str = "") -> _Row:
+    def of(cls, copy: _Copy, process: str = "") -> _ComparedReplica:
         """Describes and hashes the tensors of a replica."""
         described = [
             f"{name!r} ({str(each.dtype).removeprefix('torch.')}{list(each.shape)})"
@@ -169,7 +170,9 @@ def _digest(array: np.ndarray) -> int:
     return int(digest_of(array.view(np.uint8).data), 16)
 
 
-def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None) -> str | None:
+def _difference(
+    copies: Sequence[_Copy], own: list[_ComparedReplica], device: Device | None
+) -> str | None:
     """Describes the first difference between the copies of all processes; None if there is none.
 
     Args:
@@ -177,7 +180,7 @@ def _difference(copies: Sequence[_Copy], own: list[_Row], device: Device | None)
         own: their compared data.
         device: the device for exchanges with other processes; None: there are none.
     """
-    rows = [_Row(*row) for row in _of_all(own, device)]
+    rows = [_ComparedReplica(*row) for row in _of_all(own, device)]
     names = [f"replica {replica}{row.process}" for replica, row in enumerate(rows)]
     for row, name in zip(rows, names, strict=True):
         for mine, theirs in zip(rows[0].tensors, row.tensors, strict=False):
@@ -209,8 +212,9 @@ def _of_all(own: list[Any], device: Device | None) -> list[Any]:
     if device is None:
         return own
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = exchange_numbers(device, [text.size])
-    found = exchange_arrays(device, [text], [[(size,)] for (size,) in sizes])
+    replicas = Replicas([device])
+    sizes = replicas.exchange_numbers([text.size])
+    found = replicas.exchange_arrays([text], [[(size,)] for (size,) in sizes])
     return [row for each in found for row in json.loads(each.tobytes())]
 
 

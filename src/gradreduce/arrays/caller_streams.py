@@ -18,8 +18,10 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Step = Literal["check", "enter", "leave"]  # see ``is_first``
-_Place = tuple[MeshState, int, int]  # a GPU of a mesh, and the handle of a caller's stream there
+OrderStep = Literal["check", "enter", "leave"]  # see ``is_first``
+_StreamPlace = tuple[
+    MeshState, int, int
+]  # a GPU of a mesh, and the handle of a caller's stream there
 
 
 class _Scope:
@@ -38,8 +40,8 @@ class _Scope:
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
-        self.done: set[tuple[Step, _Place]] = set()
-        self.inputs: dict[_Place, tuple[Device, Stream, bool]] = {}
+        self.done: set[tuple[OrderStep, _StreamPlace]] = set()
+        self.inputs: dict[_StreamPlace, tuple[Device, Stream, bool]] = {}
         self.read: set[FreedBlock] = set()
 
 
@@ -129,7 +131,7 @@ class SuspendedScope:
             _thread.suspended, _thread.scope = self._outer, self._scope
 
 
-def is_first(step: Step, device: Device, stream: Stream) -> bool:
+def is_first(step: OrderStep, device: Device, stream: Stream) -> bool:
     """Whether this call does a step with ``stream`` on the GPU for the first time.
 
     Args:
@@ -157,7 +159,7 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
         scope.inputs[place] = (*first, read or was_read)
 
 
-def _place(device: Device, stream: Stream) -> _Place:
+def _place(device: Device, stream: Stream) -> _StreamPlace:
     return device.mesh_state, device.physical, handle_of(stream)
 
 

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 
 from gradreduce.device import Buffer, Device, as_dtype
-from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.memory.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError, brief
 
 from .convert_gpu import (
@@ -86,7 +86,7 @@ def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = 
         raise ValueError(
             f"output_type={brief(output_type)}: {output_type} is not imported; import it first"
         )
-    if output_type == "cupy" and device is not None and device.mesh_state.backend == "sim":
+    if output_type == "cupy" and device is not None and device.mesh_state.shares_host_memory:
         raise ValueError(
             f"output_type='cupy': {device.name} is simulated and its memory is on the host; CuPy "
             "arrays need a GPU"
@@ -107,7 +107,7 @@ def as_view_kind(output_type: str | None, device: Device | None, use: str) -> Ki
         raise ValueError(
             f"output_type='jax': JAX arrays are immutable and cannot be {use}; use another type"
         )
-    if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
+    if kind == "numpy" and device is not None and not device.mesh_state.shares_host_memory:
         raise ValueError(
             f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
         )
@@ -307,7 +307,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
         return buffer
     kind = "torch" if kind == "coo" else kind
     device = buffer.device
-    if device.mesh_state.backend != "sim":
+    if device.mesh_state.has_streams:
         return from_gpu(buffer, kind)
     if kind == "cupy":
         raise ValueError(f"{buffer} is in host memory and cannot be converted to a CuPy array")
@@ -345,7 +345,7 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def hand_over(buffer: Buffer, kind: Kind) -> None:
     """Makes the library of ``kind`` wait for the work queued on ``buffer``."""
-    if buffer.device.mesh_state.backend == "sim":
+    if buffer.device.mesh_state.shares_host_memory:
         buffer.device.release(buffer)
     else:
         release_to(current_of(buffer.device, kind), buffer)

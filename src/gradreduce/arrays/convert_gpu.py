@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
-from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.memory.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
 from .caller_streams import is_first, keep_alive, record_input
@@ -86,7 +86,7 @@ def adopt_jax(array: Any, device: Device) -> Buffer:
 
 
 def _check_on_gpu(device: Device) -> None:
-    if device.mesh_state.backend != "cuda":
+    if not device.mesh_state.has_streams:
         raise DeviceMismatchError(
             f"the array is on a GPU, but {device.name} is simulated; copy the array to host "
             "memory, or open the mesh with backend='cuda'"
@@ -102,7 +102,7 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
     external = [
         buffer
         for buffer in buffers
-        if buffer.array_owner in OWNED_BY_CALLER and buffer.device.mesh_state.backend == "cuda"
+        if buffer.array_owner in OWNED_BY_CALLER and buffer.device.mesh_state.has_streams
     ]
     for kind, device in dict.fromkeys((buffer.array_owner, buffer.device) for buffer in external):
         stream = current_of(device, str(kind))
@@ -186,7 +186,7 @@ def current_of(device: Device, kind: str) -> Stream:
 
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     """Context manager: CuPy uses the GPU of ``device``; no effect on simulated devices."""
-    if device is None or device.mesh_state.backend != "cuda":
+    if device is None or not device.mesh_state.has_streams:
         return nullcontext()
     return device._activate()
 

@@ -33,7 +33,7 @@ def shared(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list
 
 def to_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
     """Makes our queues wait for the library's current streams; host arrays are ready."""
-    if buffers[0].device.mesh_state.backend != "sim" and output_type != "buffer":
+    if buffers[0].device.mesh_state.has_streams and output_type != "buffer":
         wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
 
 
@@ -183,7 +183,9 @@ class _AttachedGradients:
                 f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
                 f"{dtype}{list(shape)}; make a new flat buffer or DataParallel"
             )
-        wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
+        wanted = (
+            ("cpu", None) if device.mesh_state.shares_host_memory else ("cuda", device.physical)
+        )
         if (grad.device.type, grad.device.index) != wanted:
             raise DeviceMismatchError(
                 f"{name} is on {grad.device}, but its view is on {device.name}"
@@ -202,5 +204,30 @@ class _AttachedGradients:
                 else:
                     view.copy_(grad.detach())
                 parameter.grad = view
-        if replaced and block.device.mesh_state.backend == "cuda":
+        if replaced and block.device.mesh_state.has_streams:
             wait_for_current_stream([buffer], "torch")
+
+
+def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
+    """Sets the ``.grad`` of the attached parameters to their views again.
+
+    Args:
+        blocks: the memory of the views.
+        keeps_none: whether a ``.grad`` that is None stays None. Otherwise its view is zeroed.
+
+    Raises:
+        ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
+        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
+    """
+    attached = [(block, block.attached) for block in blocks if block.attached is not None]
+    found = [(block, each, each.replaced()) for block, each in attached]
+    if keeps_none:
+        found = [
+            (block, each, [row for row in rows if row[2] is not None])
+            for block, each, rows in found
+        ]
+    rest = [each for each in found if each[2]]
+    for block, _, _ in rest:
+        block.device.mesh_state.check_usable(block.device)
+    for block, each, replaced in rest:
+        each.attach_again(block, replaced)

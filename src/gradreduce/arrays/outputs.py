@@ -156,10 +156,10 @@ def count_writes(tensors: Sequence[Any]) -> None:
         sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
-_Memory = tuple[Buffer, Any, int]  # ``Out.buffer``, ``copied`` and ``address``
+_OutMemory = tuple[Buffer, Any, int]  # ``Out.buffer``, ``copied`` and ``address``
 
 
-def _buffer_memory(buffer: Buffer, device: Device) -> _Memory:
+def _buffer_memory(buffer: Buffer, device: Device) -> _OutMemory:
     """Checks a Buffer."""
     if buffer.device is not device:
         raise DeviceMismatchError(f"out is {buffer}; expected one on {device.name}")
@@ -168,7 +168,7 @@ def _buffer_memory(buffer: Buffer, device: Device) -> _Memory:
     return buffer, None, buffer.address
 
 
-def _tensor_memory(tensor: Any, device: Device) -> _Memory:
+def _tensor_memory(tensor: Any, device: Device) -> _OutMemory:
     """Wraps a tensor as a Buffer."""
     torch = sys.modules["torch"]
     if tensor.requires_grad and (torch.is_grad_enabled() or not tensor.is_leaf):
@@ -186,7 +186,7 @@ def _tensor_memory(tensor: Any, device: Device) -> _Memory:
     return _host_memory(host_view(plain), device)
 
 
-def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Device) -> _Memory:
+def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Device) -> _OutMemory:
     """Wraps a GPU array as a Buffer.
 
     Args:
@@ -196,7 +196,7 @@ def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Dev
         device: the device on which it must be.
     """
     gpu, address = lies
-    if device.mesh_state.backend == "sim" or gpu != device.physical:
+    if device.mesh_state.shares_host_memory or gpu != device.physical:
         raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
     _check_flat_buffer(address, array.nbytes, device)
     if not contiguous:
@@ -209,9 +209,9 @@ def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Dev
     return buffer, None, address
 
 
-def _host_memory(host: np.ndarray, device: Device) -> _Memory:
+def _host_memory(host: np.ndarray, device: Device) -> _OutMemory:
     """Wraps a host array as a Buffer."""
-    if device.mesh_state.backend != "sim":
+    if not device.mesh_state.shares_host_memory:
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     flags = host.flags
     if not flags.writeable:

@@ -22,7 +22,7 @@ Wanted = tuple[Device, DType, tuple[int, ...]]  # device, dtype and shape of an 
 SMALL_BYTES = 1 << 13
 
 
-class Staging(threading.local):
+class HostStaging(threading.local):
     """Keeps staging memory for the small arrays of repeated calls, separate for each thread.
 
     Args:

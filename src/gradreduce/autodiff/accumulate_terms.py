@@ -13,10 +13,10 @@ from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Device
-from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
-from gradreduce.reduce.aggregators import MultiDeviceSum
+from gradreduce.sums.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
+from gradreduce.sums.aggregators import MultiDeviceSum
 
-Order = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
+UseOrder = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
 
 
 class TermAccumulator:
@@ -37,12 +37,12 @@ class TermAccumulator:
     def __init__(self, method: AggregationMethod, *, keep_rows: bool = False) -> None:
         self._method = method
         self._keep_rows = keep_rows
-        self._held: list[tuple[Order, Any, Device]] = []
+        self._held: list[tuple[UseOrder, Any, Device]] = []
         self._device_sum: MultiDeviceSum | None = None
         self._kind: Kind = "native"  # the array type of the sum, which is that of the first term
         self.home: Device | None = None
 
-    def push(self, term: Any, order: Order, device: Device) -> None:
+    def push(self, term: Any, order: UseOrder, device: Device) -> None:
         """Adds the next term; None is ignored.
 
         Args:

@@ -20,7 +20,7 @@ from gradreduce.arrays.trace_context import current_reader, reading_by
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
-from gradreduce.reduce.aggregation import AggregationMethod
+from gradreduce.sums.aggregation import AggregationMethod
 
 from .accumulate_terms import TermAccumulator
 from .backward import backward
@@ -233,7 +233,7 @@ class _Reading:
 def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
     """Makes the devices of ``copies`` wait for the work that the library ``kind`` has queued."""
     for copy in copies:
-        if copy.device.mesh_state.backend != "sim":
+        if copy.device.mesh_state.has_streams:
             # Nothing can write a failed device, so it need not wait.
             with suppress(BackendUnavailableError, CollectiveError):
                 wait_for_current_stream([copy], kind)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
+from gradreduce.sums.aggregation import accumulate_n, add_n, aggregate
 
 from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
 from .unsupported import no_rule

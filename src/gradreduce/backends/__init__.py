@@ -28,27 +28,30 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 from weakref import WeakSet
 
-from gradreduce.backends.processes.launchers import (
+from gradreduce.comm.launchers import (
     check_processes,
     detect,
     first_number,
     join_processes,
     telling_processes,
 )
+from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import flight_path
+from gradreduce.device.log.op_log import flight_path
+from gradreduce.device.mesh_state import BackendKind, MeshState
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
+
+from .kinds import CUDA, SIMULATION
 
 __all__ = ["default_mesh", "open_mesh"]
 
 # Limit for devices of a mesh and for threads. A larger number is a mistake and would need too much
 # memory.
 MOST = 1024
-Backend = Literal["cuda", "sim"]
+BackendName = Literal["cuda", "sim"]
 Launcher = Literal["torchrun", "mpi", "slurm", "auto", "none"]
 Kernels = Literal["numpy", "compiled", "exact", "sanitized"]
-_BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 # kernels= -> build of the .cu text (None: the NumPy reference)
 _BUILDS = {"numpy": None, "compiled": "fast", "exact": "exact", "sanitized": "sanitized"}
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -57,7 +60,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 def open_mesh(  # noqa: PLR0913  # options, each independent of the others
     devices: int | Sequence[int] | None = None,
     *,
-    backend: Backend | None = None,
+    backend: BackendName | None = None,
     processes: Launcher | None = None,
     process_group: Any = None,
     communicator: Any = None,
@@ -214,11 +217,11 @@ def _open_sim(
     strict: bool | None,
     schedule_seed: int | None,
 ) -> Mesh:
-    from .sim.collective import SimCollective
-    from .sim.device import SimDevice, SimOptions
-    from .sim.host_compile import find_compiler
-    from .sim.scheduler import RandomScheduler, Scheduler
-    from .sim.workers import Workers
+    from gradreduce.backends.sim.collective import SimCollective
+    from gradreduce.backends.sim.device import SimDevice, SimOptions
+    from gradreduce.backends.sim.host_compile import find_compiler
+    from gradreduce.backends.sim.scheduler import RandomScheduler, Scheduler
+    from gradreduce.backends.sim.workers import Workers
 
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0, maximum=1) > 0
@@ -230,7 +233,7 @@ def _open_sim(
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", num_cores()))
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(build, strict, workers, scheduler)
-    mesh_state = _mesh_state("sim", peer_access)
+    mesh_state = _mesh_state(SIMULATION, peer_access)
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
     ]
@@ -251,7 +254,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
             f"0 to {num_gpus - 1}"
         )
     physicals = tuple(dict.fromkeys(placement))
-    mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
+    mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
     mesh_state.nvtx = streams.NvtxRanges()
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
     made = [cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)]
@@ -265,10 +268,10 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     return Mesh(made, mesh_state, collective.loaded, close)
 
 
-def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
+def _mesh_state(kind: BackendKind, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
     if not isinstance(peer_access, Set):
         peer_access = as_flag("peer_access", peer_access)
-    mesh_state = MeshState(backend, peer_access=peer_access)
+    mesh_state = MeshState(kind, LocalGroup(), peer_access=peer_access)
     mesh_state.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
     return mesh_state
 
@@ -356,7 +359,7 @@ def _open_default() -> Mesh | None:
     return _default[0] if _default else None
 
 
-def _backend_from_environment() -> Backend:
+def _backend_from_environment() -> BackendName:
     named = os.environ.get("GRADREDUCE_BACKEND", "")
     if named:
         if named in _BACKENDS:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import (
     ALIGNMENT,
     Block,
@@ -27,14 +28,14 @@ from gradreduce.device import (
     Queue,
     Template,
 )
-from gradreduce.device.backend import Event
-from gradreduce.device.buffer import Row, User
-from gradreduce.device.collective import CollectiveCall
-from gradreduce.device.command_list import Command
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.process_group import LocalGroup, Move, Parcel
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row, User
+from gradreduce.device.mesh_state import BackendKind, MeshState
+from gradreduce.device.processes import HostMove, Parcel
+from gradreduce.device.run.backend import Event
+from gradreduce.device.run.collective import CollectiveCall
+from gradreduce.device.run.commands import Command
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB
@@ -57,14 +58,13 @@ class DryRunMesh:
     def __init__(
         self,
         placement: Sequence[int],
-        backend: str,
+        kind: BackendKind,
         peer_access: bool | Set[tuple[int, int]],
         processes: tuple[int, tuple[int, ...]],
         *,
         compiles: bool = False,
     ) -> None:
-        mesh_state = MeshState(backend, peer_access=peer_access)
-        mesh_state.process_group = LocalGroup(*processes)
+        mesh_state = MeshState(kind, LocalGroup(*processes), peer_access=peer_access)
         starts = count(1)
         self._devices = [
             DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
@@ -78,10 +78,12 @@ class DryRunMesh:
     def like(cls, mesh: Mesh, *, compiles: bool = False) -> Self:
         """Makes a dry-run copy of the whole of ``mesh``."""
         whole = mesh.devices[0].mesh
-        group = whole.mesh_state.process_group
+        group = whole.mesh_state.processes
         physical = [device.physical for device in whole.devices]
         peers = whole.mesh_state.peer_access
-        return cls(physical, whole.backend, peers, (group.rank, group.counts), compiles=compiles)
+        return cls(
+            physical, whole.mesh_state.kind, peers, (group.rank, group.counts), compiles=compiles
+        )
 
     def devices_like(self, originals: Sequence[Device]) -> tuple[DryRunDevice, ...]:
         """Returns the dry-run copies of devices."""
@@ -177,7 +179,7 @@ class DryRunDevice(Device):
         return lambda: None, None
 
     def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
     ) -> None:
         """Receives what is sent to each process, repeated if more is expected."""
         sent = {to: cycle([each for rank, each in sends if rank == to]) for to, _ in sends}

@@ -17,12 +17,11 @@ from rich.table import Table
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.backends import Backend
+from gradreduce.backends import BackendName
 from gradreduce.backends.sim.device import SimDevice
 from gradreduce.device import as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.system_info import find_machine
 
 from .against import Earlier
 from .options import (
@@ -38,6 +37,7 @@ from .options import (
     write,
 )
 from .pictures import plot_times
+from .system_info import find_machine
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _LR = 2**-6  # large enough to change a bfloat16 of 2
@@ -65,7 +65,7 @@ class Timed:
     num_wrong: Callable[[], int]
 
 
-Row = dict[str, Any]  # a line of a table by the names of its columns; see ``_row``
+TableRow = dict[str, Any]  # a line of a table by the names of its columns; see ``_row``
 
 
 def parse_bytes(value: str) -> int:
@@ -154,7 +154,7 @@ def parse_bytes(value: str) -> int:
 def bench(
     benchmarks: Sequence[str],
     devices: Sequence[int] | None,
-    backend: Backend | None,
+    backend: BackendName | None,
     against: Path | None,
     json_file: IO[str] | None,
     plot: Path | None,
@@ -172,7 +172,7 @@ def bench(
     sizes = _sizes(options.pop("min_bytes"), options.pop("max_bytes"), options.pop("factor"))
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
     with open_chosen(devices, backend) as mesh, open_alone(mesh) as alone:
-        settings = Settings(mesh, alone, **options)
+        settings = BenchSettings(mesh, alone, **options)
         rows = _measured(settings, cases)
         wrong = of_all_processes(mesh, "wrong", [row["wrong"] for row in rows])
         place = f"{mesh.backend} {[device.physical for device in mesh]}"
@@ -227,7 +227,7 @@ def _sizes(least: int, most: int, factor: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """The settings of all rows; see the options of ``bench``.
 
     ``mesh`` spans all processes, ``alone`` has the same devices of this process.
@@ -242,7 +242,7 @@ class Settings:
     rounds: int
 
 
-def _measured(settings: Settings, cases: Sequence[tuple[str, int]]) -> list[Row]:
+def _measured(settings: BenchSettings, cases: Sequence[tuple[str, int]]) -> list[TableRow]:
     """Measures all cases; the rows of a benchmark come together."""
     rows = []
     with Progress(console=progress_console(settings.mesh), transient=True) as progress:
@@ -254,7 +254,7 @@ def _measured(settings: Settings, cases: Sequence[tuple[str, int]]) -> list[Row]
     return sorted(rows, key=lambda row: names.index(row["benchmark"]))
 
 
-def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -> Row:
+def _row(settings: BenchSettings, label: str, redop: str, count: int, timed: Timed) -> TableRow:
     """Measures a line of a table; ``docs/command_line.md`` describes the columns."""
     rounds = [seconds * 1e6 for seconds in _seconds(settings, timed.call)]
     median = statistics.median(rounds)
@@ -276,7 +276,7 @@ def _row(settings: Settings, label: str, redop: str, count: int, timed: Timed) -
     }
 
 
-def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
+def _seconds(settings: BenchSettings, call: Callable[[], Any]) -> Iterator[float]:
     """Yields the mean time of a call in each round; the first call, which compiles, is in none."""
     call()
     for _ in range(settings.rounds):
@@ -288,12 +288,12 @@ def _seconds(settings: Settings, call: Callable[[], Any]) -> Iterator[float]:
         yield (time.perf_counter() - start) / settings.iterations
 
 
-def _synchronize(settings: Settings) -> None:
+def _synchronize(settings: BenchSettings) -> None:
     for mesh in (settings.mesh, settings.alone):
         mesh.synchronize()
 
 
-def _filled(settings: Settings, device: gr.Device, count: int, value: float) -> gr.Buffer:
+def _filled(settings: BenchSettings, device: gr.Device, count: int, value: float) -> gr.Buffer:
     buffer = device.empty((count,), settings.dtype)
     return device.upload(np.full(count, value, buffer.dtype), out=buffer)
 
@@ -302,7 +302,7 @@ def _num_wrong(found: Any, wanted: float) -> int:
     return int((np.asarray(found) != wanted).sum())
 
 
-def _all_reduce(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+def _all_reduce(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
     mesh = settings.mesh
     counts = of_all_processes(mesh, f"devices {count}", len(mesh))
     first, total = sum(counts[: mesh.process_index]), sum(counts) // 2
@@ -325,7 +325,7 @@ def _all_reduce(settings: Settings, count: int) -> Iterator[tuple[str, str, Time
     yield "all-reduce", settings.op, Timed(call, values[0].nbytes, num_wrong)
 
 
-def _add_n(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+def _add_n(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
     terms = [_filled(settings, settings.alone[0], count, index) for index in range(_NUM_TERMS)]
 
     def num_wrong() -> int:
@@ -335,7 +335,7 @@ def _add_n(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
     yield "add_n", "sum", Timed(lambda: gr.add_n(terms), moved, num_wrong)
 
 
-def _accumulator(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+def _accumulator(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
     gradient = _filled(settings, settings.alone[0], count, 3)
     accumulator = gr.ConditionalAccumulator(settings.dtype, (count,), device=settings.alone[0])
 
@@ -351,12 +351,14 @@ def _accumulator(settings: Settings, count: int) -> Iterator[tuple[str, str, Tim
     yield "accumulator", "mean", Timed(call, 7 * gradient.nbytes, num_wrong)
 
 
-def _optimizers(settings: Settings, count: int) -> Iterator[tuple[str, str, Timed]]:
+def _optimizers(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
     for name, (make, num_arrays) in _OPTIMIZERS.items():
         yield name, "", _optimizer(settings, make(), count, num_arrays)
 
 
-def _optimizer(settings: Settings, optimizer: gr.Optimizer, count: int, num_arrays: int) -> Timed:
+def _optimizer(
+    settings: BenchSettings, optimizer: gr.Optimizer, count: int, num_arrays: int
+) -> Timed:
     """Times updates of one variable by ones, which lower all elements by the same amount."""
     gradient = _filled(settings, settings.alone[0], count, 1)
     variable = gr.Variable(np.full(count, 2, gradient.dtype), device=settings.alone[:1])
@@ -371,7 +373,7 @@ def _optimizer(settings: Settings, optimizer: gr.Optimizer, count: int, num_arra
     return Timed(call, num_arrays * gradient.nbytes, num_wrong)
 
 
-_CASES: dict[str, Callable[[Settings, int], Iterator[tuple[str, str, Timed]]]] = {
+_CASES: dict[str, Callable[[BenchSettings, int], Iterator[tuple[str, str, Timed]]]] = {
     "all-reduce": _all_reduce,
     "add_n": _add_n,
     "accumulator": _accumulator,
@@ -379,7 +381,7 @@ _CASES: dict[str, Callable[[Settings, int], Iterator[tuple[str, str, Timed]]]] =
 }
 
 
-def _tables(title: str, rows: Sequence[Row]) -> Iterator[Table | str]:
+def _tables(title: str, rows: Sequence[TableRow]) -> Iterator[Table | str]:
     columns = (
         ">size (B)", ">count", "type", "redop", ">time (us)", ">min (us)", ">max (us)",
         ">algbw (GB/s)", ">busbw (GB/s)", ">#wrong",

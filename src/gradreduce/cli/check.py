@@ -10,7 +10,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.backends import Backend
+from gradreduce.backends import BackendName
 from gradreduce.errors import counted, listed
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -37,7 +37,7 @@ _SIZE = 1003  # elements; not a multiple of any vector or block size
 def check(
     ctx: click.Context,
     devices: Sequence[int] | None,
-    backend: Backend | None,
+    backend: BackendName | None,
     json_file: IO[str] | None,
 ) -> None:
     """Run one operation of each kind on these devices, and say what works.
@@ -51,7 +51,7 @@ def check(
             what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
         }
         outcomes = of_all_processes(mesh, "check", found)
-        kind = "simulated devices" if mesh.backend == "sim" else "GPUs"
+        kind = "simulated devices" if mesh.mesh_state.shares_host_memory else "GPUs"
         place = f"{kind} {[device.physical for device in mesh]}"
         rank, others = mesh.process_index, mesh.num_processes - 1
     if others:
@@ -174,7 +174,7 @@ def _agn(mesh: gr.Mesh) -> str:
 
 def _step(method: str) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
-        if method == "capture" and mesh.backend != "cuda":
+        if method == "capture" and not mesh.mesh_state.has_streams:
             return "CUDA graphs need a GPU"
         terms, wanted = _replicas(mesh, method)
         values = [device.upload(term) for device, term in zip(mesh, terms, strict=True)]
@@ -190,7 +190,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
     return run
 
 
-class Check(NamedTuple):
+class MachineCheck(NamedTuple):
     """A check.
 
     Attributes:
@@ -203,11 +203,11 @@ class Check(NamedTuple):
 
 
 CHECKS = {
-    "sum of terms (add_n)": Check(_sum_of_terms),
-    **{f"all-reduce, {name}": Check(_all_reduce(name), spans=True) for name in ALGORITHMS},
-    "accumulator": Check(_accumulator),
-    "optimizer step": Check(_optimizer, spans=True),
-    "AGN step": Check(_agn),
-    "prepared step": Check(_step("prepare"), spans=True),
-    "captured step (CUDA graph)": Check(_step("capture")),
+    "sum of terms (add_n)": MachineCheck(_sum_of_terms),
+    **{f"all-reduce, {name}": MachineCheck(_all_reduce(name), spans=True) for name in ALGORITHMS},
+    "accumulator": MachineCheck(_accumulator),
+    "optimizer step": MachineCheck(_optimizer, spans=True),
+    "AGN step": MachineCheck(_agn),
+    "prepared step": MachineCheck(_step("prepare"), spans=True),
+    "captured step (CUDA graph)": MachineCheck(_step("capture")),
 }

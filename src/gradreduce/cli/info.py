@@ -8,9 +8,8 @@ from typing import IO
 import click
 from rich.table import Table
 
-from gradreduce.system_info import SystemInfo, find_system_info
-
 from .options import json_option, table, write
+from .system_info import SystemInfo, find_system_info
 
 
 @click.command()

@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from gradreduce.backends import MOST, Backend, open_mesh
+from gradreduce.backends import MOST, BackendName, open_mesh
+from gradreduce.comm.process_group import group_of
 from gradreduce.device import Mesh
 
 _PICTURES = (".png", ".pdf", ".svg")
@@ -77,7 +78,7 @@ plot_option = click.option(
 
 
 def open_chosen(
-    devices: Sequence[int] | None, backend: Backend | None, timeout: float = 1800.0
+    devices: Sequence[int] | None, backend: BackendName | None, timeout: float = 1800.0
 ) -> Mesh:
     """Opens the mesh of ``--devices`` and ``--backend``, over all processes of a launcher.
 
@@ -97,7 +98,7 @@ def open_chosen(
 
 def open_alone(mesh: Mesh) -> Mesh:
     """Opens a mesh of the same devices that other processes do not share."""
-    backend: Backend = "sim" if mesh.backend == "sim" else "cuda"
+    backend = cast(BackendName, mesh.backend)
     return open_mesh([device.physical for device in mesh], backend=backend, processes="none")
 
 
@@ -107,7 +108,7 @@ def of_all_processes(mesh: Mesh, name: str, value: Any) -> list[Any]:
     Raises:
         click.ClickException: a process has not called it in time.
     """
-    group = mesh.mesh_state.process_group
+    group = group_of(mesh[0])
     group.post(f"gradreduce {name}", json.dumps(value))
     found = [group.read(rank, f"gradreduce {name}", group.timeout) for rank in range(group.size)]
     missing = [rank for rank, text in enumerate(found) if text is None]

@@ -16,6 +16,7 @@ from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import MOST
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.backends.kinds import CUDA
 from gradreduce.device import DType, as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
@@ -133,7 +134,7 @@ def _plan_of(
     **settings: Any,
 ) -> ReducePlan:
     """Plans the part of one process; ``processes``: its rank, and the devices of each process."""
-    mesh = DryRunMesh(devices, "cuda", not no_peer_access, processes).mesh
+    mesh = DryRunMesh(devices, CUDA, not no_peer_access, processes).mesh
     values = [
         PerReplica([device.empty(shape, dtype) for device in mesh], mesh, name=name or f"{index}")
         for index, (name, shape, dtype) in enumerate(tensors)

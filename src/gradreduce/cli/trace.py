@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import click
 
-from gradreduce.device.op_log import QUEUES, replace_file
-from gradreduce.device.trace import Event, event_of, trace_path, trace_text
+from gradreduce.device.log.op_log import QUEUES, replace_file
+from gradreduce.device.log.trace import TraceEvent, event_of, trace_path, trace_text
 from gradreduce.errors import brief, counted
 
 from .options import json_option, one_line, plot_option, printable, table, write
@@ -59,7 +59,7 @@ def trace(file: Path, output: Path | None, json_file: IO[str] | None, plot: Path
     )
 
 
-def _read(file: Path) -> tuple[list[Event], str | None, bytes]:
+def _read(file: Path) -> tuple[list[TraceEvent], str | None, bytes]:
     """Reads a trace or a flight record.
 
     Returns:
@@ -86,7 +86,7 @@ def _read(file: Path) -> tuple[list[Event], str | None, bytes]:
         ) from error
 
 
-def _check(event: Event) -> None:
+def _check(event: TraceEvent) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless an event can be counted, shown and drawn."""
     details, device, queue = event["args"], event["pid"], event["tid"]
     numbers = [device, queue, details.get("nbytes", details.get("bytes", 0))]
@@ -104,7 +104,7 @@ def _text(value: str) -> str:
     return value.encode().decode()
 
 
-def _of_flight(content: dict[str, Any]) -> list[Event]:
+def _of_flight(content: dict[str, Any]) -> list[TraceEvent]:
     """Returns the events of a flight record; one microsecond each."""
     events = []
     for number, entry in enumerate(content["entries"]):
@@ -114,12 +114,12 @@ def _of_flight(content: dict[str, Any]) -> list[Event]:
     return events
 
 
-def _of_trace(content: dict[str, Any]) -> list[Event]:
+def _of_trace(content: dict[str, Any]) -> list[TraceEvent]:
     """Returns the complete events of a trace."""
     return [each for each in content["traceEvents"] if each["ph"] == "X"]
 
 
-def _summary(events: Sequence[Event]) -> list[tuple[object, ...]]:
+def _summary(events: Sequence[TraceEvent]) -> list[tuple[object, ...]]:
     """Counts the operations of each device, queue and name."""
     found: dict[tuple[int, int, str], list[Any]] = {}
     for each in events:

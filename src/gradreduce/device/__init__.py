@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from .buffer import (
+from .deadlines import deadline_scope
+from .device import Device
+from .failure.forks import ModuleLock
+from .failure.interrupts import DeferInterrupts
+from .failure.pending_calls import PackInfo, as_deadline
+from .failure.waiting import Done, Waiters
+from .log.op_log import FlightEntry, Journal, Record
+from .memory.buffer import (
     ALIGNMENT,
     Attached,
     Block,
@@ -17,11 +24,7 @@ from .buffer import (
     handle_of,
     overlap,
 )
-from .collective import NOT_CAPTURED, Collective
-from .command_list import CommandList
-from .deadlines import deadline_scope
-from .device import Device
-from .dtypes import (
+from .memory.dtypes import (
     ELEMENT_OF,
     DType,
     accumulate_dtype,
@@ -31,15 +34,11 @@ from .dtypes import (
     as_index,
     mean_dtype,
 )
-from .flat_buffer import FlatBuffer, attach_again
-from .forks import ModuleLock
-from .graph_capture import Capture, check_peers, no_collection
-from .interrupts import DeferInterrupts
-from .kernel import Kernel, Template
-from .launch_batch import LaunchBatch
+from .memory.peers import by_physical, can_access, copied_to, ensure_accessible, to_local
 from .mesh import Mesh
-from .op_log import FlightEntry, Journal, Record
-from .order import RepeatedWork
-from .peer_access import by_physical, can_access, copied_to, ensure_accessible, to_local
-from .pending_calls import PackInfo, as_deadline
-from .waiting import Done, Waiters
+from .order.order import RepeatedWork
+from .run.batch import LaunchBatch
+from .run.capture import Capture, check_peers, no_collection
+from .run.collective import NOT_CAPTURED, Collective
+from .run.commands import CommandList
+from .run.kernel import Kernel, Template

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from .device import Device
+from .failure.pending_calls import PendingCall
 from .mesh_state import MeshState
-from .pending_calls import PendingCall
 
 
 def deadline_scope(

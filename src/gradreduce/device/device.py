@@ -21,19 +21,19 @@ from gradreduce.errors import (
     NotCopied,
 )
 
-from .backend import Backend
-from .buffer import Buffer, Mark, Queue, Row, Stream, handle_of
-from .command_list import Command
-from .deferred_free import DeferredFree
-from .dtypes import as_dtype
-from .kernel import Kernel, Template
+from .failure.pending_calls import WaitPolicy, as_deadline
+from .failure.waiting import acquired_in_time
+from .log.op_log import QUEUES, Record
+from .memory.buffer import Buffer, Mark, Queue, Row, Stream, handle_of
+from .memory.dtypes import as_dtype
+from .memory.freed import DeferredFree
+from .memory.peers import check_accessible, check_all_accessible, check_writable
 from .mesh_state import MeshState
-from .op_log import QUEUES, Record
-from .order import LOOK_SECONDS, Work
-from .peer_access import check_accessible, check_all_accessible, check_writable
-from .pending_calls import WaitPolicy, as_deadline
-from .process_group import GpuMove, Move, Parcel, bytes_of
-from .waiting import acquired_in_time
+from .order.order import LOOK_SECONDS, Work
+from .processes import GpuMove, HostMove, Parcel, bytes_of
+from .run.backend import Backend
+from .run.commands import Command
+from .run.kernel import Kernel, Template
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -345,8 +345,26 @@ class Device(NotCopied, Backend):
         log.mark_finished(number, self, "compute")
         return host
 
+    def _queue_exchange(
+        self, command: Command, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue
+    ) -> None:
+        """Queues an exchange with other processes.
+
+        Args:
+            command: orders its parts itself, because the lock of the order must not be held while
+                the host waits for other processes.
+            sends: the buffers to send.
+            receives: the buffers to receive into.
+            queue: the queue that runs it.
+        """
+        nbytes = sum([buffer.nbytes for _, buffer in sends])
+        record = Record("exchange", "", self.index, -1, nbytes, queue)
+        work = self._parcels(sends, receives, queue)
+        self._order(lambda: None, work)  # a list that records it needs the waits of all parts
+        self._submit(command, record, work, is_ordered=True)
+
     def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
     ) -> None:
         """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
 

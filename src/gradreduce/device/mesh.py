@@ -8,24 +8,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from typing import SupportsIndex, overload
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopied, listed
 
-from .collective import Collective
 from .device import Device
-from .dtypes import as_flag
-from .exchange import fail
-from .flat_buffer import FlatBuffer
+from .failure.pending_calls import as_deadline
+from .log.op_log import FlightEntry, Journal
+from .log.trace import trace_path, traced
+from .memory.dtypes import as_flag
+from .memory.peers import by_physical
 from .mesh_reset import reset
 from .mesh_state import MeshState
-from .op_log import FlightEntry, Journal
-from .peer_access import by_physical
-from .pending_calls import as_deadline
-from .trace import trace_path, traced
+from .run.collective import Collective
+
+if TYPE_CHECKING:
+    from gradreduce.reduce.flat_buffer import FlatBuffer
 
 # How long closing a failed mesh waits for the thread that reports its failure.
 _REPORT_SECONDS = 5.0
@@ -71,18 +72,18 @@ class Mesh(NotCopied):
 
         ``ReduceOp.MEAN`` divides by it.
         """
-        count, group = len(self.devices), self.mesh_state.process_group
+        count, group = len(self.devices), self.mesh_state.processes
         return sum(group.counts) if count == group.counts[group.rank] else count
 
     @property
     def process_index(self) -> int:
         """The rank of this process; 0 if there is only one."""
-        return self.mesh_state.process_group.rank
+        return self.mesh_state.processes.rank
 
     @property
     def num_processes(self) -> int:
         """The number of processes that share the work."""
-        return self.mesh_state.process_group.size
+        return self.mesh_state.processes.size
 
     @property
     def backend(self) -> str:
@@ -183,6 +184,9 @@ class Mesh(NotCopied):
             >>> flat.names, [array.shape for array in flat.arrays()[0]]
             (['w', 'b'], [(2, 3), (3,)])
         """
+        # The one import of a package above this one: users ask a mesh for its memory.
+        from gradreduce.reduce.flat_buffer import FlatBuffer
+
         return FlatBuffer.on(self.devices, shapes, dtype)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
@@ -282,7 +286,7 @@ class Mesh(NotCopied):
         self.mesh_state.close()
         try:
             rest = None if end is None else max(0.0, end - time.monotonic())
-            self.mesh_state.process_group.leave(self.mesh_state.reason, rest)
+            self.mesh_state.processes.leave(self.mesh_state.reason, rest)
         finally:
             self._on_close()
             for device in self.devices[0].mesh.devices:
@@ -291,7 +295,7 @@ class Mesh(NotCopied):
     def _finish_exchanges(self, seconds: float | None) -> None:
         """Waits for queued exchanges, before the other processes are told that this one leaves."""
         mesh_state = self.mesh_state
-        group = mesh_state.process_group
+        group = mesh_state.processes
         if group.move_on_gpu is None or mesh_state.is_closed:
             return
         with suppress(CollectiveError, BackendUnavailableError):  # the mesh has failed
@@ -308,7 +312,7 @@ class Mesh(NotCopied):
         is_usable = not state.is_closed and state.reason is None
         if is_usable and isinstance(error[1], Exception | KeyboardInterrupt):
             # Do not wait: the other processes cannot continue without this one.
-            fail(state, f"left its mesh by {error[1]!r}")
+            state.fail_all(f"left its mesh by {error[1]!r}")
         self.close()
 
     def __len__(self) -> int:

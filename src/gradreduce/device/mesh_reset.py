@@ -10,8 +10,8 @@ from threading import TIMEOUT_MAX
 from gradreduce.errors import CollectiveError
 
 from .device import Device
-from .pending_calls import as_deadline, names_of
-from .waiting import acquired_in_time
+from .failure.pending_calls import as_deadline, names_of
+from .failure.waiting import acquired_in_time
 
 
 def reset(devices: Sequence[Device], timeout: float | None) -> None:
@@ -19,7 +19,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
     seconds = as_deadline(timeout, "timeout")
     mesh_state = devices[0].mesh_state
     mesh_state.check_open()
-    if mesh_state.process_group.size > 1 and mesh_state.reason is not None:
+    if mesh_state.processes.size > 1 and mesh_state.reason is not None:
         raise CollectiveError(
             "a mesh over several processes cannot be reset: end the processes and start them "
             f"again; it has failed: {mesh_state.reason}"

@@ -9,24 +9,24 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CaptureError, CollectiveError
 
-from .command_list import CommandList
-from .external_buffers import ExternalBuffers
-from .forks import forks
-from .interrupts import DeferInterrupts
-from .op_log import OpLog, PackScope, Ranges, write_flight
-from .order import Order
-from .pending_calls import Label, PendingCall, WaitPolicy, names_of
-from .process_group import LocalGroup, ProcessGroup
-from .waiting import Done, run_in_thread
-from .watchdog import Watchdog
+from .failure.forks import forks
+from .failure.interrupts import DeferInterrupts
+from .failure.pending_calls import Label, PendingCall, WaitPolicy, names_of
+from .failure.waiting import Done, run_in_thread
+from .failure.watchdog import Watchdog
+from .log.op_log import OpLog, PackScope, ProfilerRanges, write_flight
+from .memory.external import ExternalBuffers
+from .order.order import Order
+from .run.commands import CommandList
 
 if TYPE_CHECKING:
     from .device import Device
+    from .processes import Processes
 
 # Callbacks for closing a mesh, and for resetting it.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
@@ -34,14 +34,29 @@ _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
 _WRITE_SECONDS = 2.0
 
 
+class BackendKind(NamedTuple):
+    """What code above the backends has to know about one.
+
+    Attributes:
+        name: ``"sim"`` or ``"cuda"``.
+        shares_host_memory: whether NumPy arrays and Buffers can have the same memory.
+        has_streams: whether libraries queue work on streams, which a call must be ordered with.
+    """
+
+    name: str
+    shares_host_memory: bool
+    has_streams: bool
+
+
 class MeshState:
     """The state that the devices of one mesh share.
 
     Attributes:
-        backend: ``"sim"`` or ``"cuda"``.
+        kind: the kind of backend.
+        backend, shares_host_memory, has_streams: see ``BackendKind``.
         peer_access: True or False for all pairs of physical devices, or the set of pairs ``(a, b)``
             where a can access the memory of b; see ``peers``.
-        process_group: the processes whose replicas are summed; one process is a group of one.
+        processes: the processes whose replicas are summed; one process is a group of one.
         compiled: has each kernel with a template that is compiled for all physical devices.
         prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
@@ -70,12 +85,16 @@ class MeshState:
         capturing: the ids of the threads that capture recorded commands.
     """
 
-    nvtx: Ranges | None = None
+    nvtx: ProfilerRanges | None = None
     flight_path = ""
+    is_closed = False
 
-    def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
-        self.backend = backend
-        self.process_group: ProcessGroup = LocalGroup()  # until ``join_processes``
+    def __init__(
+        self, kind: BackendKind, processes: Processes, *, peer_access: bool | Set[tuple[int, int]]
+    ) -> None:
+        self.kind = kind
+        self.backend, self.shares_host_memory, self.has_streams = kind
+        self.processes = processes
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
         self.thread = self.log.thread
@@ -100,7 +119,6 @@ class MeshState:
         self.watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
         self.peer_access = peer_access
-        self.is_closed = False
         self.capturing: set[int] = set()
         self._pid = os.getpid()
         self._forks = forks[0]
@@ -258,6 +276,15 @@ class MeshState:
         self._last_reason = self.reason = reason
         self._notify(self._notify_waiters)
 
+    def fail_all(self, reason: str) -> None:
+        """Marks a mesh over several processes as failed, and tells the other processes why.
+
+        In one process nobody waits for it, so the mesh stays usable.
+        """
+        if self.processes.size > 1:
+            self.processes.tell_failure(reason)
+            self.fail(reason)
+
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
         """Returns the error for a host wait that ended early; a missed deadline fails the mesh."""
         try:
@@ -312,7 +339,7 @@ class MeshState:
     def _write_flight(self, reason: str) -> None:
         entries = self.log.entries((), fresh=False)
         mesh = f"{self.backend}, process {self._pid}"
-        write_flight(self.flight_path, mesh, reason, entries, self.process_group)
+        write_flight(self.flight_path, mesh, reason, entries, self.processes)
 
     def _notify(self, call: Callable[[], None]) -> None:
         """Calls it in a new thread, or in the watchdog's if none starts.
@@ -394,6 +421,6 @@ class MeshState:
 
     def _failure_error(self, reason: str) -> CollectiveError:
         then = "mesh.reset() makes it usable again"
-        if self.process_group.size > 1:
+        if self.processes.size > 1:
             then = "end the processes and start them again"
         return CollectiveError(f"the mesh has failed: {reason}; {then}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
-from gradreduce.device.buffer import Row, by_template, same_dtypes
-from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory.buffer import Row, by_template, same_dtypes
+from gradreduce.device.run.kernel import Arrays
 
 from .running_sum import add_left_to_right
 from .templates import SAME, TO_ACC

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import by_template, same_dtypes
-from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory.buffer import by_template, same_dtypes
+from gradreduce.device.run.kernel import Arrays
 
 from .templates import FLOATS
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.buffer import Row
-from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory.buffer import Row
+from gradreduce.device.run.kernel import Arrays
 
 from .templates import MEAN
 

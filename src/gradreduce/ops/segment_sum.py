@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradreduce.device import ELEMENT_OF, Buffer, Device, Kernel, accumulate_dtype
-from gradreduce.device.buffer import as_elements
-from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory.buffer import as_elements
+from gradreduce.device.run.kernel import Arrays
 
 from .segments import Segments, upload_together
 from .templates import FROM_ACC, SAME, TO_ACC
@@ -21,7 +21,7 @@ PART_SIZE = 1 << 16  # elements of a long segment that are added at a time: scra
 
 Divisor = float | np.ndarray  # one for all segments, or float64 with one for each
 # Element types, whether a row has ``into`` and its own divisors, and the divisor otherwise.
-_Key = tuple[str, str, int, int, float]
+_LaunchKey = tuple[str, str, int, int, float]
 
 
 def _segment_sum_reference(
@@ -129,7 +129,7 @@ def segment_sum_command(
     """
     indices = [None] * len(outs) if into is None else into
     divisors = divisor if isinstance(divisor, Sequence) else [divisor] * len(outs)
-    keys: list[_Key] = []
+    keys: list[_LaunchKey] = []
     operands: list[list[Buffer]] = []
     plans: list[list[np.ndarray]] = []
     for out, term, plan, index, by in zip(outs, values, segments, indices, divisors, strict=True):
@@ -143,7 +143,7 @@ def segment_sum_command(
     if not keys:
         return lambda: None
     home = device or outs[0].device
-    launches: dict[_Key, list[list[Buffer]]] = {}
+    launches: dict[_LaunchKey, list[list[Buffer]]] = {}
     for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
         launches.setdefault(key, []).append([*row, *uploaded])
 

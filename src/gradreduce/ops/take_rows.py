@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.kernel import Arrays
+from gradreduce.device.run.kernel import Arrays
 
 from .segments import Indices, upload_together
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradreduce.device import Template, mean_dtype
-from gradreduce.device.dtypes import ELEMENTS
+from gradreduce.device.memory.dtypes import ELEMENTS
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
-from gradreduce.device.buffer import same_dtypes
-from gradreduce.device.dtypes import C_TYPES
-from gradreduce.device.kernel import Arrays, Template
+from gradreduce.device.memory.buffer import same_dtypes
+from gradreduce.device.memory.dtypes import C_TYPES
+from gradreduce.device.run.kernel import Arrays, Template
 
 from .templates import UPDATES
 from .update_rules import RULES, UpdateRule
@@ -37,15 +37,15 @@ BLOCK_SIZE = 1 << 17
 SMALL_SIZE = 1 << 11
 
 # A function that updates one block; arguments: the operands without masters, and scratch arrays.
-Block = Callable[[Arrays, Arrays], None]
-_Step = Callable[..., None]
+BlockUpdate = Callable[[Arrays, Arrays], None]
+_UpdateStep = Callable[..., None]
 
 
-def _plain(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+def _plain(step: _UpdateStep, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
     step(*operands, *scratch, *scalars)
 
 
-def _local(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+def _local(step: _UpdateStep, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
     (*changed, total, grad), (first, *others) = operands, scalars
     if first:
         np.copyto(total, grad)
@@ -54,7 +54,7 @@ def _local(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Array
     step(*changed, grad, *scratch, *others)
 
 
-def _global(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
+def _global(step: _UpdateStep, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
     (*changed, copy, total), (period, *others), (mean, *spare) = operands, scalars, scratch
     np.true_divide(total, period, out=mean)
     step(*changed, mean, *(spare or scratch), *others)  # no spare: the mean may be overwritten
@@ -62,7 +62,7 @@ def _global(step: _Step, scalars: Sequence[Any], operands: Arrays, scratch: Arra
 
 
 @dataclass(frozen=True)
-class _Form:
+class _KernelForm:
     """How a variant of a kernel differs from the rule.
 
     Attributes:
@@ -78,14 +78,14 @@ class _Form:
     num_scratch: int = 0
 
 
-_FORMS: dict[Variant, _Form] = {
-    "plain": _Form(_plain),
+_FORMS: dict[Variant, _KernelForm] = {
+    "plain": _KernelForm(_plain),
     # The extra operand is the sum of a period, in the accumulate dtype. first: 1 writes the
     # gradient to it, 0 adds the gradient.
-    "local": _Form(_local, 1, ("first",)),
+    "local": _KernelForm(_local, 1, ("first",)),
     # The extra operand is the pulled copy, with its master if the variable has one. The gradient is
     # the sum, which is divided by ``period``.
-    "global": _Form(_global, 1, ("period",), 1),
+    "global": _KernelForm(_global, 1, ("period",), 1),
 }
 
 
@@ -139,7 +139,7 @@ def _kernel(rule: UpdateRule, variant: Variant) -> RuleKernel:
 
 
 def _reference(
-    rule: UpdateRule, form: _Form, table: Sequence[Arrays], num_written: int, *scalars: float
+    rule: UpdateRule, form: _KernelForm, table: Sequence[Arrays], num_written: int, *scalars: float
 ) -> None:
     """Runs the NumPy reference of a rule in one variant."""
     acc_dtype = accumulate_dtype(table[0][0].dtype)
@@ -157,7 +157,9 @@ RULE_KERNELS: dict[tuple[UpdateRule, Variant], RuleKernel] = {
 }
 
 
-def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
+def run_blocks(
+    table: Sequence[Arrays], num_plain: int, block: BlockUpdate, num_scratch: int
+) -> None:
     """Applies ``block`` to every row, block by block, in the accumulate dtype.
 
     Masters replace their variables.
@@ -196,7 +198,7 @@ def _block_of_masters(
     work: list[np.ndarray],
     num_plain: int,
     dtype: np.dtype,
-    block: Block,
+    block: BlockUpdate,
     spare: Sequence[np.ndarray],
 ) -> None:
     """Applies ``block`` to operands with a master after the variable and after its copy."""

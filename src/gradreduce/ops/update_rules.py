@@ -15,7 +15,7 @@ from inspect import signature
 
 import numpy as np
 
-_Array = np.ndarray
+_Data = np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def _rule(
 
 
 @_rule(num_scratch=1, may_overwrite_grad=True)
-def sgd(var: _Array, grad: _Array, step: _Array, lr: float) -> None:
+def sgd(var: _Data, grad: _Data, step: _Data, lr: float) -> None:
     """``var -= lr grad``."""
     np.multiply(grad, lr, out=step)
     np.subtract(var, step, out=var)
@@ -74,7 +74,7 @@ def sgd(var: _Array, grad: _Array, step: _Array, lr: float) -> None:
 
 @_rule(num_scratch=1)
 def momentum(
-    var: _Array, momentum: _Array, grad: _Array, step: _Array, lr: float, decay: float
+    var: _Data, momentum: _Data, grad: _Data, step: _Data, lr: float, decay: float
 ) -> None:
     """``momentum = decay momentum + grad; var -= lr momentum``."""
     np.multiply(momentum, decay, out=step)
@@ -85,7 +85,7 @@ def momentum(
 
 @_rule(num_scratch=2)
 def nesterov(
-    var: _Array, momentum: _Array, grad: _Array, ahead: _Array, step: _Array,
+    var: _Data, momentum: _Data, grad: _Data, ahead: _Data, step: _Data,
     lr: float, decay: float,
 ) -> None:  # fmt: skip
     """``momentum = decay momentum + grad; var -= lr grad + lr decay momentum``."""
@@ -99,7 +99,7 @@ def nesterov(
 
 @_rule(num_scratch=2)
 def adam(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, m: _Array, v: _Array, grad: _Array, step: _Array, by: _Array,
+    var: _Data, m: _Data, v: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float,
 ) -> None:  # fmt: skip
     """``m += one_minus_beta1 (grad - m)``, v likewise; ``var -= lr m / (√v + epsilon)``."""
@@ -109,7 +109,7 @@ def adam(  # noqa: PLR0913  # operands, scratch and scalars
 
 @_rule(num_scratch=2)
 def adamw(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, m: _Array, v: _Array, grad: _Array, step: _Array, by: _Array,
+    var: _Data, m: _Data, v: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float, scale: float,
 ) -> None:  # fmt: skip
     """As Adam, with ``var = scale var - …``; scale is ``1 - lr weight_decay``."""
@@ -120,7 +120,7 @@ def adamw(  # noqa: PLR0913  # operands, scratch and scalars
 
 @_rule(num_scratch=2)
 def lion(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, m: _Array, grad: _Array, step: _Array, by: _Array, lr: float,
+    var: _Data, m: _Data, grad: _Data, step: _Data, by: _Data, lr: float,
     beta1: float, one_minus_beta1: float, beta2: float, one_minus_beta2: float, scale: float,
 ) -> None:  # fmt: skip
     """``var = scale var - lr sign(beta1 m + one_minus_beta1 grad)``; then m, likewise by beta2."""
@@ -137,9 +137,7 @@ def lion(  # noqa: PLR0913  # operands, scratch and scalars
 
 
 @_rule(num_scratch=2)
-def adagrad(
-    var: _Array, accumulator: _Array, grad: _Array, step: _Array, by: _Array, lr: float
-) -> None:
+def adagrad(var: _Data, accumulator: _Data, grad: _Data, step: _Data, by: _Data, lr: float) -> None:
     """``accumulator += grad²; var -= lr grad / √accumulator``."""
     np.multiply(grad, grad, out=step)
     np.add(accumulator, step, out=accumulator)
@@ -151,7 +149,7 @@ def adagrad(
 
 @_rule(num_scratch=2)
 def rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, rms: _Array, momentum: _Array, grad: _Array, step: _Array, by: _Array,
+    var: _Data, rms: _Data, momentum: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
     """``rms += one_minus_decay (grad² - rms)``, and a step by ``√(rms + inside) + outside``."""
@@ -162,7 +160,7 @@ def rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
 
 @_rule(num_scratch=2)
 def rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, rms: _Array, mg: _Array, momentum: _Array, grad: _Array, step: _Array, by: _Array,
+    var: _Data, rms: _Data, mg: _Data, momentum: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
     """As RMSProp, with the mean ``mg`` of gradients, and ``rms - mg²`` under the root."""
@@ -176,7 +174,7 @@ def rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
     _divide_by_sqrt(var, momentum, grad, step, by, lr, decay, epsilon_outside)
 
 
-def _decayed_square(square: _Array, grad: _Array, step: _Array, one_minus_decay: float) -> None:
+def _decayed_square(square: _Data, grad: _Data, step: _Data, one_minus_decay: float) -> None:
     """``square += one_minus_decay (grad² - square)``."""
     np.multiply(grad, grad, out=step)
     np.subtract(step, square, out=step)
@@ -185,7 +183,7 @@ def _decayed_square(square: _Array, grad: _Array, step: _Array, one_minus_decay:
 
 
 def _adam_step(  # noqa: PLR0913  # operands, scratch and scalars
-    m: _Array, v: _Array, grad: _Array, step: _Array, by: _Array,
+    m: _Data, v: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float,
 ) -> None:  # fmt: skip
     """``m += one_minus_beta1 (grad - m)``, v likewise; ``step = lr m / (√v + epsilon)``."""
@@ -200,7 +198,7 @@ def _adam_step(  # noqa: PLR0913  # operands, scratch and scalars
 
 
 def _divide_by_sqrt(  # noqa: PLR0913  # operands, scratch and scalars
-    var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array,
+    var: _Data, mom: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, decay: float, epsilon: float,
 ) -> None:  # fmt: skip
     """``mom = decay mom + lr grad / (√by + epsilon); var -= mom``."""

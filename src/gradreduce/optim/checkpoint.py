@@ -29,8 +29,8 @@ from gradreduce.checkpoint import (
     plain,
     some_of,
 )
+from gradreduce.comm.description import digest_of
 from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
-from gradreduce.device.process_group import digest_of
 from gradreduce.errors import NotCopied, brief, listed, log_warning
 
 from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of

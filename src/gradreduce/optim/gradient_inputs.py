@@ -12,8 +12,8 @@ from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, 
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
+from gradreduce.comm.process_group import ProcessGroup, group_of
 from gradreduce.device import Device, copied_to
-from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -151,7 +151,7 @@ def device_over_processes(variables: Iterable[Variable]) -> Device | None:
 
 
 def _process_group(var: Variable) -> ProcessGroup:
-    return var._buffers[0].device.mesh_state.process_group
+    return group_of(var._buffers[0].device)
 
 
 def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:

@@ -18,6 +18,7 @@ from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.backends.compile_ahead import compile_rows
+from gradreduce.comm.replicas import comparing
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -27,11 +28,10 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
-from gradreduce.device.exchange import comparing
 from gradreduce.errors import brief
-from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.sums.aggregation import AggregationMethod
 
 from .checkpoint import OptimizerState
 from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients
@@ -46,7 +46,7 @@ from .gradient_inputs import (
     to_variables,
 )
 from .slots import Slots
-from .update_plan import Job, Plan, run_python_rule
+from .update_plan import Plan, UpdateJob, run_python_rule
 
 Scalars = tuple[float, ...]
 
@@ -570,7 +570,7 @@ class Optimizer(OptimizerState):
             release_inputs()
 
     def _ready(
-        self, job: Job, scalars: Scalars, variant: ops.Variant = "plain"
+        self, job: UpdateJob, scalars: Scalars, variant: ops.Variant = "plain"
     ) -> Callable[[], None]:
         """Returns a function that launches a job. A Python rule is computed right away."""
         if self._rule is None:
@@ -599,4 +599,4 @@ def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -
     gradients: Sequence[Part] = [row[0] for row in written]
     if sparse:
         gradients = gradients_like(optimizer, variables, [0, 1])
-    optimizer._ready(Job(written, gradients), ())()
+    optimizer._ready(UpdateJob(written, gradients), ())()

@@ -19,7 +19,7 @@ from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream, wait_for_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.staging import Staging
+from gradreduce.arrays.staging import HostStaging
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.device import (
@@ -29,7 +29,7 @@ from gradreduce.device import (
     PackInfo,
     by_physical,
 )
-from gradreduce.device.buffer import same_dtypes
+from gradreduce.device.memory.buffer import same_dtypes
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap, device_over_processes
@@ -79,7 +79,7 @@ class Plan:
             (indices, writer_of(self.devices[indices[0]], [self.written[each] for each in indices]))
             for indices in by_physical(self.devices).values()
         ]
-        self._staging = Staging(self._wanted)
+        self._staging = HostStaging(self._wanted)
         self._addresses: list[int] = []
         self.device_over_processes = device_over_processes(variables)
 
@@ -91,10 +91,10 @@ class Plan:
             return False
         return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
 
-    def jobs(self, gradients: Sequence[Part]) -> list[Job]:
+    def jobs(self, gradients: Sequence[Part]) -> list[UpdateJob]:
         """Returns a job for each physical device."""
         return [
-            Job(
+            UpdateJob(
                 [self.written[index] for index in indices],
                 [gradients[index] for index in indices],
                 writer=writer,
@@ -136,7 +136,7 @@ def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch |
     return LaunchBatch(device, rows) if len(same_dtypes(rows)) == 1 else None
 
 
-class Job:
+class UpdateJob:
     """One update of the copies on one physical device, with all memory allocated.
 
     Args:
@@ -207,7 +207,7 @@ class Job:
 OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
-def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Callable[[], None]:
+def run_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Callable[[], None]:
     """Runs a Python rule on copies; returns a function that copies the results back.
 
     Because it runs on copies, variables and slots are unchanged if it raises. No lock is held while
@@ -267,13 +267,13 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], devi
                 f"_apply replaced the array slots[{name!r}]; change it in place, as in "
                 f"slots[{name!r}][...] = new"
             )
-    if device.mesh_state.backend != "sim":
+    if device.mesh_state.has_streams:
         wait_for_current_stream(buffers[:1], "native")
 
 
 def _only_read(gradient: Any, device: Device) -> Any:
     """Returns a gradient that the rule cannot overwrite: it may be the caller's memory."""
-    if device.mesh_state.backend != "sim":
+    if not device.mesh_state.shares_host_memory:
         return gradient.copy()  # CuPy has no read-only arrays
     view = gradient.view()
     view.flags.writeable = False

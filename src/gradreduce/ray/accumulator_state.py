@@ -24,8 +24,8 @@ from gradreduce.checkpoint import plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
-from .messages import Layout, Message, specs_of
-from .shard_state import Key, Settings, ShardState, set_last
+from .messages import Layout, TensorMessage, specs_of
+from .shard_state import ActorSettings, CallKey, ShardState, set_last
 
 MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
@@ -92,7 +92,7 @@ class AccumulatorSetState(ShardState):
 
     repeated = {"take": "taken"}  # noqa: RUF012  # never changed
 
-    def __init__(self, settings: Settings, spec: SetSpec) -> None:
+    def __init__(self, settings: ActorSettings, spec: SetSpec) -> None:
         super().__init__(settings)
         self._spec = spec
         self._indices = spec.of_shard(settings.shard)
@@ -112,7 +112,7 @@ class AccumulatorSetState(ShardState):
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def apply(self, local_step: int, kinds: Sequence[Kind], message: Message) -> bool | int:
+    def apply(self, local_step: int, kinds: Sequence[Kind], message: TensorMessage) -> bool | int:
         """Adds one gradient to each accumulator; the client has checked the gradients.
 
         Args:
@@ -131,7 +131,7 @@ class AccumulatorSetState(ShardState):
                 each.accumulator_ref.kind = kinds[index]
         return True
 
-    def take(self, key: Key, num_required: int, message: None) -> Message:
+    def take(self, key: CallKey, num_required: int, message: None) -> TensorMessage:
         """Takes the gradient of each accumulator; called if ``can_take`` returns True."""
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
@@ -153,7 +153,7 @@ class AccumulatorSetState(ShardState):
         for load in loads:
             load()
 
-    def _gradients(self, message: Message) -> list[Any]:
+    def _gradients(self, message: TensorMessage) -> list[Any]:
         """Returns the gradients of a message, as views of its memory."""
         arrays = iter(Layout.of(message.form).arrays(message))
         return [
@@ -165,14 +165,14 @@ class AccumulatorSetState(ShardState):
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def taken(self, caller: str) -> Message:
+    def taken(self, caller: str) -> TensorMessage:
         """Returns the results of a caller's last take, and as ``value`` the kind of each."""
         if caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
         _, kinds, arrays = self._taken[caller]
         return Layout(specs_of(arrays)).message(arrays)._replace(value=kinds)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: CallKey) -> None:
         """See ``ShardState``."""
         caller, number = key
         if caller in self._taken and self._taken[caller][0] == number:

@@ -39,8 +39,8 @@ from gradreduce.optim.slots import MASTER
 from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
 from .client import Client, SharedObject, SharedOptions
 from .lead import Origin
-from .messages import Layout, Message, rehearse_packing, specs_of
-from .shard_state import Key
+from .messages import Layout, TensorMessage, rehearse_packing, specs_of
+from .shard_state import CallKey
 
 # Attributes of optimizers that do not belong to the rule.
 _NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
@@ -304,7 +304,7 @@ class RemoteCenter(Center):
         optimizer: Optimizer,
         by_name: Mapping[str, Variable],
         names: Sequence[Sequence[str]],
-        messages: Sequence[Message],
+        messages: Sequence[TensorMessage],
     ) -> int:
         """Writes pulled values to all copies of variables and masters; returns the clock."""
         pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies of one tensor, and their value
@@ -347,7 +347,7 @@ class Connection:
         self._caller = uuid.uuid4().hex
         self._sums: Any = None
 
-    def key_of(self, sums: Any) -> Key:
+    def key_of(self, sums: Any) -> CallKey:
         """Returns the key of a push; a retry has the same sums, and gets the key of the push."""
         if self._sums is not None and sums is not self._sums:
             self.number += 1  # numbers must increase, but need not be consecutive
@@ -377,7 +377,7 @@ class SentSums:
         self.sparse = frozenset(
             name for name, var in by_name.items() if isinstance(self.sums[var], SparseSum)
         )
-        self._packers: list[Callable[[], Message]] = []
+        self._packers: list[Callable[[], TensorMessage]] = []
         device = _device_of(variables.centers)
         for of_shard in names:
             pushed = [by_name[name] for name in of_shard]
@@ -386,7 +386,7 @@ class SentSums:
                 buffers += [variables.pulled[var] for var in pushed]
             self._packers.append(Layout(specs_of(buffers)).packer(device, buffers))
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[TensorMessage]:
         """Returns a message of sums for each shard; with ``gamma`` also the last pulled values."""
         return [pack() for pack in self._packers]
 

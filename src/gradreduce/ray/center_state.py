@@ -24,8 +24,8 @@ from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .messages import Layout, Message, Spec, rehearse_packing, specs_of
-from .shard_state import Settings, ShardState
+from .messages import Layout, Spec, TensorMessage, rehearse_packing, specs_of
+from .shard_state import ActorSettings, ShardState
 
 MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
 
@@ -75,7 +75,7 @@ class DenseKey(NamedTuple):
 
     Attributes:
         names: names of the variables.
-        form: ``Message.form`` of their sums.
+        form: ``TensorMessage.form`` of their sums.
         config: settings of the push, without the worker's name.
         rule: rule of the optimizer.
     """
@@ -127,8 +127,8 @@ class DensePush:
         )
 
     def run(
-        self, scalars: Scalars, message: Message, failed: Callable[[BaseException], None]
-    ) -> Message:
+        self, scalars: Scalars, message: TensorMessage, failed: Callable[[BaseException], None]
+    ) -> TensorMessage:
         """Pushes the sums of a message; returns the new values."""
         self._failed = failed
         self._layout.upload(self._sums, message)
@@ -162,7 +162,7 @@ class CenterShardState(ShardState):
 
     repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ActorSettings) -> None:
         super().__init__(settings)
         self._shard = settings.shard
         self._reset()
@@ -183,7 +183,7 @@ class CenterShardState(ShardState):
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def create(self, name: str, message: Message) -> int:
+    def create(self, name: str, message: TensorMessage) -> int:
         """Creates a variable, unless one of this name exists; returns its shard.
 
         Raises:
@@ -221,7 +221,7 @@ class CenterShardState(ShardState):
             by_name = {variable.name: variable for variable in self._center.variables.values()}
             ready_slots(slots, {by_name[name]: each for name, each in saved["slots"].items()})()
 
-    def push(self, request: PushRequest, message: Message) -> Message:
+    def push(self, request: PushRequest, message: TensorMessage) -> TensorMessage:
         """Updates the center with the sums of a worker; returns the new values."""
         optimizer = self._check_push(request)
         names, config = request.names[self._shard], request.config._replace(task="")
@@ -265,7 +265,7 @@ class CenterShardState(ShardState):
         """See ``ShardState``; a rule in Python may raise because of the values of one variable."""
         return command == "push" and self._optimizer is not None and self._optimizer._rule is None
 
-    def check(self, command: str, request: PushRequest, message: Message) -> None:
+    def check(self, command: str, request: PushRequest, message: TensorMessage) -> None:
         """See ``ShardState``; the push uses what the rule computes here."""
         self._checked = None
         self._check_push(request)
@@ -273,7 +273,7 @@ class CenterShardState(ShardState):
             self._checked = self._ready_push(names, request, message)
 
     def _ready_push(
-        self, names: Sequence[str], request: PushRequest, message: Message
+        self, names: Sequence[str], request: PushRequest, message: TensorMessage
     ) -> Callable[[], None]:
         """Prepares a push of dense sums and sums of rows; returns a function that launches it."""
         optimizer = self._optimizer
@@ -295,7 +295,7 @@ class CenterShardState(ShardState):
         return partial(launch, lambda: None)
 
     def _operands(
-        self, names: Sequence[str], request: PushRequest, message: Message
+        self, names: Sequence[str], request: PushRequest, message: TensorMessage
     ) -> tuple[list[Sum], list[Buffer | None]]:
         """Returns the sums of a message, and the values of the worker's last pull."""
         layout = Layout.of(message.form)
@@ -332,13 +332,13 @@ class CenterShardState(ShardState):
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def pull(self, names: Sequence[Sequence[str]]) -> Message:
+    def pull(self, names: Sequence[Sequence[str]]) -> TensorMessage:
         """Returns values of variables of this shard; each master follows its variable."""
         self._check_known(names)
         found = self._values(names[self._shard])
         return self._sent(found._replace(value=(self._num_pushes, found.value)))
 
-    def _values(self, names: Sequence[str]) -> Message:
+    def _values(self, names: Sequence[str]) -> TensorMessage:
         """Returns variables and masters; ``value`` has the names of variables with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
         found: list[Buffer] = []
@@ -363,14 +363,14 @@ class CenterShardState(ShardState):
             if variable in of_slot
         }
 
-    def slot_value(self, name: str, slot: str) -> Message:
+    def slot_value(self, name: str, slot: str) -> TensorMessage:
         """Returns the value of a variable's slot; no tensor if this shard does not hold it."""
         variable = self._center.variables.get(name)
         found = None if variable is None else self._center.slot(variable, slot)
         buffers = [] if found is None else [found.buffers[0]]
         return self._sent(Layout(specs_of(buffers)).pack(self._device, buffers))
 
-    def _sent(self, answer: Message) -> Message:
+    def _sent(self, answer: TensorMessage) -> TensorMessage:
         """Records the large arrays of an answer, which may be views of variables."""
         self._answered += [ref(array) for array in answer.bigs]
         return answer

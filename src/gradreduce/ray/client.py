@@ -31,10 +31,10 @@ from gradreduce.errors import (
 from gradreduce.optim.hyperparameters import as_integer
 
 from . import cluster
-from .lead import Call, Origin, WorkerInfo, start_shard
-from .messages import Message
+from .lead import OrderedCall, Origin, WorkerInfo, start_shard
+from .messages import TensorMessage
 from .shard import RetryError, load_large_arrays, why_not_started
-from .shard_state import Key, Settings, ShardState
+from .shard_state import ActorSettings, CallKey, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
@@ -48,7 +48,7 @@ class _Caller(threading.local):
         self.number = 0
         self.unanswered: Any = None  # reference to the answer of a call that reached its deadline
 
-    def next_key(self) -> Key:
+    def next_key(self) -> CallKey:
         """Returns the key of the thread's next call."""
         self.number += 1
         return self.name, self.number
@@ -74,8 +74,8 @@ class Client:
 
     def __init__(
         self,
-        settings: Settings,
-        make_state: Callable[[Settings], ShardState],
+        settings: ActorSettings,
+        make_state: Callable[[ActorSettings], ShardState],
         timeout: float | None,
     ) -> None:
         cluster.init()
@@ -115,9 +115,9 @@ class Client:
         self,
         command: str,
         *arguments: Any,
-        messages: Sequence[Message] = (),
+        messages: Sequence[TensorMessage] = (),
         origin: Origin | None = None,
-        key: Key | None = None,
+        key: CallKey | None = None,
         timeout: float | None = None,
     ) -> Any:
         """Runs a command once; returns the value or message of each shard.
@@ -141,7 +141,7 @@ class Client:
         key = self._caller.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
-        sent = Call(key, command, arguments, first, others, origin)
+        sent = OrderedCall(key, command, arguments, first, others, origin)
         return self._answered(self._lead.call, sent, timeout=timeout, in_order=True)
 
     def read(self, method: str, *arguments: Any) -> Any:
@@ -295,7 +295,7 @@ class SharedOptions(NamedTuple):
     worker: str | None
     timeout: float | None
 
-    def settings(self, name: str) -> Settings:
+    def settings(self, name: str) -> ActorSettings:
         """Validates the options; returns the settings of shard 0.
 
         Raises:
@@ -315,7 +315,7 @@ class SharedOptions(NamedTuple):
             raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
         if self.kernels not in get_args(Kernels):
             raise ValueError(f"kernels={brief(self.kernels)} is not one of {get_args(Kernels)}")
-        return Settings(
+        return ActorSettings(
             name,
             0,
             as_integer("num_shards", self.num_shards, least=1),
@@ -348,8 +348,8 @@ class SharedObject:
 
     def __init__(
         self,
-        settings: Settings,
-        make_state: Callable[[Settings], ShardState],
+        settings: ActorSettings,
+        make_state: Callable[[ActorSettings], ShardState],
         options: SharedOptions,
     ) -> None:
         self._worker = options.worker or f"{platform.node()}:{os.getpid()}"

@@ -26,9 +26,9 @@ import ray
 from gradreduce.errors import BackendUnavailableError, CancelledError, log_warning
 
 from .cluster import NAMESPACE
-from .messages import Message
+from .messages import TensorMessage
 from .shard import RetryError, Shard, why_not_started
-from .shard_state import Key, Settings, ShardState, set_last
+from .shard_state import ActorSettings, CallKey, ShardState, set_last
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
 MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``
@@ -52,7 +52,7 @@ class Origin(NamedTuple):
     tasks: tuple[int, ...] = ()
 
 
-class Call(NamedTuple):
+class OrderedCall(NamedTuple):
     """The arguments of a call in one object, because Ray needs 50 us for each argument.
 
     Attributes:
@@ -64,10 +64,10 @@ class Call(NamedTuple):
         origin: the worker, if the call sends a gradient; else None.
     """
 
-    key: Key
+    key: CallKey
     command: str
     arguments: Sequence[Any]
-    message: Message | None = None
+    message: TensorMessage | None = None
     others: Sequence[Any] = ()
     origin: Origin | None = None
 
@@ -109,7 +109,7 @@ class QueuedTake:
     )
 
 
-def start_shard(settings: Settings, make_state: Callable[[Settings], ShardState]) -> Any:
+def start_shard(settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]) -> Any:
     """Returns the actor of a shard; starts one if no actor has this name."""
     num_retries = 0 if settings.folder is None else -1
     actor = ray.remote(Shard if settings.shard else Lead).options(
@@ -150,7 +150,9 @@ class Lead(Shard):
         make_state: returns an empty state for a shard.
     """
 
-    def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
+    def __init__(
+        self, settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]
+    ) -> None:
         super().__init__(settings, make_state)
         self._make_state = make_state
         self._others = self._start_others()
@@ -159,7 +161,7 @@ class Lead(Shard):
         self._closed = False
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
-        self._queue: dict[Key, QueuedTake] = {}
+        self._queue: dict[CallKey, QueuedTake] = {}
         self._workers: dict[str, tuple[int, int, float]] = {}
 
     def _start_others(self) -> list[Any]:
@@ -172,7 +174,7 @@ class Lead(Shard):
     # -- commands ---------------------------------------------------------------------------------
 
     @_run_to_completion
-    async def call(self, sent: Call) -> list[Any]:
+    async def call(self, sent: OrderedCall) -> list[Any]:
         """Runs a command on all shards; a call that was already applied gets its answer again."""
         message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
         try:
@@ -198,10 +200,10 @@ class Lead(Shard):
 
     async def _run(
         self,
-        key: Key,
+        key: CallKey,
         command: str,
         arguments: Sequence[Any],
-        message: Message | None = None,
+        message: TensorMessage | None = None,
         message_id: str = "",
     ) -> list[Any]:
         """Runs a command on all shards; the caller holds the lock."""
@@ -210,7 +212,7 @@ class Lead(Shard):
             await self._answers(other.check.remote(*sent) for other in self._others)
             self._state.check(command, *arguments, message)
         own = self._execute(command, arguments, message)
-        value = None if isinstance(own, Message) else own
+        value = None if isinstance(own, TensorMessage) else own
         set_last(self._calls, key[0], [key[1], command, value], MAX_CALLERS)
         self._write_snapshot()
         self._in_sync = False
@@ -241,7 +243,7 @@ class Lead(Shard):
                 ) from None
             raise RetryError(f"a shard of {name!r} has ended") from error
 
-    def _is_known(self, key: Key) -> bool:
+    def _is_known(self, key: CallKey) -> bool:
         """Returns whether this call, or a later call of the same caller, was already applied."""
         known = self._calls.get(key[0])
         return known is not None and key[1] <= known[0]
@@ -276,7 +278,7 @@ class Lead(Shard):
     # -- takes ------------------------------------------------------------------------------------
 
     @_run_to_completion
-    async def take(self, key: Key, num_required: int, seconds: float) -> list[Any] | str:
+    async def take(self, key: CallKey, num_required: int, seconds: float) -> list[Any] | str:
         """Takes gradients if there are enough; takes complete in the order of their first calls.
 
         Args:
@@ -301,7 +303,7 @@ class Lead(Shard):
         return queued.done.result() if queued.done.done() else self._state.missing(num_required)
 
     @_run_to_completion
-    async def withdraw(self, key: Key) -> list[Any] | None:
+    async def withdraw(self, key: CallKey) -> list[Any] | None:
         """Removes a take from the queue; returns its answers if it was already applied."""
         async with self._lock:
             self._queue.pop(key, None)
@@ -311,7 +313,7 @@ class Lead(Shard):
             await self._serve()
             return None
 
-    async def delivered(self, key: Key) -> None:
+    async def delivered(self, key: CallKey) -> None:
         """Frees the results of a take that have arrived, or that nobody waits for any more."""
         await self.forget(key)
         for other in self._others:

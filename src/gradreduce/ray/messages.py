@@ -29,13 +29,13 @@ from gradreduce.device import (
     can_access,
     flat_layout,
 )
-from gradreduce.device.buffer import FlatLayout, by_template, same_dtypes
+from gradreduce.device.memory.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
 BIG = 1 << 16  # a tensor of so many bytes or more is sent alone
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """The arrays of a message.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layout:
 
     Attributes:
         specs: see above.
-        form: see ``Message``.
+        form: see ``TensorMessage``.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
@@ -96,7 +96,7 @@ class Layout:
 
     # -- host arrays ------------------------------------------------------------------------------
 
-    def message(self, arrays: Sequence[np.ndarray]) -> Message:
+    def message(self, arrays: Sequence[np.ndarray]) -> TensorMessage:
         """Returns a message of host arrays.
 
         Small arrays, and arrays that are not contiguous, are copied. The message shares the memory
@@ -108,9 +108,9 @@ class Layout:
             for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
                 flat[start : start + size] = arrays[index].reshape(-1)
             packed.append(_packed(flat))
-        return Message(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
+        return TensorMessage(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
-    def arrays(self, message: Message) -> list[np.ndarray]:
+    def arrays(self, message: TensorMessage) -> list[np.ndarray]:
         """Returns the arrays of a message, as views of its memory."""
         found = self._big_arrays(message)
         for (dtype, indices, shapes, layout), flat in zip(
@@ -122,7 +122,7 @@ class Layout:
                 found[index] = values[start : start + size].reshape(shape)
         return [found[index] for index in range(len(self.specs))]
 
-    def _big_arrays(self, message: Message) -> dict[int, np.ndarray]:
+    def _big_arrays(self, message: TensorMessage) -> dict[int, np.ndarray]:
         """Returns the large arrays of a message by index, as views of its memory."""
         pairs = zip(self._bigs, message.bigs, strict=True)
         specs = [(index, big, *self.specs[index]) for index, big in pairs]
@@ -130,7 +130,7 @@ class Layout:
 
     # -- Buffers ----------------------------------------------------------------------------------
 
-    def pack(self, device: Device, buffers: Sequence[Buffer]) -> Message:
+    def pack(self, device: Device, buffers: Sequence[Buffer]) -> TensorMessage:
         """Returns a message of Buffers; waits for the device.
 
         Small tensors are packed by one launch for each dtype. Large tensors of a simulated device
@@ -142,7 +142,7 @@ class Layout:
         """
         return self.packer(device, buffers)()
 
-    def packer(self, device: Device, buffers: Sequence[Buffer]) -> Callable[[], Message]:
+    def packer(self, device: Device, buffers: Sequence[Buffer]) -> Callable[[], TensorMessage]:
         """Returns a function that does what ``pack`` does, and can be called many times."""
         outs: list[Buffer] = []
         terms: list[Buffer] = []
@@ -161,7 +161,7 @@ class Layout:
             ).items()
         ]
 
-        def pack() -> Message:
+        def pack() -> TensorMessage:
             for term in away:
                 device.copy(copies[id(term)], term)
             for launch in launches:
@@ -172,7 +172,7 @@ class Layout:
 
     def message_of(
         self, packs: Sequence[Buffer], buffers: Sequence[Buffer] | Mapping[int, Buffer]
-    ) -> Message:
+    ) -> TensorMessage:
         """Returns a message of packed flat Buffers and of the large tensors; waits for the device.
 
         See ``pack`` for what is not copied.
@@ -183,9 +183,9 @@ class Layout:
         """
         packed = [_packed(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
-        return Message(self.form, packed, bigs)
+        return TensorMessage(self.form, packed, bigs)
 
-    def unpack(self, device: Device, message: Message) -> list[Buffer]:
+    def unpack(self, device: Device, message: TensorMessage) -> list[Buffer]:
         """Returns the tensors of a message as Buffers of a device.
 
         Small tensors are uploaded together. On a simulated device, large tensors are views of the
@@ -215,11 +215,11 @@ class Layout:
             found |= zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True)
         return found
 
-    def alone(self, device: Device, message: Message) -> dict[int, Buffer]:
+    def alone(self, device: Device, message: TensorMessage) -> dict[int, Buffer]:
         """Returns the large tensors of a message by index; see ``unpack``."""
         return {index: device.put(array) for index, array in self._big_arrays(message).items()}
 
-    def upload(self, packs: Sequence[Buffer], message: Message) -> None:
+    def upload(self, packs: Sequence[Buffer], message: TensorMessage) -> None:
         """Copies the small tensors of a message to the flat Buffers."""
         for flat, array in zip(packs, message.packed, strict=True):
             flat.device.upload(np.frombuffer(array, flat.dtype), out=flat)

@@ -16,8 +16,8 @@ import ray
 
 from gradreduce.errors import log_warning
 
-from .messages import Message
-from .shard_state import Key, Settings, ShardState
+from .messages import TensorMessage
+from .shard_state import ActorSettings, CallKey, ShardState
 from .snapshots import Snapshots
 
 
@@ -36,14 +36,14 @@ def store_large_arrays(value: Any) -> Any:
 
     The coordinator forwards the reference to the client, and does not copy the arrays.
     """
-    if isinstance(value, Message) and value.bigs:
+    if isinstance(value, TensorMessage) and value.bigs:
         return value._replace(bigs=ray.put(list(value.bigs)))
     return value
 
 
 def load_large_arrays(value: Any) -> Any:
     """Undoes ``store_large_arrays``; the arrays of the answer are read-only."""
-    if isinstance(value, Message) and isinstance(value.bigs, ray.ObjectRef):
+    if isinstance(value, TensorMessage) and isinstance(value.bigs, ray.ObjectRef):
         return value._replace(bigs=ray.get(value.bigs))
     return value
 
@@ -56,7 +56,9 @@ class Shard:
         make_state: returns an empty state for a shard.
     """
 
-    def __init__(self, settings: Settings, make_state: Callable[[Settings], ShardState]) -> None:
+    def __init__(
+        self, settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]
+    ) -> None:
         self._settings = settings
         self._state = make_state(settings)
         self._number = 0  # number of the last command
@@ -64,13 +66,13 @@ class Shard:
         self._calls: dict[str, list[Any]] = {}
         # A random name for the last ``go_back`` of all shards; empty in a new process.
         self._generation = ""
-        self._staged: dict[str, Message] = {}
+        self._staged: dict[str, TensorMessage] = {}
         self._snapshots: Snapshots | None = None
         if settings.folder is not None:
             self._snapshots = Snapshots(settings.folder, settings.actor_name)
             self._load(self._snapshots.newest())
 
-    async def stage(self, generation: str, message_id: str, message: Message) -> None:
+    async def stage(self, generation: str, message_id: str, message: TensorMessage) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``.
 
         Ignores arrays of another generation: they were sent before the last ``go_back``.
@@ -131,7 +133,7 @@ class Shard:
         if (generation, number) != (self._generation, self._number):
             raise RetryError(f"{self._settings.actor_name} was restarted")
 
-    async def forget(self, key: Key) -> None:
+    async def forget(self, key: CallKey) -> None:
         """Frees the results of a call, which are kept in case the client repeats the call."""
         self._state.forget(key)
 
@@ -159,7 +161,9 @@ class Shard:
         leave: Any = ray.actor.exit_actor  # untyped
         leave()
 
-    def _execute(self, command: str, arguments: Sequence[Any], message: Message | None) -> Any:
+    def _execute(
+        self, command: str, arguments: Sequence[Any], message: TensorMessage | None
+    ) -> Any:
         value = getattr(self._state, command)(*arguments, message)
         self._number += 1
         return value

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from gradreduce.backends import Kernels, open_mesh
 from gradreduce.device import Device
 
-Key = tuple[str, int]  # identifies a call: name of the caller, number of the call
+CallKey = tuple[str, int]  # identifies a call: name of the caller, number of the call
 
 
-class Settings(NamedTuple):
+class ActorSettings(NamedTuple):
     """The settings of an actor.
 
     Attributes:
@@ -72,7 +72,7 @@ class ShardState(ABC):
 
     repeated: Mapping[str, str]
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ActorSettings) -> None:
         self._settings, self._device = settings, settings.open_device()
 
     def describe(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class ShardState(ABC):
 
     # -- accumulators only ------------------------------------------------------------------------
 
-    def forget(self, key: Key) -> None:  # noqa: B027
+    def forget(self, key: CallKey) -> None:  # noqa: B027
         """Frees the results of a take."""
 
     def can_take(self, num_required: int) -> bool:

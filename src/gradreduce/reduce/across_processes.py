@@ -17,6 +17,8 @@ from typing import NamedTuple
 from weakref import ref
 
 from gradreduce import ops
+from gradreduce.comm.exchange import exchange
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
     Block,
     Buffer,
@@ -26,8 +28,7 @@ from gradreduce.device import (
     accumulate_dtype,
     ensure_accessible,
 )
-from gradreduce.device.exchange import exchange, send_to_all
-from gradreduce.device.process_group import Parcel
+from gradreduce.device.processes import Parcel
 
 from .algorithm import (
     Algorithm,
@@ -99,7 +100,8 @@ class AcrossProcesses(Algorithm):
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
         super().__init__(devices)
-        self._group = group = devices[0].mesh_state.process_group
+        self._replicas = Replicas(devices)
+        self._group = group = self._replicas.group
         self._terms = plan_terms(
             group.counts, reduction_groups_of(sum(group.counts), reduction_groups)
         )
@@ -133,7 +135,7 @@ class AcrossProcesses(Algorithm):
             ensure_accessible(self._device, job.inputs[0]) if job.inputs else job.outs[0]
             for job in jobs
         ]
-        send_to_all(self._device, list(zip(map(self._rank_of, jobs), owned, strict=True)))
+        self._replicas.send_to_all(list(zip(map(self._rank_of, jobs), owned, strict=True)))
         copy_to_all([((*job.inputs, job.outs[0])[0], job.outs) for job in jobs], self.devices)
 
     def _rank_of(self, job: Job) -> int:
@@ -154,7 +156,7 @@ class AcrossProcesses(Algorithm):
             self._add(part_of(jobs[index].outs[0], start, stop), groups, jobs[index].divisor)
         if not all_add:
             sums = [(adder, part_of(jobs[job].outs[0], *cut)) for job, adder, *cut in slices]
-            send_to_all(self._device, sums, queue)
+            self._replicas.send_to_all(sums, queue)
             yield
         for job in jobs:
             for device, out in zip(self.devices[1:], job.outs[1:], strict=True):

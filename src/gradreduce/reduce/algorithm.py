@@ -31,7 +31,7 @@ from gradreduce.errors import brief, listed
 # The replica numbers of each group, in the order of its additions; groups in the order of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
 # The replicas of each process are one group.
-Processes = Literal["processes"]
+ProcessesName = Literal["processes"]
 # The work of one stage, in steps. At each yield it waits for transfers, and other stages can run.
 Steps = Iterator[None]
 
@@ -251,7 +251,7 @@ def copy_on_gpus(
         ops.pack_rows(moves, device=devices[here[0]])
 
 
-def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | Processes:
+def as_reduction_groups(reduction_groups: Any) -> ReductionGroups | ProcessesName:
     """Checks the groups as far as possible without knowing the devices.
 
     Raises:

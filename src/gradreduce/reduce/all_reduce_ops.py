@@ -15,6 +15,8 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg, NestT, OutputType
 from gradreduce.backends import default_mesh
+from gradreduce.comm.process_group import check_one_process
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
     NOT_CAPTURED,
     Buffer,
@@ -29,10 +31,9 @@ from gradreduce.device import (
     deadline_scope,
     no_collection,
 )
-from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, brief
 
-from .algorithm import Processes, ReductionGroups, as_reduction_groups
+from .algorithm import ProcessesName, ReductionGroups, as_reduction_groups
 from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
@@ -54,7 +55,6 @@ from .pipeline import (
 )
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
-from .process_values import num_replicas_of
 from .profile import Profile, profile_of
 from .shares import joined_shares, reduced_shares
 
@@ -127,7 +127,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
+        reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
@@ -196,7 +196,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.settings.agg_small_grads_max_group
 
     @property
-    def reduction_groups(self) -> ReductionGroups | Processes | None:
+    def reduction_groups(self) -> ReductionGroups | ProcessesName | None:
         """The ``reduction_groups`` that were passed, or None."""
         return self.settings.reduction_groups
 
@@ -661,7 +661,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             )
         if not gradients:
             return []
-        divisor = divisor * num_replicas_of(gradients[0]) / len(gradients[0])
+        divisor = divisor * Replicas.of(gradients[0]).count / len(gradients[0])
         plan = plan_batch(
             self.settings,
             gradients,

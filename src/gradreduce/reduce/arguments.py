@@ -30,6 +30,8 @@ from gradreduce.arrays.outputs import Out, as_out, overlaps
 from gradreduce.arrays.replica_context import current_device
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import as_device, is_device_like
+from gradreduce.comm.process_group import group_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, Mesh, mean_dtype
 from gradreduce.errors import (
     DeviceMismatchError,
@@ -39,8 +41,6 @@ from gradreduce.errors import (
     listed,
     repeated,
 )
-
-from .process_values import num_replicas_of
 
 
 class Request(NamedTuple):  # making a frozen dataclass takes three times as long
@@ -136,7 +136,7 @@ def checked_requests(
             _check_one_replica(destination, devices, index, reduce_op)
         requests.append(Request(checked, devices, None, form))
     external = [request.value for request in requests if request.value._external]
-    if external and external[0].devices[0].mesh_state.backend == "cuda":
+    if external and external[0].devices[0].mesh_state.has_streams:
         wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
     return requests
 
@@ -153,7 +153,7 @@ def _distributed(
         return entry
     if not isinstance(entry, DistributedValues):
         return _alone(entry, f"value {index}", mesh or named_mesh(destination))
-    is_copied = len(entry.devices) * entry.devices[0].mesh_state.process_group.size > 1
+    is_copied = len(entry.devices) * group_of(entry.devices[0]).size > 1
     if reduce_op is ReduceOp.SUM and is_copied:
         raise ValueError(
             f"{entry._name_of(index)} is a Mirrored, whose replicas are equal: SUM would add its "
@@ -192,7 +192,7 @@ def as_reduced(
     form = value._form
     value._discard_copies()
     # Another process may have the same shape with another order of axes.
-    several = value.devices[0].mesh_state.process_group.size > 1
+    several = group_of(value.devices[0]).size > 1
     if form is None or not elementwise or several:
         return value, None
     if out is not None and not (
@@ -366,7 +366,7 @@ def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[i
             raise ValueError(
                 f"{name} is a scalar, which has no rows: pass an array of at least one dimension"
             )
-        (num_rows, *rest), count = value.parts[0].shape, num_replicas_of(value.buffers)
+        (num_rows, *rest), count = value.parts[0].shape, Replicas.of(value.buffers).count
         if shared and num_rows % count:
             raise ValueError(
                 f"{name} has {num_rows} rows, which {count} replicas cannot share equally: pad its "

@@ -22,6 +22,7 @@ from gradreduce.arrays.types import OutputType
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.comm.process_group import check_one_process, group_of
 from gradreduce.device import (
     Buffer,
     Device,
@@ -32,7 +33,6 @@ from gradreduce.device import (
     as_flag,
     deadline_scope,
 )
-from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import brief
 
 from .arguments import (
@@ -54,7 +54,7 @@ _PARTIAL = "The call failed half way: the arrays of `out` may contain a part of 
 
 
 @dataclass
-class Call:
+class CheckedCall:
     """The checked arguments of a reduction, and the arrays for its results.
 
     Attributes:
@@ -118,7 +118,7 @@ def checked_call(
     output_type: str | None,
     out: Any,
     shapes: Sequence[tuple[int, ...]] | None = None,
-) -> Call:
+) -> CheckedCall:
     """Checks ``output_type`` and ``out`` of requests; launches nothing.
 
     Args:
@@ -137,14 +137,14 @@ def checked_call(
         if output_type is not None:
             homes = [request.devices[0] for request in requests]
             kinds = [as_result_kind(output_type, *pair) for pair in zip(kinds, homes, strict=True)]
-        return Call(requests, kinds, [])
+        return CheckedCall(requests, kinds, [])
     if output_type is not None:
         raise ValueError(
             f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
             "the results"
         )
     requests, outs = with_outs(requests, out, reduce_op, shapes)
-    return Call(requests, [row[0].kind for row in outs], outs)
+    return CheckedCall(requests, [row[0].kind for row in outs], outs)
 
 
 class CrossDeviceOps(ABC):
@@ -300,7 +300,7 @@ class CrossDeviceOps(ABC):
         pairs: Sequence[tuple[Any, Any]],
         output_type: OutputType | None = None,
         out: Any = None,
-    ) -> Call:
+    ) -> CheckedCall:
         """Checks the arguments of ``batch_reduce``; launches nothing."""
         requests = checked_requests(
             pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
@@ -581,7 +581,7 @@ def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:
     """Returns the values of the process with this rank."""
     parts = [request.value.parts[0] for request in requests]
-    size = requests[0].devices[0].mesh_state.process_group.size if requests else 1
+    size = group_of(requests[0].devices[0]).size if requests else 1
     if rank >= size:
         raise ValueError(f"process={rank} must be less than {size}, the number of processes")
     if size == 1:

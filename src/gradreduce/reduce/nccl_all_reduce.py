@@ -29,7 +29,7 @@ from .algorithm import Algorithm, Job, ReductionGroups, Steps, copy_on_gpus, wri
 
 
 @dataclass(frozen=True)
-class _Part:
+class _NcclMemory:
     """Memory of one job on one physical device.
 
     Attributes:
@@ -77,12 +77,12 @@ class Nccl(Algorithm):
         if (collective := self._collective) is not None:
             collective.connect([self.devices[first] for first, *_ in self._sharing])
 
-    def allocate(self, jobs: Sequence[Job]) -> Sequence[tuple[Job, Sequence[_Part]]]:
+    def allocate(self, jobs: Sequence[Job]) -> Sequence[tuple[Job, Sequence[_NcclMemory]]]:
         """See ``Algorithm.allocate``; with one physical device a job needs no memory."""
         sharing = () if self._collective is None else self._sharing
         return [(job, [_part(job, replicas, len(sharing)) for replicas in sharing]) for job in jobs]
 
-    def all_reduce(self, jobs: Sequence[tuple[Job, Sequence[_Part]]], queue: Queue) -> Steps:
+    def all_reduce(self, jobs: Sequence[tuple[Job, Sequence[_NcclMemory]]], queue: Queue) -> Steps:
         """See ``Algorithm.all_reduce``; on one physical device reads n buffers, writes n."""
         collective = self._collective
         if collective is not None:
@@ -182,21 +182,21 @@ def _is_gathered(dtype: DType) -> bool:
     return dtype.kind in "iu" and dtype.itemsize == 2
 
 
-def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _Part:
+def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _NcclMemory:
     """Allocates the memory of one job on the device of ``indices[0]``; launches nothing."""
     first, out = job.inputs[indices[0]], job.outs[indices[0]]
     gathers = _is_gathered(first.dtype)
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
     alone = len(indices) == 1
     if gathers and alone:
-        return _Part(first, first, gathered)  # first is not overwritten
+        return _NcclMemory(first, first, gathered)  # first is not overwritten
     reused = out.dtype == first.dtype
     if not out.block.owned:  # on a simulated device another replica may still read it
         reused = reused and out.address not in [
             each.address for at, each in enumerate(job.inputs) if at not in indices
         ]
     folded = out if reused else first.device.empty(first.shape, first.dtype)
-    return _Part(folded, first if alone else folded, gathered)
+    return _NcclMemory(folded, first if alone else folded, gathered)
 
 
 def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int]) -> None:

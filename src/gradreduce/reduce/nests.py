@@ -154,10 +154,10 @@ class Nests:
         return made
 
 
-_Form = Literal["dict", "list", "module", "iterator", "array"]
+_NestForm = Literal["dict", "list", "module", "iterator", "array"]
 
 
-def _found_form(cls: type) -> _Form:
+def _found_form(cls: type) -> _NestForm:
     """Returns the form of a class's objects, as far as the class determines it."""
     if issubclass(cls, dict):
         return "dict"
@@ -168,7 +168,9 @@ def _found_form(cls: type) -> _Form:
     return "iterator" if issubclass(cls, Iterator) else "array"
 
 
-_form_of: Callable[[type], _Form] = lru_cache(maxsize=256)(_found_form)  # called for each tensor
+_form_of: Callable[[type], _NestForm] = lru_cache(maxsize=256)(
+    _found_form
+)  # called for each tensor
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:

@@ -24,8 +24,7 @@ from gradreduce.device import (
     to_local,
 )
 from gradreduce.ops import plan_segments
-
-from .aggregation import joined, with_dense
+from gradreduce.sums.aggregation import joined, with_dense
 
 Accumulate = Callable[[list[Any]], Any]
 

@@ -19,13 +19,13 @@ from gradreduce.device import (
     DType,
     flat_layout,
 )
-from gradreduce.device.buffer import Row
+from gradreduce.device.memory.buffer import Row
 
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces
 
 # A device, a divisor, and the buffers that are written and read, one for one.
-Move = tuple[Device, float, Sequence[Buffer], Sequence[Buffer]]
+PackMove = tuple[Device, float, Sequence[Buffer], Sequence[Buffer]]
 # The tensors of one replica; None: they are in a flat buffer.
 _Tensors = Sequence[Buffer] | None
 _FlatBuffers = list[Any]  # the flat buffer of each replica; None until it is allocated
@@ -208,9 +208,9 @@ def _laid_out(
     return PackBuffers(plan, inputs, outs, results, filling, targets, is_moved)
 
 
-def moves_in(packs: Iterable[Pack]) -> list[Move]:
+def moves_in(packs: Iterable[Pack]) -> list[PackMove]:
     """Returns the moves that pack tensors into their flat buffers."""
-    moves: list[Move] = []
+    moves: list[PackMove] = []
     for packed, start, stop in packs:
         pieces = packed.plan.pieces[start, stop]
         for replica, tensors in enumerate(packed.filling):
@@ -224,9 +224,9 @@ def moves_in(packs: Iterable[Pack]) -> list[Move]:
     return moves
 
 
-def moves_out(packs: Iterable[Pack]) -> list[Move]:
+def moves_out(packs: Iterable[Pack]) -> list[PackMove]:
     """Returns the moves that unpack sums from the outs to the results."""
-    moves: list[Move] = []
+    moves: list[PackMove] = []
     for packed, start, stop in packs:
         whole = ([start], [stop - start])
         for replica, out in enumerate(packed.outs):
@@ -278,7 +278,7 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
     return found
 
 
-def move(moves: Iterable[Move]) -> None:
+def move(moves: Iterable[PackMove]) -> None:
     """Copies and divides buffers: one launch per physical device, dtype and divisor."""
     groups: dict[tuple[int, float], tuple[Device, list[list[Row]]]] = {}
     for device, divisor, outs, inputs in moves:

@@ -18,18 +18,19 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
+from gradreduce.comm.description import Description
+from gradreduce.comm.process_group import group_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
-from gradreduce.device.exchange import agreed
-from gradreduce.device.process_group import Description, replica_counts
+from gradreduce.sums.aggregation import dry_run_parts, rehearse_parts, with_dense
 
 from .across_processes import AcrossProcesses, process_groups
-from .aggregation import dry_run_parts, rehearse_parts, with_dense
-from .algorithm import Algorithm, Job, Processes, ReductionGroups, Steps
+from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, added_on, copied_to, quotients
-from .pack_buffers import Move, Pack, lay_out, move, moves_in, moves_out, unpack
+from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -37,12 +38,12 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, num_replicas_of, slices_of_all
+from .process_values import described, slices_of_all
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
-Call = Literal["all-reduce", "reduce-scatter", "all-gather"]
+CollectiveName = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
 
 
@@ -53,7 +54,7 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     num_packs: int
     agg_small_grads_max_bytes: int
     agg_small_grads_max_group: int
-    reduction_groups: ReductionGroups | Processes | None
+    reduction_groups: ReductionGroups | ProcessesName | None
     wire_dtype: DType | None
 
 
@@ -73,7 +74,7 @@ class BatchPlan:
         names: the names of the tensors; empty if they have none.
     """
 
-    call: Call
+    call: CollectiveName
     devices: tuple[Device, ...]
     algorithm: Algorithm
     flat: tuple[FlatPlan, ...]
@@ -93,7 +94,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     counts: bool = False,
     names: tuple[str, ...] = (),
     compared: bool = False,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and keeps the plan.
 
@@ -135,7 +136,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         return found
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
-    num_shares = 1 if call == "all-reduce" else num_replicas_of(first)
+    num_shares = 1 if call == "all-reduce" else Replicas.of(first).count
     cut = num_shares if call == "reduce-scatter" else 1
     share = [
         (replicas[0].size // cut, dtype, out_dtype)
@@ -160,7 +161,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     shares: Sequence[Sequence[tuple[int, DType, DType]]],
     description: Description | None,
     *,
-    call: Call,
+    call: CollectiveName,
     divisor: float = 1,
     counts: bool = False,
     names: tuple[str, ...] = (),
@@ -184,7 +185,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         rehearse_reduction(settings, devices, *pair, call=call, counts=counts)
     flat: list[FlatPlan] = []
-    first, num_before = devices[0].mesh_state.process_group.first_replica, 0
+    first, num_before = Replicas(devices).first, 0
     for owner, share in enumerate(shares):
         here = slice(owner - first, owner - first + 1) if owner >= first else slice(0)
         of_call = {
@@ -250,7 +251,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     differ: one device may be all devices of one process, but a part of those of another.
     """
     dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
-    if not any(dense) or requests[0].devices[0].mesh_state.process_group.size == 1:
+    if not any(dense) or group_of(requests[0].devices[0]).size == 1:
         return requests
     values = [
         request.value._changed(
@@ -289,7 +290,7 @@ def plan_requests(
     indices: Sequence[int],
     counts: bool,
     *,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
 ) -> tuple[list[tuple[Buffer, ...]], BatchPlan]:
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
     # No part is sparse; ``buffers`` would check again.
@@ -297,7 +298,7 @@ def plan_requests(
     plan = plan_batch(
         settings,
         gradients,
-        divisor=num_replicas_of(gradients[0]) if reduce_op is ReduceOp.MEAN else 1,
+        divisor=Replicas.of(gradients[0]).count if reduce_op is ReduceOp.MEAN else 1,
         counts=counts,
         names=names_of(requests, indices),
         compared=requests[indices[0]].value._key is not None,  # keys are compared, names are not
@@ -353,7 +354,7 @@ def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results that are not in the requests' ``out`` yet into it."""
-    moves: list[Move] = []
+    moves: list[PackMove] = []
     copied = []
     for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
         for out, part in zip(request.out or (), parts, strict=bool(request.out)):
@@ -381,7 +382,7 @@ def reduce_to_one(
     value, thread, mean = request.value, home.mesh_state.thread, reduce_op is ReduceOp.MEAN
     parts: Sequence[Part] = value.parts
     thread.phase = "all-reduce"
-    if home.mesh_state.process_group.size > 1:  # dense values are all-reduced
+    if group_of(home).size > 1:  # dense values are all-reduced
         sparse = [part for part in parts if isinstance(part, IndexedSlices)]
         parts = slices_of_all(
             home, sparse, mean=mean, coalesce=coalesce,
@@ -433,8 +434,8 @@ def reduce_batch(
     groups = _stages(plan, packs)
     # A single stage overlaps with nothing, so it needs no waits between two queues.
     queue: Queue = "transfer" if len(groups) > 1 else "compute"
-    what = plan.description
-    with mesh_state.launch_lock, agreed(plan.devices[0], what) if what is not None else _ALONE:
+    compared = _ALONE if plan.description is None else Replicas(plan.devices).call(plan.description)
+    with mesh_state.launch_lock, compared:
         reduce = getattr(algorithm, plan.call.replace("-", "_"))
         if plan.call == "all-reduce":
             jobs = algorithm.allocate(jobs)
@@ -541,7 +542,7 @@ def rehearse_reduction(
     dtype: DType,
     out_dtype: DType,
     *,
-    call: Call = "all-reduce",
+    call: CollectiveName = "all-reduce",
     counts: bool = False,
 ) -> None:
     """Compiles all kernels of ``reduce_batch`` for a dtype, and connects the devices for NCCL.
@@ -567,14 +568,14 @@ def _reduce_all(
     devices: tuple[DryRunDevice, ...],
     settings: Settings,
     dtypes: tuple[DType, DType],
-    call: Call,
+    call: CollectiveName,
     counts: bool,
 ) -> None:
     """Reduces tensors that are alone and together, few and many bytes.
 
     In memory that peers cannot access, so that all copies and all sums occur.
     """
-    num_shares = 1 if call == "all-reduce" else sum(replica_counts(devices))
+    num_shares = 1 if call == "all-reduce" else Replicas(devices).count
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
@@ -611,10 +612,11 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     found: Algorithm | None = plans.get(key)
     if found is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
-        is_alone = devices[0].mesh_state.process_group.size == 1
+        replicas = Replicas(devices)
+        is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(replica_counts(devices))
+            groups = process_groups(replicas.counts)
         found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
         remember(plans, key, found)
     return found

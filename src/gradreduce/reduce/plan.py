@@ -14,8 +14,8 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
-from gradreduce.device.collective import bytes_sent
-from gradreduce.device.command_list import Operation
+from gradreduce.device.run.collective import bytes_sent
+from gradreduce.device.run.commands import Operation
 from gradreduce.errors import counted
 
 from .arguments import Request, batches_of, check_one_mesh
@@ -64,7 +64,7 @@ class PlannedPack:
 
 
 @dataclass(frozen=True)
-class Counts:
+class OperationCounts:
     """Totals of the operations on all devices.
 
     Attributes:
@@ -82,14 +82,14 @@ class Counts:
     bytes: int = 0
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Counts:
+    def of(cls, records: Sequence[Record]) -> OperationCounts:
         """Counts these records."""
         log = Journal(list(records))
-        return Counts(log.launches, log.copies, len(log.of("collective")), log.bytes)
+        return OperationCounts(log.launches, log.copies, len(log.of("collective")), log.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducePlan(Counts):
+class ReducePlan(OperationCounts):
     """The plan of one ``batch_reduce``: packs and counts; ``print`` it.
 
     Attributes:
@@ -253,7 +253,7 @@ def dry_run_of(
         add_traffic(traffic, each, physical)
     sent, num_ranks = traffic.sent, len(set(physical)) * mesh.num_processes
     plan = ReducePlan(
-        **vars(Counts.of(log.records)),
+        **vars(OperationCounts.of(log.records)),
         packs=tuple(packs),
         mesh=physical,
         backend=mesh.backend,

@@ -1,6 +1,6 @@
 """Prepared and captured reductions: planned once, run many times.
 
-The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``).
+The pipeline runs once while the devices record a ``CommandList`` (``device/run/commands.py``).
 Packs, pointer tables, kernels and all memory are then fixed. For each library, device and stream
 whose arrays a call uses, it queues one stream wait in each direction.
 """
@@ -10,27 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
 from gradreduce.arrays.convert_gpu import OWNED_BY_CALLER, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
+from gradreduce.arrays.flat_arrays import attach_again
 from gradreduce.arrays.outputs import count_writes, tensors_of
 from gradreduce.device import (
     Buffer,
     Capture,
     CommandList,
     Device,
-    FlatBuffer,
     RepeatedWork,
     as_deadline,
-    attach_again,
     check_peers,
     deadline_scope,
 )
 from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, check_one_mesh
-from .cross_device_ops import Call
+from .cross_device_ops import CheckedCall
 from .pipeline import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
@@ -62,7 +62,7 @@ class StreamBoundary:
         self._boundaries: list[tuple[str, Device, bool]] = []
         self._host_consumers: list[Device] = []  # devices whose results are in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
-        if devices[0].mesh_state.backend != "cuda":
+        if not devices[0].mesh_state.has_streams:
             readers = [device for kind, device in consumers if kind in _ON_HOST]
             self._host_consumers = list(dict.fromkeys(readers))
             return
@@ -109,6 +109,16 @@ class StreamBoundary:
             device.block_stream(None)
 
 
+class SharedArrays(Protocol):
+    """Memory that callers fill as arrays of a library; see ``FlatBuffer``."""
+
+    def adopt(self) -> None:
+        """Makes our queues wait for the library's current streams."""
+
+    def release(self, *, deadline: float | None = None) -> None:
+        """Makes the library's current streams wait for our queues."""
+
+
 class PreparedStep(NotCopied):
     """A reduction that is planned once and repeated on the same arrays.
 
@@ -137,10 +147,10 @@ class PreparedStep(NotCopied):
     _copy_hint = "prepare the step again where it is needed"
 
     _called = "a prepared step"
-    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``
+    shared: SharedArrays | None = None  # set by ``FlatBuffer.prepare_all_reduce``
     attaches = True  # False: the caller attaches gradients again before each call
 
-    def __init__(self, call: Call, reduce: Reduce) -> None:
+    def __init__(self, call: CheckedCall, reduce: Reduce) -> None:
         self._mesh_state = call.devices[0].mesh_state
         self._devices = call.devices
         self._command_list = CommandList()
@@ -201,8 +211,8 @@ class PreparedStep(NotCopied):
         if self._pack_buffers and self.attaches:
             attach_again(self._pack_buffers)
         boundaries = self._boundaries()
-        if self.flat is not None:
-            self.flat.adopt()
+        if self.shared is not None:
+            self.shared.adopt()
         with (
             deadline_scope(self._called, seconds, self._devices),
             self._lock,
@@ -215,8 +225,8 @@ class PreparedStep(NotCopied):
         count_writes(self._tensors)
         for each in boundaries:
             each.leave(self._outputs)  # may wait, so no lock is held here
-        if self.flat is not None:
-            self.flat.release(deadline=deadline)
+        if self.shared is not None:
+            self.shared.release(deadline=deadline)
         return self.results
 
     def _boundaries(self) -> list[StreamBoundary]:
@@ -224,7 +234,9 @@ class PreparedStep(NotCopied):
 
         A step of ``FlatBuffer.prepare_all_reduce`` is synchronized by its flat buffer.
         """
-        if self.flat is None and any([block.attached is not None for block in self._pack_buffers]):
+        if self.shared is None and any(
+            [block.attached is not None for block in self._pack_buffers]
+        ):
             return [self._boundary, self._attached]
         return [self._boundary]
 
@@ -239,13 +251,13 @@ class CapturedStep(PreparedStep):
 
     _called = "a captured step"
 
-    def __init__(self, call: Call, reduce: Reduce) -> None:
+    def __init__(self, call: CheckedCall, reduce: Reduce) -> None:
         check_peers(call.devices)  # before anything is launched
         super().__init__(call, reduce)
         self._replay = Capture(call.devices, self._command_list).submit
 
 
-def _boundary_of(call: Call) -> StreamBoundary:
+def _boundary_of(call: CheckedCall) -> StreamBoundary:
     """Makes the boundary for the libraries of a step's values and results."""
     producers = [
         (buffer.array_owner, buffer.device)
@@ -260,7 +272,7 @@ def _boundary_of(call: Call) -> StreamBoundary:
     return StreamBoundary(call.devices, producers, consumers)
 
 
-def check_preparable(call: Call) -> None:
+def check_preparable(call: CheckedCall) -> None:
     """Raises ``ValueError`` for arrays that later calls could not read or write again.
 
     These are arrays that had to be copied, and values on several meshes.
@@ -291,7 +303,7 @@ def check_preparable(call: Call) -> None:
                     "contiguous, or dense with the same strides; on GPUs arrays in GPU memory, on "
                     "simulated devices with schedule_seed= Buffers"
                 )
-        on_gpu = request.devices[0].mesh_state.backend == "cuda"
+        on_gpu = not request.devices[0].mesh_state.shares_host_memory
         if not call.outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
                 f"{request.value._name_of(index)}: later calls cannot overwrite results of kind "

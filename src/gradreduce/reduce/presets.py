@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, overload
 
-from gradreduce.arrays.distributed import PerReplica, ReduceOp
+from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.types import NestT, OutputType
-from gradreduce.device import DType, FlatBuffer, Mesh
-from gradreduce.errors import brief
+from gradreduce.device import DType, Mesh
 
-from .algorithm import Processes
+from .algorithm import ProcessesName
 from .all_reduce_ops import AllReduceCrossDeviceOps
-from .prepared import PreparedStep
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -53,7 +51,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         mesh: Mesh | None = None,
-        reduction_groups: Sequence[Sequence[int]] | Processes | None = None,
+        reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         super().__init__(
@@ -137,25 +135,3 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
         grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline
     )
-
-
-def _prepare_step(
-    flat: FlatBuffer, op: ReduceOp, cross_device_ops: Any, deadline: float | None
-) -> PreparedStep:
-    """Makes the step of ``FlatBuffer.prepare_all_reduce``."""
-    ops = shared_ops() if cross_device_ops is None else cross_device_ops
-    if not isinstance(ops, AllReduceCrossDeviceOps):
-        raise ValueError(
-            f"cross_device_ops={brief(ops)} cannot prepare a step: pass an AllReduceCrossDeviceOps"
-        )
-    columns = list(zip(*flat.views, strict=True))
-    names = flat.names or [""] * len(columns)
-    values = [PerReplica.of(column, name=name) for column, name in zip(columns, names, strict=True)]
-    flat.adopt()
-    step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
-    step.flat = flat
-    flat.release(deadline=deadline)
-    return step
-
-
-FlatBuffer.prepare_step = staticmethod(_prepare_step)

@@ -7,9 +7,10 @@ from typing import Any
 
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.comm.description import Description
+from gradreduce.comm.process_group import group_of
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, to_local
-from gradreduce.device.exchange import agreed, exchange_all, exchange_numbers, send_to_all
-from gradreduce.device.process_group import Description, replica_counts
 
 
 def slices_of_all(
@@ -39,8 +40,8 @@ def slices_of_all(
         "coalesce": coalesce,
         "tensors": [_described(parts[0])],
     }
-    counts = replica_counts([part.values.device for part in parts])
-    with agreed(device, Description.of(what, names, compared=compared)):
+    counts = Replicas([part.values.device for part in parts]).counts
+    with Replicas([device]).call(Description.of(what, names, compared=compared)):
         return _received(device, parts, counts)
 
 
@@ -53,17 +54,17 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
         names: the names of the tensors; empty if they have none.
     """
     device = buffer_of(parts[0]).device
-    group = device.mesh_state.process_group
+    group = group_of(device)
     what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
     found: list[Part] = []
-    with agreed(device, Description.of(what, names, compared=False)):
+    with Replicas([device]).call(Description.of(what, names, compared=False)):
         for part in parts:
             if isinstance(part, IndexedSlices):
                 found.append(_received(part.values.device, [part], [1] * group.size)[rank])
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-            send_to_all(home, [(rank, made)])
+            Replicas([home]).send_to_all([(rank, made)])
             found.append(made)
     return found
 
@@ -86,23 +87,19 @@ def _received(
         num_parts: the number of values of each process.
     """
     dense_shape, rows = parts[0].dense_shape, parts[0].values
+    replicas = Replicas([device])
     with device.mesh_state.launch_lock:
-        numbers = exchange_numbers(device, [len(part.indices) for part in parts], num_parts)
+        numbers = replicas.exchange_numbers([len(part.indices) for part in parts], num_parts)
         indices = [device.upload(part.indices) for part in parts]
         values = [to_local(device, part.values) for part in parts]
         shapes = [[(number,) for number in of_rank] for of_rank in numbers]
-        all_indices = exchange_all(device, indices, shapes)
+        all_indices = replicas.exchange_all(indices, shapes)
         shapes = [[(number, *rows.shape[1:]) for number in of_rank] for of_rank in numbers]
-        all_values = exchange_all(device, values, shapes)
+        all_values = replicas.exchange_all(values, shapes)
     return [
         IndexedSlices.of(buffer, device.download(of_rows), dense_shape)
         for buffer, of_rows in zip(all_values, all_indices, strict=True)
     ]
-
-
-def num_replicas_of(replicas: Sequence[Buffer]) -> int:
-    """Returns the number of replicas in all processes; see ``replica_counts``."""
-    return sum(replica_counts([buffer.device for buffer in replicas]))
 
 
 def described(  # noqa: PLR0913  # all values on which processes must agree
@@ -117,9 +114,10 @@ def described(  # noqa: PLR0913  # all values on which processes must agree
     compared: bool = False,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
-    if gradients[0][0].device.mesh_state.process_group.size == 1:
+    replicas = Replicas.of(gradients[0])
+    if replicas.group.size == 1:
         return None
-    num_replicas_of(gradients[0])  # checks the devices
+    _ = replicas.counts  # checks the devices
     what = {
         "call": call,
         **settings._asdict(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gradreduce.device import Buffer, Device, Mesh, Record
 
 from .pipeline import PHASES
-from .plan import Counts, DryRun, ReducePlan, Traffic, add_traffic
+from .plan import DryRun, OperationCounts, ReducePlan, Traffic, add_traffic
 
 # Bytes of a measured copy: more than a cache holds, and on a GPU enough that the host queues the
 # next copy before the present one ends.
@@ -29,7 +29,7 @@ def copy_bandwidth(device: Device, source: Device) -> float:
     journals. On simulated devices all memory is host memory: the bandwidth of np.copyto in one
     thread is used for all.
     """
-    is_sim, plans = device.mesh_state.backend == "sim", device.mesh_state.plans
+    is_sim, plans = device.mesh_state.shares_host_memory, device.mesh_state.plans
     key = ("copy bandwidth", *((0, 0) if is_sim else (source.physical, device.physical)))
     if key not in plans:
         nbytes = HOST_BYTES if is_sim else GPU_BYTES
@@ -71,8 +71,8 @@ class Stage:
     """
 
     name: str
-    planned: Counts
-    done: Counts
+    planned: OperationCounts
+    done: OperationCounts
     traffic: Traffic
     floor_seconds: float
 
@@ -190,7 +190,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     def floor(part: Traffic) -> float:
         """Returns a lower bound: devices and links overlap, except simulated ones."""
         of_memory = [nbytes / memory[each] for each, nbytes in part.memory.items()]
-        if whole.backend == "sim":
+        if whole.mesh_state.shares_host_memory:
             return sum(of_memory)
         of_links = [nbytes / links[each] for each, nbytes in part.links.items()]
         return max([*of_memory, *of_links], default=0.0)
@@ -198,8 +198,8 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     stages = [
         Stage(
             name,
-            Counts.of(planned[name]),
-            Counts.of([each for each in done if _stage_of(each) == name]),
+            OperationCounts.of(planned[name]),
+            OperationCounts.of([each for each in done if _stage_of(each) == name]),
             traffic[name],
             floor(traffic[name]),
         )

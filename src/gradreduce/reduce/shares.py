@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer
 
 from .arguments import Request, batches_of
 from .pipeline import Settings, plan_requests, reduce_batch
-from .process_values import num_replicas_of
 
 
 def reduced_shares(
@@ -28,7 +28,7 @@ def reduced_shares(
         gradients, plan = plan_requests(
             settings, reduce_op, requests, indices, counts, call="reduce-scatter"
         )
-        num_replicas = num_replicas_of(gradients[0])
+        num_replicas = Replicas.of(gradients[0]).count
         rows = [
             [_rows_of(buffer, owner, num_replicas) for buffer in replicas]
             for owner in range(num_replicas)
@@ -54,8 +54,8 @@ def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple
     values, plan = plan_requests(
         settings, ReduceOp.SUM, requests, positions, False, call="all-gather"
     )
-    num_replicas = num_replicas_of(values[0])
-    first = requests[0].devices[0].mesh_state.process_group.first_replica
+    replicas = Replicas.of(values[0])
+    num_replicas, first = replicas.count, replicas.first
     results = [
         request.out
         or tuple(

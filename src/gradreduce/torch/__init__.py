@@ -5,7 +5,7 @@ Use it as ``gr.torch``, which imports PyTorch. ``import gradreduce`` does not im
 
 from __future__ import annotations
 
-from gradreduce.opaque import hide_from_compiler
+from gradreduce.hide_from_torch_compile import hide_from_compiler
 from gradreduce.torch.data_parallel import DataParallel
 from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
+from gradreduce.comm.replicas import comparing
 from gradreduce.device import Mesh, as_count, as_flag
-from gradreduce.device.exchange import comparing
 from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -290,7 +290,7 @@ def _replicas_of(module_or_replicas: Any, mesh: Mesh) -> list[Any]:
     if replicas[:1] == [module_or_replicas]:
         replicas += [copy.deepcopy(module_or_replicas) for _ in mesh.devices[1:]]
         for device, replica in zip(mesh, replicas, strict=True):
-            replica.to(f"cuda:{device.physical}" if mesh.backend == "cuda" else "cpu")
+            replica.to("cpu" if mesh.mesh_state.shares_host_memory else f"cuda:{device.physical}")
     if len(replicas) != len(mesh):
         raise ValueError(
             f"there are {len(replicas)} replicas for {len(mesh)} devices: pass one for each"

@@ -191,7 +191,7 @@ def _variable(name: str, parameter: Any, getter: AGNCustomGetter) -> Variable:
 
 def _without_values(module: Any, device: Device) -> Any:
     """Copies a module; the parameters of the copy have no memory, its buffers are on a device."""
-    name = f"cuda:{device.physical}" if device.mesh_state.backend == "cuda" else "cpu"
+    name = "cpu" if device.mesh_state.shares_host_memory else f"cuda:{device.physical}"
     memo: dict[int, Any] = {}
     for each in module.parameters():
         memo[id(each)] = torch.nn.Parameter(each.to("meta"), each.requires_grad)

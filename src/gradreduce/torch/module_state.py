@@ -10,8 +10,8 @@ import torch
 
 from gradreduce.arrays.assert_mirrored import assert_mirrored
 from gradreduce.arrays.distributed import PerReplica
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import compare_numbers, telling_others
 from gradreduce.errors import listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -54,13 +54,13 @@ def load_state(
     before = copy.deepcopy(first.state_dict())
     result = error = None
     try:
-        with telling_others(mesh[0]):
+        with abort_others_on_error(mesh[0]):
             try:
                 result = first.load_state_dict(state, strict=strict)
             except Exception as raised:  # the other processes are told in the exchange
                 error = raised
             what = "DataParallel.load_state_dict"
-            rows = compare_numbers(mesh[0], what, [error is not None])
+            rows = Replicas(mesh.devices).compare_numbers(what, [error is not None])
             failed = [rank for rank, (has_failed,) in enumerate(rows) if has_failed]
     except BaseException:
         first.load_state_dict(before)
@@ -71,7 +71,7 @@ def load_state(
             f"load_state_dict raised an error in process {listed(failed)}: nothing was loaded in "
             "any process; pass a state that fits in every process"
         )
-    with telling_others(mesh[0]):
+    with abort_others_on_error(mesh[0]):
         for other in replicas[1:]:
             other.load_state_dict(state, strict=strict)
         broadcast_state(replicas, mesh, cross_device_ops)
@@ -89,7 +89,7 @@ def check_alike(replicas: Sequence[Any], mesh: Mesh) -> None:
     """
     sums = [int(each) for each in [_checksum(replica) for replica in replicas]]
     is_alike = len(set(sums)) == 1
-    rows = compare_numbers(mesh[0], "comparison of replicas", [sums[0], is_alike])
+    rows = Replicas(mesh.devices).compare_numbers("comparison of replicas", [sums[0], is_alike])
     if all(row == [sums[0], True] for row in rows):
         return
     try:

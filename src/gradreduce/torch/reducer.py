@@ -23,14 +23,15 @@ from weakref import ref
 import torch
 
 from gradreduce.arrays.distributed import ReduceOp
-from gradreduce.device import Mesh, attach_again
-from gradreduce.device.exchange import fail
+from gradreduce.arrays.flat_arrays import attach_again
+from gradreduce.comm.process_group import group_of
+from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .buckets import plan_buckets
 from .engine import check_engine, pass_on
-from .replica import Bucket, Part, Replica, naming
+from .replica import Bucket, BucketPart, Replica, naming
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
 from .worker import Task, worker_of
@@ -84,7 +85,7 @@ class Reducer:
         self._round = 0  # the number of the round, equal in all processes
         self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
         self._is_repeated = False  # whether others wait in this round, which has failed here
-        self._group = mesh.mesh_state.process_group
+        self._group = group_of(mesh[0])
         self._number = self._group.rounds.add_owner()
         self._handles = [  # remove the hooks
             parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
@@ -125,7 +126,7 @@ class Reducer:
     def zero(self) -> bool:
         """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
         for bucket in self._buckets:
-            bucket.step.flat._zero(keeps_none=True)
+            bucket.flat._zero(keeps_none=True)
         for parameter in self._sparse_parameters(*self._replicas):
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -166,7 +167,7 @@ class Reducer:
         for part in replica.parts:
             part.missing = part.total
 
-    def part_is_ready(self, replica: Replica, part: Part, position: int) -> None:
+    def part_is_ready(self, replica: Replica, part: BucketPart, position: int) -> None:
         """Starts the reduction of the part's bucket, if it and all earlier ones are ready.
 
         Args:
@@ -287,11 +288,11 @@ class Reducer:
             self._launch(bucket, attaches=False)
         self._wait()
         for bucket in self._buckets[:most]:
-            bucket.step.flat._fill_zero()
+            bucket.flat._fill_zero()
         self._num_zeroed = most
         self._round += 1
 
-    def _check_kept(self, replica: Replica, part: Part, position: int) -> None:
+    def _check_kept(self, replica: Replica, part: BucketPart, position: int) -> None:
         """Raises if ``_settle`` has zeroed the gradient that has just come."""
         if part in replica.parts[: self._num_zeroed]:
             index = part.indices[position]
@@ -348,7 +349,7 @@ class Reducer:
         """Whether a replica has had its backward, so that its gradients may have been replaced."""
         return any([replica.is_done for replica in self._replicas])
 
-    def _collect(self, part: Part, replica: Replica) -> None:
+    def _collect(self, part: BucketPart, replica: Replica) -> None:
         """Moves gradients to the flat buffer; on a GPU, notes the stream that computed them."""
         bucket = part.bucket
         if 0 in part.used:
@@ -365,7 +366,7 @@ class Reducer:
         """Drops a round. A mesh over several processes fails, because their rounds differ."""
         mesh_state, group = self.mesh.mesh_state, self._group
         if mesh_state.reason is None:
-            fail(mesh_state, f"a backward of process {group.rank} of {group.size} {why}")
+            mesh_state.fail_all(f"a backward of process {group.rank} of {group.size} {why}")
         for replica in self._replicas:
             replica.drop()
         self._reset()
@@ -399,7 +400,7 @@ class Reducer:
             first = self._cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
             order = first.primary.tolist()
         plan = plan_buckets(rows[0], order, self._bucket_bytes)
-        parts = [[Part(replica, indices) for indices in plan] for replica in self._replicas]
+        parts = [[BucketPart(replica, indices) for indices in plan] for replica in self._replicas]
         for row, of_replica in zip(rows, parts, strict=True):
             for part in of_replica:
                 part.find_unset(row)  # before the gradients become views
@@ -421,7 +422,7 @@ class Reducer:
         self._use_buckets([made[number] for number in range(len(plan))], parts, flags)
 
     def _use_buckets(
-        self, buckets: list[Bucket], parts: Sequence[list[Part]], flags: Sequence[Any]
+        self, buckets: list[Bucket], parts: Sequence[list[BucketPart]], flags: Sequence[Any]
     ) -> None:
         """Replaces the hooks of the first round by those of these buckets."""
         handles: list[Any] = []
@@ -456,7 +457,7 @@ class Reducer:
             flat = self.mesh.flat_buffer(shapes, dtype)
             flat.attach(parameters)
             step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self._cross_device_ops)
-        return Bucket(name, step)
+        return Bucket(name, flat, step)
 
 
 def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any], None]:
@@ -473,7 +474,9 @@ def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any
     return gradient_is_ready
 
 
-def _hook(reducer: Reducer, replica: Replica, part: Part, position: int) -> Callable[[Any], None]:
+def _hook(
+    reducer: Reducer, replica: Replica, part: BucketPart, position: int
+) -> Callable[[Any], None]:
     """Returns the hook of a parameter after the first round; called for each gradient."""
     used, gone = part.used, replica.gone
 

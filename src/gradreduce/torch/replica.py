@@ -56,7 +56,7 @@ class Replica:
         self._token: ref[object] | None = None
         self.ready: list[int] = []
         self.used = bytearray(len(parameters))
-        self.parts: list[Part] = []
+        self.parts: list[BucketPart] = []
         self.flags: Any = None
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class _Token:
 _token: ContextVar[_Token] = ContextVar("gradreduce.torch.backward")
 
 
-class Part:
+class BucketPart:
     """One replica's gradients of a bucket.
 
     Attributes:
@@ -156,16 +156,18 @@ class Bucket:
 
     Attributes:
         name: the name for error messages.
-        blocks: the memory of the flat buffer of each replica.
+        flat: the flat buffer with the gradients.
+        blocks: its memory, of each replica.
         step: the prepared step that reduces the bucket.
         num_ready: the number of parts that are ready.
         streams: on GPUs, for each replica the stream that computed its gradients.
         flagged: the replicas whose flags are in this bucket.
     """
 
-    def __init__(self, name: str, step: Any) -> None:
+    def __init__(self, name: str, flat: Any, step: Any) -> None:
         self.name = name
-        self.blocks = [buffer.block for buffer in step.flat.buffers]
+        self.flat = flat
+        self.blocks = [buffer.block for buffer in flat.buffers]
         self.step = step
         self.num_ready = 0
         self.streams: dict[int, Any] = {}

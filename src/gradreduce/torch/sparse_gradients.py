@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import compare_numbers
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 
@@ -62,7 +62,9 @@ def _found_anywhere(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[boo
     found = [
         any([each.grad is not None for each in column]) for column in zip(*parameters, strict=True)
     ]
-    rows = compare_numbers(mesh[0], "DataParallel: sparse gradients without rows", found)
+    rows = Replicas(mesh.devices).compare_numbers(
+        "DataParallel: sparse gradients without rows", found
+    )
     return [any(column) for column in zip(*rows, strict=True)]
 
 

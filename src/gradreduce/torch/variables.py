@@ -189,7 +189,7 @@ def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
             ".contiguous()"
         )
     if buffer.device is not device or buffer.array_owner != "torch":
-        seeded = device.defers and device.mesh_state.backend == "sim"
+        seeded = device.defers and device.mesh_state.shares_host_memory
         why = "which has a schedule_seed" if seeded else "move the module there"
         raise ValueError(f"{what} is on {parameter.device}, not in memory of {device.name}: {why}")
     return buffer

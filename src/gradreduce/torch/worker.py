@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from gradreduce.device import Mesh, ModuleLock
+from gradreduce.device.failure.process_end import inside_library
+from gradreduce.device.failure.waiting import Done
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.process_end import inside_library
-from gradreduce.device.waiting import Done
 from gradreduce.errors import CollectiveError
 
 
@@ -57,7 +57,7 @@ class Task:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-class Worker:
+class BackwardWorker:
     """Runs calls one after the other, in the order of submission.
 
     On GPUs it uses its own streams.
@@ -97,11 +97,11 @@ class Worker:
         return task
 
 
-_workers: WeakKeyDictionary[MeshState, Worker] = WeakKeyDictionary()
+_workers: WeakKeyDictionary[MeshState, BackwardWorker] = WeakKeyDictionary()
 _workers_lock = ModuleLock()
 
 
-def worker_of(mesh: Mesh) -> Worker:
+def worker_of(mesh: Mesh) -> BackwardWorker:
     """Returns the worker of a mesh.
 
     A mesh has one worker, because its processes must run their calls in the same order.
@@ -109,7 +109,7 @@ def worker_of(mesh: Mesh) -> Worker:
     with _workers_lock.lock:
         worker = _workers.get(mesh.mesh_state)
         if worker is None:
-            worker = _workers[mesh.mesh_state] = Worker(in_thread=mesh.num_processes > 1)
+            worker = _workers[mesh.mesh_state] = BackwardWorker(in_thread=mesh.num_processes > 1)
         return worker
 
 

@@ -21,7 +21,7 @@ from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.backends.cuda import nccl as cuda_nccl
 from gradreduce.device import Device, Mesh
-from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.failure.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 from gradreduce.reduce.algorithms import ALGORITHMS
 

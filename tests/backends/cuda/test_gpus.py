@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from fake_cupy import surface
 
 import gradreduce as gr
-from gradreduce import system_info
+from gradreduce.cli import system_info
 from gradreduce.cli.app import command
 
 pytestmark = pytest.mark.fake_cupy

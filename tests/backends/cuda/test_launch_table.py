@@ -12,7 +12,8 @@ from support.implementations import INLINE_ROWS
 
 from gradreduce import ops
 from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh, launch_table
+from gradreduce.device import Mesh
+from gradreduce.device.run import table as launch_table
 
 pytestmark = pytest.mark.fake_cupy
 

@@ -18,10 +18,10 @@ from support.thread_group import run_processes
 
 import gradreduce as gr
 from gradreduce.backends.cuda import device as cuda
-from gradreduce.backends.processes.gpu_exchange import connect_gpus
+from gradreduce.comm.exchange import batches, exchange
+from gradreduce.comm.gpu_exchange import connect_gpus
+from gradreduce.comm.process_group import ProcessGroup
 from gradreduce.device import Mesh
-from gradreduce.device.exchange import batches, exchange
-from gradreduce.device.process_group import ProcessGroup
 from gradreduce.errors import CollectiveError, InvalidArgumentError
 
 pytestmark = pytest.mark.fake_cupy

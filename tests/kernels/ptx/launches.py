@@ -21,7 +21,7 @@ from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import Kernel, Template, as_dtype
-from gradreduce.device.launch_table import INLINE_WORDS, row_map, row_words, struct
+from gradreduce.device.run.table import INLINE_WORDS, row_map, row_words, struct
 from gradreduce.ops import RuleKernel, plan_segments
 
 from .machine import Machine, Memory

@@ -21,7 +21,7 @@ from gradreduce.backends.kernel_cache import (
     write_entry,
 )
 from gradreduce.device import Kernel, ModuleLock, Template
-from gradreduce.device.kernel import OPTIONS, kernel_text
+from gradreduce.device.run.kernel import OPTIONS, kernel_text
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError
 
 

@@ -34,23 +34,23 @@ from gradreduce.device import (
     as_dtype,
     handle_of,
 )
-from gradreduce.device.buffer import Row, User
-from gradreduce.device.command_list import Command, CommandList
-from gradreduce.device.launch_table import Tables
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.failure.waiting import run_in_thread
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row, User
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import Work
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.uses import DeviceQueue
-from gradreduce.device.waiting import run_in_thread
+from gradreduce.device.order.order import Work
+from gradreduce.device.order.uses import DeviceQueue
+from gradreduce.device.run.commands import Command, CommandList
+from gradreduce.device.run.table import Tables
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel
 from .geometry import Geometry
 from .graph import captured_graph, recording
 from .libcuda import is_of_cuda_malloc, uuid_of
-from .staging import CHUNK, SMALL, Staging, chunks_of, pinned_memory
-from .streams import FATAL, Gpu
+from .staging import CHUNK, SMALL, PinnedStaging, chunks_of, pinned_memory
+from .streams import FATAL, GpuScope
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
 _LOOK_SECONDS = 1e-3
@@ -115,14 +115,14 @@ class CudaDevice(Device):
         mesh_state: MeshState,
         index: int,
         physical: int,
-        shared: dict[int, tuple[dict[Queue, Any], Staging]],
+        shared: dict[int, tuple[dict[Queue, Any], PinnedStaging]],
     ) -> None:
         super().__init__(mesh_state, index, physical)
-        self.gpu = Gpu(self)
+        self.gpu = GpuScope(self)
         with self.gpu:
             if physical not in shared:
                 streams = {queue: cupy.cuda.Stream(non_blocking=True) for queue in QUEUES}
-                shared[physical] = streams, Staging()
+                shared[physical] = streams, PinnedStaging()
             self._streams, self._staging = shared[physical]
             self._pool = cupy.cuda.MemoryPool()
         _KEPT[id(self)] = self._streams, self._pool, self._staging
@@ -192,7 +192,7 @@ class CudaDevice(Device):
         found = uuid_of(self.physical)
         return found or f"{os.uname().nodename} {runtime.deviceGetPCIBusId(self.physical)}"
 
-    def _activate(self) -> Gpu:
+    def _activate(self) -> GpuScope:
         return self.gpu
 
     def _is_capturing(self, stream: Stream) -> bool:

@@ -15,11 +15,11 @@ import cupy
 from cupy.cuda import runtime
 
 from gradreduce.device import CommandList
-from gradreduce.device.command_list import Command
-from gradreduce.device.uses import DeviceQueue
+from gradreduce.device.order.uses import DeviceQueue
+from gradreduce.device.run.commands import Command
 from gradreduce.errors import CaptureError
 
-from .streams import Gpu
+from .streams import GpuScope
 
 
 class _Recording(threading.local):
@@ -36,7 +36,7 @@ recording = _Recording()
 
 
 def captured_graph(
-    command_list: CommandList, queues: Mapping[DeviceQueue, Gpu], home: Any
+    command_list: CommandList, queues: Mapping[DeviceQueue, GpuScope], home: Any
 ) -> Command:
     """Captures commands as a graph; returns a command that launches it.
 
@@ -81,7 +81,7 @@ def captured_graph(
     return launch
 
 
-def _ended(home: Any, gpu: Gpu, origin: Any, others: list[tuple[Any, Gpu]]) -> Any:
+def _ended(home: Any, gpu: GpuScope, origin: Any, others: list[tuple[Any, GpuScope]]) -> Any:
     """Joins the other streams into ``origin`` and ends its capture; returns the graph."""
     try:
         for stream, other in others:

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from gradreduce.device import ELEMENT_OF, Buffer, Collective, DeferInterrupts, Device, Done
-from gradreduce.device.collective import CollectiveCall
+from gradreduce.device.failure.waiting import acquired_in_time, run_in_thread
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.process_group import Parcel
-from gradreduce.device.waiting import acquired_in_time, run_in_thread
+from gradreduce.device.processes import Parcel
+from gradreduce.device.run.collective import CollectiveCall
 from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 
 from .device import CudaDevice

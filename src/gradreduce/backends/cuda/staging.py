@@ -56,7 +56,7 @@ def chunks_of(array: np.ndarray, dtype: np.dtype) -> Iterable[tuple[int, np.ndar
     return ((start * dtype.itemsize, whole[start : start + size]) for start in starts)
 
 
-class Staging:
+class PinnedStaging:
     """The pinned memory of one GPU's copies, each part kept until its copy has finished.
 
     CuPy reuses dropped pinned memory at once, so Ctrl-C must not come between a copy and ``add``.

@@ -193,7 +193,7 @@ class CurrentGpu:
         """Raises a better error for one that ended the block, if there is one."""
 
 
-class Gpu(CurrentGpu):
+class GpuScope(CurrentGpu):
     """Makes a device's GPU current; marks it as failed on a fatal error.
 
     Every CUDA call of this package is made inside of one, or of a ``CurrentGpu``.

@@ -9,43 +9,43 @@ from typing import Any, cast
 import numpy as np
 
 from gradreduce.device import Collective, Mark, accumulate_dtype
-from gradreduce.device.collective import CollectiveCall
+from gradreduce.device.run.collective import CollectiveCall
 
 from .device import SimDevice, memory_of
 from .fp_warnings import without_warnings
 
-_Arrays = list[np.ndarray]
+_HostArrays = list[np.ndarray]
 
 
-def _sum(inputs: _Arrays) -> np.ndarray:
+def _sum(inputs: _HostArrays) -> np.ndarray:
     total = inputs[0].astype(accumulate_dtype(inputs[0].dtype))
     for term in inputs[1:]:
         total += term
     return total
 
 
-def _all_reduce(inputs: _Arrays, outputs: _Arrays, _: None) -> None:
+def _all_reduce(inputs: _HostArrays, outputs: _HostArrays, _: None) -> None:
     total = _sum(inputs)
     for array in outputs:
         array[...] = total
 
 
-def _reduce(inputs: _Arrays, outputs: _Arrays, root: int) -> None:
+def _reduce(inputs: _HostArrays, outputs: _HostArrays, root: int) -> None:
     outputs[root][...] = _sum(inputs)
 
 
-def _broadcast(inputs: _Arrays, outputs: _Arrays, root: int) -> None:
+def _broadcast(inputs: _HostArrays, outputs: _HostArrays, root: int) -> None:
     for array in outputs[:root] + outputs[root + 1 :]:
         array[...] = inputs[root]
 
 
-def _all_gather(inputs: _Arrays, outputs: _Arrays, _: None) -> None:
+def _all_gather(inputs: _HostArrays, outputs: _HostArrays, _: None) -> None:
     gathered = np.concatenate(inputs)
     for array in outputs:
         array[...] = gathered
 
 
-_WORK: dict[str, Callable[[_Arrays, _Arrays, Any], None]] = {
+_WORK: dict[str, Callable[[_HostArrays, _HostArrays, Any], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

@@ -25,21 +25,21 @@ from gradreduce.device import (
     Template,
     as_dtype,
 )
-from gradreduce.device.buffer import Row
-from gradreduce.device.command_list import Command
-from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.launch_table import CHUNK_SIZE, Tables
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.log.op_log import QUEUES
+from gradreduce.device.memory.buffer import Row
+from gradreduce.device.memory.dtypes import BFLOAT16
 from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.op_log import QUEUES
-from gradreduce.device.order import Work
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.process_group import Move, Parcel, bytes_of
+from gradreduce.device.order.order import Work
+from gradreduce.device.processes import HostMove, Parcel, bytes_of
+from gradreduce.device.run.commands import Command
+from gradreduce.device.run.table import CHUNK_SIZE, Tables
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings
 from .host_compile import host_kernel
 from .pool import SimPool
-from .scheduler import Event, Scheduler
+from .scheduler import Scheduler, SimEvent
 from .workers import BLOCK_SIZE, Workers
 
 # The overhead of NumPy's calls for a block, as the number of elements added in that time.
@@ -175,7 +175,7 @@ class SimDevice(Device):
     # -- work -----------------------------------------------------------------------------------
 
     def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: Move
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
     ) -> None:
         outgoing = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in sends if buffer.size]
         incoming = [(rank, bytes_of(memory_of(buffer))) for rank, buffer in receives if buffer.size]
@@ -280,7 +280,7 @@ class SimDevice(Device):
         self._submit(command, record, Work(self.compute, (), 0))
         return True
 
-    def _mark(self, queue: Queue) -> Event:
+    def _mark(self, queue: Queue) -> SimEvent:
         return self.scheduler.record((self.physical, queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:

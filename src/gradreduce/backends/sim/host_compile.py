@@ -31,8 +31,8 @@ from gradreduce.backends.kernel_cache import (
     write_entry,
 )
 from gradreduce.device import Kernel, ModuleLock, Template
-from gradreduce.device.kernel import kernel_text
-from gradreduce.device.launch_table import TABLE
+from gradreduce.device.run.kernel import kernel_text
+from gradreduce.device.run.table import TABLE
 from gradreduce.errors import BackendUnavailableError
 
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")

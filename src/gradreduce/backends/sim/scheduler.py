@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from gradreduce.device import DeferInterrupts, Waiters
-from gradreduce.device.pending_calls import WaitPolicy
-from gradreduce.device.waiting import acquired_in_time
+from gradreduce.device.failure.pending_calls import WaitPolicy
+from gradreduce.device.failure.waiting import acquired_in_time
 
-Work = Callable[[], None]
+QueuedWork = Callable[[], None]
 # How long the watchdog waits for the lock.
 _PROGRESS_SECONDS = 1.0
 
 
-class Event:
+class SimEvent:
     """A position in a queue.
 
     Attributes:
@@ -34,7 +34,7 @@ class Event:
         self.done = done
 
 
-_PASSED = Event(done=True)
+_PASSED = SimEvent(done=True)
 # An entry of a queue: ("work", a function), ("record", an event), or ("wait", an event).
 _Entry = tuple[str, Any]
 
@@ -54,16 +54,16 @@ class Scheduler:
     def __init__(self) -> None:
         self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
 
-    def submit(self, queue: Hashable, work: Work) -> None:
+    def submit(self, queue: Hashable, work: QueuedWork) -> None:
         """Appends work to a queue."""
         with self._locks[queue]:
             work()
 
-    def record(self, queue: Hashable) -> Event:
+    def record(self, queue: Hashable) -> SimEvent:
         """Marks the end of a queue."""
         return _PASSED
 
-    def wait(self, queue: Hashable, event: Event) -> None:
+    def wait(self, queue: Hashable, event: SimEvent) -> None:
         """Makes later work of the queue run after ``event``."""
 
     def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
@@ -112,17 +112,17 @@ class RandomScheduler(Scheduler):
         self._lock = threading.RLock()
         self._waiters = Waiters(self._lock)
 
-    def submit(self, queue: Hashable, work: Work) -> None:
+    def submit(self, queue: Hashable, work: QueuedWork) -> None:
         """See ``Scheduler.submit``."""
         self._append(queue, ("work", work))
 
-    def record(self, queue: Hashable) -> Event:
+    def record(self, queue: Hashable) -> SimEvent:
         """See ``Scheduler.record``."""
-        event = Event()
+        event = SimEvent()
         self._append(queue, ("record", event))
         return event
 
-    def wait(self, queue: Hashable, event: Event) -> None:
+    def wait(self, queue: Hashable, event: SimEvent) -> None:
         """See ``Scheduler.wait``."""
         self._append(queue, ("wait", event))
 

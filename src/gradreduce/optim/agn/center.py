@@ -15,8 +15,8 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import copies_of, downloader
+from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
-from gradreduce.device.process_group import check_one_process
 from gradreduce.errors import CollectiveError, NotCopied, listed
 from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars

@@ -18,7 +18,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
-from gradreduce.optim.update_plan import Job, Plan
+from gradreduce.optim.update_plan import Plan, UpdateJob
 
 from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum, pending_rows
@@ -110,7 +110,7 @@ def _additions(
             terms += made_dense([colocated], [var])[0]
     launches: Launches = []
     for indices in by_physical([total.device for total in totals]).values():
-        job = Job([[totals[index]] for index in indices], [terms[index] for index in indices])
+        job = UpdateJob([[totals[index]] for index in indices], [terms[index] for index in indices])
         launches.append(partial(job.run, partial(ops.add_to_rows, job.updates, job.device)))
     rows, out_of_place, in_place = additions_of(list(pending.values()))
     added |= {var: each.total for var, each in zip(pending, rows, strict=True)}

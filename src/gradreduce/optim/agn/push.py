@@ -25,7 +25,7 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.optim.optimizer import Optimizer, Scalars
-from gradreduce.optim.update_plan import Job, writer_of
+from gradreduce.optim.update_plan import UpdateJob, writer_of
 
 from .sums import Sum, merged_rows
 
@@ -91,7 +91,7 @@ class PushPlan:
         self.is_reusable = (
             config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
-        self._jobs: list[tuple[Job, ops.Variant]] = []
+        self._jobs: list[tuple[UpdateJob, ops.Variant]] = []
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
         self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
         self._mesh_state = pushed[0].written[0].device.mesh_state
@@ -129,11 +129,11 @@ class PushPlan:
                 self._pulls += zip(row, first, strict=False)
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            self._jobs.append((Job(rows, totals, writer=writer_of(device, rows)), "global"))
+            self._jobs.append((UpdateJob(rows, totals, writer=writer_of(device, rows)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
             ops.pack(outs, totals, divisor=self._config.period, device=device)
-            self._jobs.append((Job(*zip(*apart, strict=True)), "plain"))
+            self._jobs.append((UpdateJob(*zip(*apart, strict=True)), "plain"))
 
     def _accessible(
         self, device: Device, group: Sequence[PushedVariable]

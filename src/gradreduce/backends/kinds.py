@@ -1,0 +1,8 @@
+"""The kinds of backends."""
+
+from __future__ import annotations
+
+from gradreduce.device.mesh_state import BackendKind
+
+SIMULATION = BackendKind("sim", shares_host_memory=True, has_streams=False)
+CUDA = BackendKind("cuda", shares_host_memory=False, has_streams=True)

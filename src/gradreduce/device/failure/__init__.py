@@ -1,0 +1,1 @@
+"""Failures: deadlines, Ctrl-C, forks, and the end of a process."""

@@ -1,0 +1,1 @@
+"""Memory: Buffers and their blocks, dtypes, peers, and when freed memory is used again."""

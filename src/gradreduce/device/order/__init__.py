@@ -1,0 +1,1 @@
+"""Order: which queue waits for which, from the operands of the operations."""

@@ -1,0 +1,1 @@
+"""Operations: kernels, launches, collectives, recorded commands and captures."""

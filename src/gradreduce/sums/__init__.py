@@ -1,0 +1,1 @@
+"""Sums of the terms of one device: add_n, accumulate_n, and IndexedSlices."""

@@ -1,0 +1,637 @@
+"""Sums the terms of one gradient on one device: add_n, accumulate_n, aggregate.
+
+Sources: tf.AggregationMethod, tf.add_n, tf.accumulate_n (aggregation_method.md). TensorFlow does
+not define the order of additions; here ADD_N and ACCUMULATE_N add left to right, TREE in pairs. If
+all terms are IndexedSlices, the result has all their rows; if only some are, they are converted to
+dense arrays first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
+
+from gradreduce import ops
+from gradreduce.arrays.array_methods import traceable
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
+from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import DistributedValues, Part, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.replica_context import current_device, on_current_devices
+from gradreduce.arrays.trace_context import current_reader
+from gradreduce.arrays.types import ArrayT, OutputType
+from gradreduce.backends.compile_ahead import compile_ahead
+from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.device import (
+    Buffer,
+    Device,
+    as_dtype,
+    as_index,
+    can_access,
+    compatible,
+    flat_layout,
+)
+from gradreduce.errors import brief, listed
+
+from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_RowMove = tuple[Buffer, Buffer]  # destination and source of rows
+
+
+def kind_of_term(term: Any) -> Kind:
+    """Returns the kind of array of a term; for IndexedSlices, that of the values.
+
+    Raises:
+        TypeError: the term is neither IndexedSlices nor an array.
+    """
+    return term.kind if isinstance(term, IndexedSlices) else kind_of(term)
+
+
+def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
+    """Whether all terms are IndexedSlices."""
+    return all(isinstance(term, IndexedSlices) for term in terms)
+
+
+def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
+    """Returns the shape of a term; for IndexedSlices, that of the whole array.
+
+    Raises:
+        ValueError: it is the only term and its ``dense_shape`` is unknown.
+        TypeError: it is one of several terms and its ``dense_shape`` is unknown. (TensorFlow raises
+            these two types.)
+    """
+    if isinstance(term, Buffer):
+        return term.shape
+    if term.dense_shape is None or not term.is_known:
+        error = ValueError if alone else TypeError
+        raise error(
+            f"dense_shape of {term} is unknown, but the sum needs it: pass dense_shape to "
+            "IndexedSlices"
+        )
+    return term.dense_shape
+
+
+def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
+    """Returns the terms in order as dense Buffers; sparse ones are converted together.
+
+    Args:
+        terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
+    """
+    sparse = [term for term in terms if isinstance(term, IndexedSlices)]
+    made = iter(densified(sparse) if sparse else ())
+    return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
+
+
+def rehearse_parts(
+    key: Hashable,
+    parts: Sequence[Part],
+    work: Callable[[DryRunMesh], object],
+    others: Sequence[Device] = (),
+) -> None:
+    """Compiles the kernels of work on ``parts``; see ``compile_ahead``.
+
+    Args:
+        key: what the kernels depend on besides the parts and devices.
+        parts: the operands of the work, on devices of one mesh.
+        work: works on ``dry_run_parts`` of the parts.
+        others: other devices of the work.
+    """
+    devices = (*others, *[buffer_of(part).device for part in parts])
+    kinds = tuple([(type(part), part.dtype, buffer_of(part).size > 0) for part in parts])
+    compile_ahead(devices, (key, kinds), work)
+
+
+def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
+    """Makes copies of parts on dry-run devices."""
+    return [
+        dry_run.buffer(part)
+        if isinstance(part, Buffer)
+        else part._with_values(dry_run.buffer(part.values))
+        for part in parts
+    ]
+
+
+def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
+    """Concatenates the rows of all terms, on the device of the first one.
+
+    One launch copies all rows that it can access. The result has the ``dense_shape`` of the first
+    term; the others may differ, but no index may exceed it.
+
+    Args:
+        terms: at least one.
+        kind: the kind of array of the result's values.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
+    """
+    with StreamScope():
+        placed = [term._in_buffer() for term in terms]
+        return joined(placed, placed[0].values.device)._as_result(kind)
+
+
+def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
+    """Concatenates the rows of IndexedSlices of Buffers, in new memory on ``home``."""
+    parts: list[Buffer] = [term.values for term in placed]
+    for index, part in enumerate(parts):
+        if part.dtype != parts[0].dtype:
+            raise TypeError(
+                f"inputs have dtypes that don't all match: input 0 is {parts[0].dtype}, input "
+                f"{index} is {part.dtype}"
+            )
+        if part.shape[1:] != parts[0].shape[1:]:
+            raise ValueError(
+                "inputs must have rows of the same shape. Input 0: "
+                f"{list(parts[0].shape[1:])} != input {index}: {list(part.shape[1:])}"
+            )
+    indices = ops.joined_indices([term.indices for term in placed])
+    check_indices(indices, placed[0].dense_shape)
+    whole = concatenated_rows(home, parts)
+    return IndexedSlices.of(whole, indices, placed[0].dense_shape)
+
+
+def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
+    """Concatenates rows of one shape and dtype in new memory on ``home``.
+
+    One launch copies all rows that ``home`` can access. Rows on other devices arrive in one copy
+    per device, where several are packed first.
+    """
+    num_rows = sum(part.shape[0] for part in parts)
+    whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+    local: list[_RowMove] = []
+    remote: dict[Device, list[_RowMove]] = {}
+    start = 0
+    for part in parts:
+        moves = local if can_access(home, part) else remote.setdefault(part.device, [])
+        moves.append((whole.view(start, part.shape), part))
+        start += part.size
+    for moves in remote.values():
+        if len(moves) == 1:
+            home.copy(*moves[0])
+        else:
+            local += _copied_packed(home, moves)
+    _pack(home, local)
+    return whole
+
+
+def _copied_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
+    """Copies rows of one device and dtype to ``home`` through two flat buffers."""
+    outs, parts = zip(*moves, strict=True)
+    source, dtype = parts[0].device, parts[0].dtype
+    layout = flat_layout([part.size for part in parts], dtype.itemsize)
+    there, here = (device.empty((layout.size,), dtype) for device in (source, home))
+    _pack(source, list(zip(there.parts(layout.offsets, layout.sizes), parts, strict=True)))
+    home.copy(here, there)
+    return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
+
+
+def _pack(device: Device, moves: Sequence[_RowMove]) -> None:
+    """Copies all moves in one launch by ``device``, which can access all of them."""
+    ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
+
+
+_END = object()  # marks the end of an iterator
+
+
+class AggregationMethod(enum.IntEnum):
+    """How the terms of a gradient are combined (tf.AggregationMethod).
+
+    Attributes:
+        ADD_N: adds all terms in one operation, and keeps all of them until it runs.
+        DEFAULT: the same as ``ADD_N``.
+        EXPERIMENTAL_TREE: adds pairs, then pairs of pairs. Error and memory grow with log n instead
+            of n: at most ⌈log2 n⌉ + 1 buffers are alive at a time (for two terms: both and their
+            sum).
+        EXPERIMENTAL_ACCUMULATE_N: adds each term into a single buffer, in the order of arrival, and
+            then drops the term. If there are IndexedSlices among arrays, the same as
+            ``EXPERIMENTAL_TREE``; terms of a generator before the first IndexedSlices then count as
+            one sum.
+
+    Example:
+        >>> terms = [np.ones(2), np.full(2, 3.0)]
+        >>> gr.aggregate(terms, gr.AggregationMethod.EXPERIMENTAL_TREE)
+        array([4., 4.])
+    """
+
+    ADD_N = 0
+    DEFAULT = 0
+    EXPERIMENTAL_TREE = 1
+    EXPERIMENTAL_ACCUMULATE_N = 2
+
+
+def as_aggregation_method(method: AggregationMethod | int | None) -> AggregationMethod:
+    """Returns the member for a member, for 0, 1 or 2, or for None (DEFAULT).
+
+    Raises:
+        ValueError: anything else.
+    """
+    if method is None:
+        return AggregationMethod.DEFAULT
+    try:
+        return AggregationMethod(method)
+    except ValueError:
+        raise ValueError(
+            f"Invalid aggregation_method specified: {brief(method)}; allowed: 0, 1, 2 or a member "
+            "of AggregationMethod"
+        ) from None
+
+
+def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
+    """Returns the aggregator class of this method."""
+    return _AGGREGATORS[method]
+
+
+@overload
+def add_n(
+    inputs: Sequence[ArrayT], name: str | None = None, *, output_type: None = None
+) -> ArrayT: ...
+@overload
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: Literal["numpy"]
+) -> np.ndarray: ...
+@overload
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+) -> Any: ...
+@traceable
+def add_n(
+    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+) -> Any:
+    """Sums ``inputs`` left to right (tf.add_n).
+
+    float16 and bfloat16 are added in float32 and rounded once.
+
+    Args:
+        inputs: a list or tuple of arrays of one shape and dtype (no broadcasting). A single input
+            is returned itself, or a copy if ``output_type`` is another kind. Inputs on several
+            devices are first added on each device. IndexedSlices are converted to dense arrays,
+            also a single one.
+        name: ignored; TensorFlow's name of the operation.
+        output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of the first input.
+
+    Returns:
+        An array on the device of the first input: a new one, unless a single input is returned. No
+        input is written.
+
+    Raises:
+        ValueError: ``inputs`` is not a list or tuple, is empty or contains None, shapes differ, a
+            single IndexedSlices has no ``dense_shape``, or ``output_type`` is unknown or its
+            library is not imported.
+        TypeError: an input is not an array (``Mirrored`` and ``PerReplica`` are not), dtypes differ
+            or cannot be added, or IndexedSlices among several inputs have no ``dense_shape``.
+        DeviceMismatchError: inputs are on different meshes.
+
+    Example:
+        >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])
+        array([11, 22])
+    """
+    if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
+        made = _sum_directly(inputs)
+        if made is not None:
+            return made
+    _check_inputs(inputs, "Tensor/IndexedSlices")
+    inputs = [as_slices(each) for each in inputs]
+    if len(inputs) == 1 and not all_sparse(inputs):
+        return _alone(inputs[0], output_type)
+    kind = as_result_kind(output_type, kind_of_term(inputs[0]))
+    return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
+
+
+@overload
+def accumulate_n(
+    inputs: Sequence[ArrayT],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: None = None,
+) -> ArrayT: ...
+@overload
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: Literal["numpy"],
+) -> np.ndarray: ...
+@overload
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: OutputType | None = None,
+) -> Any: ...
+@traceable
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    output_type: OutputType | None = None,
+) -> Any:
+    """Sums ``inputs`` into one buffer, in the order of the list (tf.accumulate_n).
+
+    Args:
+        inputs: a list or tuple of arrays of one shape and dtype. A single input is returned itself,
+            or a copy if ``output_type`` is another kind. Inputs on several devices are first added
+            on each device.
+        shape: the required shape, a list of integers; None entries match any extent. Default: any
+            shape.
+        tensor_dtype: the required dtype. Default: any.
+        name: ignored; TensorFlow's name of the operation.
+        output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of the first input.
+
+    Returns:
+        An array on the device of the first input: a new one, unless a single input is returned. No
+        input is written.
+
+    Raises:
+        ValueError: ``inputs`` is not a list or tuple, is empty, or contains None or IndexedSlices;
+            dtypes or shapes differ; a shape does not match ``shape``; or ``output_type`` is
+            unknown or its library is not imported.
+        TypeError: an input is not an array, the dtype is not ``tensor_dtype`` or cannot be added,
+            or ``shape`` is not a list of integers.
+        DeviceMismatchError: inputs are on different meshes.
+
+    Example:
+        >>> gr.accumulate_n([np.array([1, 2]), np.array([10, 20])], shape=[None])
+        array([11, 22])
+    """
+    _check_inputs(inputs, "Tensor")
+    if _any_sparse(inputs):
+        raise ValueError(
+            "accumulate_n does not accept IndexedSlices: use add_n, or pass .to_dense()"
+        )
+    kind = as_result_kind(output_type, kind_of_term(inputs[0]))
+    terms = list(inputs)
+    if shape is not None or tensor_dtype is not None:
+        with StreamScope(reads=False):
+            terms = on_current_devices(inputs)
+        _check_promised(terms, shape, tensor_dtype)
+    if len(inputs) == 1:
+        return _alone(inputs[0], output_type)
+    return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
+
+
+@overload
+def aggregate(
+    terms: Iterable[ArrayT | None],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: None = None,
+) -> ArrayT | Any: ...  # None without a term
+@overload
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: Literal["numpy"],
+) -> np.ndarray | Any: ...
+@overload
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: OutputType | None = None,
+) -> Any: ...
+@traceable
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    output_type: OutputType | None = None,
+) -> Any:
+    """Sums the terms of one gradient by an aggregation method.
+
+    Args:
+        terms: an iterable of arrays of one shape and dtype; None is skipped. Terms on one device
+            are added there, then the partial sums on the device of the first term. IndexedSlices
+            among arrays are converted to dense arrays. The terms of a generator are read one by one
+            and dropped as soon as the method has added them (the first one after the second has
+            come); they must not change during the call.
+        method: an ``AggregationMethod``, its number, or None for DEFAULT.
+        output_type: the kind of the result; see ``add_n``. Default: the kind of the first term.
+
+    Returns:
+        A new array on the device of the first term. A single term is returned itself, or a copy if
+        ``output_type`` is another kind. Without terms: None. If all terms are IndexedSlices: new
+        IndexedSlices with the rows of all terms, one after the other, and the ``dense_shape`` of
+        the first, whatever the method (call ``coalesce()`` to merge equal rows).
+
+    Raises:
+        ValueError: ``method`` or ``output_type`` is invalid, shapes differ, or an index exceeds the
+            ``dense_shape`` of the first term.
+        TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
+            not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
+            ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
+
+    Example:
+        >>> micro_batches = (np.full(2, scale) for scale in (1.0, 2.0, 4.0))
+        >>> gr.aggregate(micro_batches, gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N)
+        array([7., 7.])
+    """
+    method = as_aggregation_method(method)
+    as_result_kind(output_type, "native")  # check it before a term is read
+    if isinstance(terms, DistributedValues):  # replicas are not terms
+        kind_of_term(terms)  # raises
+    if not isinstance(terms, list | tuple):
+        if current_reader() is not None:  # some may be traced values
+            return aggregate(list(terms), method, output_type=output_type)
+        return _aggregate_lazily(terms, method, output_type)
+    present = [as_slices(term) for term in terms if term is not None]
+    if not present:
+        return None
+    kinds = [kind_of_term(term) for term in present]
+    if len(present) == 1:
+        return _alone(present[0], output_type)
+    if all_sparse(present):
+        return concatenated(present, as_result_kind(output_type, kinds[0]))
+    return _aggregate(present, method, as_result_kind(output_type, kinds[0]))
+
+
+def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
+    """Sums a list of terms, checked before anything is launched."""
+    tree = method is AggregationMethod.EXPERIMENTAL_TREE
+    if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
+        tree = _any_sparse(terms)
+    if not tree and kind == ("buffer" if type(terms[0]) is Buffer else "native"):
+        made = _sum_directly(terms)
+        if made is not None:
+            return made
+    with StreamScope():
+        sparse = _any_sparse(terms)
+        placed: Sequence[Part] = (
+            [_on_current_device(term) for term in terms] if sparse else on_current_devices(terms)
+        )
+        homes = {buffer_of(term).device for term in placed}
+        is_one_launch = len(homes) == 1 and not tree and not sparse
+        if not is_one_launch and len({home.mesh_state for home in homes}) == 1:  # or it raises
+            rehearse_parts(
+                ("aggregate", method, tree),
+                placed,
+                lambda dry_run: _sum(dry_run_parts(dry_run, placed), method, tree=tree),
+            )
+        return from_buffer(_sum(placed, method, tree=tree), kind)
+
+
+def _sum(terms: Sequence[Part], method: AggregationMethod, *, tree: bool) -> Buffer:
+    """Checks that all terms agree, then sums them."""
+    total = MultiDeviceSum(_AGGREGATORS[method])
+    for term in terms:
+        total.check(known_shape(term, alone=len(terms) == 1), term.dtype)
+    buffers = with_dense(terms)
+    home = buffers[0].device
+    if all([buffer.device is home for buffer in buffers]):
+        return aggregate_buffers([buffers], home, tree=tree)[0]
+    if tree:
+        total.use_tree()
+    for buffer in buffers:
+        total.push(buffer)
+    return total.result()
+
+
+def _sum_directly(terms: Sequence[Any]) -> Any:
+    """Sums terms that need no preparation, left to right; returns None for other terms.
+
+    The terms must be small NumPy arrays, or Buffers of one shape and dtype in memory of one device.
+    """
+    first = terms[0]
+    if type(first) is not Buffer:
+        return ops.add_on_host(terms, current_device)
+    device, shape, dtype = first.device, first.shape, first.dtype
+    for term in terms:
+        if type(term) is not Buffer or term.device is not device or term.array_owner is not None:
+            return None
+        if term.shape != shape or term.dtype is not dtype:
+            return None
+    return ops.add_into_new(terms, dtype) if len(terms) > 1 else None
+
+
+@StreamScope()
+def _aggregate_lazily(
+    terms: Iterable[Any], method: AggregationMethod, output_type: OutputType | None
+) -> Any:
+    """Sums the terms of an iterator, keeping each only as long as needed."""
+    total = MultiDeviceSum(_AGGREGATORS[method])
+    kind: Kind = "native"
+    held: list[Any] = []  # the first term; or all terms, as long as all are sparse
+    for term in _iterate_suspended(terms):
+        if term is None:
+            continue
+        term = as_slices(term)
+        found = kind_of_term(term)
+        if not held and not total.count:
+            kind = as_result_kind(output_type, found)
+            held.append(term)
+        elif held and all_sparse([held[0], term]):
+            held.append(term)
+        else:
+            while held:
+                _push(total, held.pop(0))
+            _push(total, term)
+        del term  # before the next term is made
+    if len(held) == 1:
+        return _alone(held[0], output_type)
+    if held:
+        return concatenated(held, kind)
+    return from_buffer(total.result(), kind) if total.count else None
+
+
+def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
+    """Iterates over ``terms`` outside the ``StreamScope``, because the caller's code makes them."""
+    left = iter(terms)
+    while True:
+        with SuspendedScope():
+            term = next(left, _END)
+        if term is _END:
+            return
+        yield term
+        del term
+
+
+def _alone(term: Any, output_type: str | None) -> Any:
+    """Returns a single term itself, or a copy if ``output_type`` is another kind."""
+    kind = kind_of_term(term)
+    wanted = as_result_kind(output_type, kind)
+    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+        return term._as_coo() if kind == "coo" else term
+    if isinstance(term, IndexedSlices):
+        return concatenated([term], wanted)
+    with StreamScope():
+        (buffer,) = on_current_devices([term])
+        made = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(made, buffer)
+        return from_buffer(made, wanted)
+
+
+def _push(total: MultiDeviceSum, term: Any) -> None:
+    """Checks one term, then adds it."""
+    placed = _on_current_device(term)
+    total.check(known_shape(placed), placed.dtype)
+    if isinstance(placed, IndexedSlices):
+        total.use_tree()
+    total.push(with_dense([placed])[0])
+
+
+def _any_sparse(terms: Sequence[Any]) -> bool:
+    return any([isinstance(term, IndexedSlices) for term in terms])
+
+
+def _on_current_device(term: Any) -> Buffer | IndexedSlices:
+    """Puts a term on its device: a Buffer, or IndexedSlices of a Buffer."""
+    return term._in_buffer() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
+
+
+def _check_promised(
+    terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
+) -> None:
+    """Raises unless all shapes match ``shape`` and the dtype of the first term is ``dtype``."""
+    wanted = None if shape is None else _as_shape(shape)
+    for term in terms:
+        if wanted is not None and not compatible(term.shape, wanted):
+            raise ValueError(f"Shapes {term.shape} and {brief(wanted)} are not compatible")
+    if dtype is not None and terms[0].dtype != as_dtype(dtype):
+        raise TypeError(f"tensor_dtype is {dtype}, but the inputs are {terms[0].dtype}")
+
+
+def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Returns ``shape`` as a tuple of integers and Nones; raises ``TypeError`` otherwise."""
+    try:
+        return tuple(None if entry is None else as_index(entry) for entry in shape)
+    except TypeError:
+        raise TypeError(
+            f"shape={brief(shape)} must be a list of integers and None, or None"
+        ) from None
+
+
+def _check_inputs(inputs: Any, what: str) -> None:
+    """Raises ``ValueError`` unless this is a list of terms without None."""
+    if not isinstance(inputs, list | tuple):
+        found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
+    elif not inputs:
+        found = "none"
+    elif missing := [index for index, term in enumerate(inputs) if term is None]:
+        found = f"None at {listed(missing)}"
+    else:
+        return
+    raise ValueError(
+        f"inputs must be a list of at least one {what} with the same dtype and shape, got {found}"
+    )
+
+
+_AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
+    AggregationMethod.ADD_N: AddN,
+    AggregationMethod.EXPERIMENTAL_TREE: Tree,
+    AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: OneBuffer,
+}

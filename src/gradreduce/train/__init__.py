@@ -1,0 +1,1 @@
+"""One training step over replicas: SyncStep and its parts."""

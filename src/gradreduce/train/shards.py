@@ -1,0 +1,394 @@
+"""Distributes the update of a ``SyncStep`` over the replicas (ZeRO stage 1).
+
+All variables of a dtype, laid end to end, are cut into one part for each replica, of about equal
+size. A *shard* is the piece of one variable in one part. It is a Variable that shares memory with
+the copy on its replica. So the optimizer creates slots only for shards, and updates them like any
+Variable::
+
+    sums of all replicas ──reduce-scatter──► means of own shards ──optimize──► own shards
+                                                ──all-gather──► all copies of the variables
+
+Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from gradreduce import ops
+from gradreduce.accumulator import ConditionalAccumulator, take_now
+from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.arrays.variable import Variable, begin_writes
+from gradreduce.checkpoint import by_name, downloader
+from gradreduce.comm.description import Description
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
+from gradreduce.device.processes import Parcel
+from gradreduce.errors import brief
+from gradreduce.optim import Optimizer
+from gradreduce.optim.checkpoint import SlotValues
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
+from gradreduce.reduce.arguments import Request
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.reduce.packing import plan_packing
+from gradreduce.reduce.pipeline import (
+    BatchPlan,
+    CollectiveName,
+    plan_shares,
+    reduce_batch,
+    rehearse_reduction,
+)
+from gradreduce.reduce.process_values import described
+
+from .scaling import GradientScaling
+
+_SUM = as_dtype("float64")  # the dtype of the sum of squares of a block
+_MOST_PLANS = 64  # plans are kept for this many different sets of variables with a gradient
+
+
+class VariableShard(NamedTuple):
+    """A piece of a variable, which one replica updates.
+
+    Attributes:
+        variable: the index of the variable.
+        owner: the number of the replica that updates it, counted over all processes.
+        start: the first element.
+        size: the number of elements.
+    """
+
+    variable: int
+    owner: int
+    start: int
+    size: int
+
+    def of(self, whole: Buffer) -> Buffer:
+        """Returns this piece of a buffer of the variable's size."""
+        (part,) = whole.parts([self.start], [self.size])
+        return part
+
+
+def plan_shards(
+    variables: Sequence[Variable], num_replicas: int, block: int = 1
+) -> list[VariableShard]:
+    """Cuts variables into shards of whole blocks; returns the shards in the order of owners.
+
+    Args:
+        variables: the variables to cut.
+        num_replicas: the number of owners.
+        block: the number of elements of a block. Blocks start at the start of each variable.
+    """
+    sizes = tuple([variable.buffers[0].size for variable in variables])
+    dtypes = tuple([(variable.dtype, variable.dtype) for variable in variables])
+    shards = []
+    for flat in plan_packing(sizes, dtypes, num_replicas, 0, 0):
+        for owner, cut in enumerate(flat.packs):
+            pieces = flat.pieces[cut]
+            starts = dict(pieces.cut)
+            for place, (tensor, size) in enumerate(zip(pieces.tensors, pieces.sizes, strict=True)):
+                index, start = flat.tensors[tensor], starts.get(place, 0)
+                first = _at_block(start, sizes[index], block)
+                end = _at_block(start + size, sizes[index], block)
+                if size > 0 and end > first:
+                    shards.append(VariableShard(index, owner, first, end - first))
+    return sorted(shards, key=lambda shard: shard.owner)
+
+
+def _at_block(element: int, size: int, block: int) -> int:
+    """Returns the start of the block nearest to an element, or the variable's end."""
+    return size if element == size else min((element + block // 2) // block * block, size)
+
+
+class _TakenMeans(threading.local):
+    """The gradients that the thread's current take has reduced.
+
+    Attributes:
+        means: the means of the shards of this process.
+        indices: the indices of all variables with a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.means: dict[VariableShard, Buffer] = {}
+        self.indices: list[int] = []
+
+
+class OptimizerShards(CrossDeviceOps):
+    """Reduces sums of a ``SyncStep`` to shards, updates these, copies them to all.
+
+    Args:
+        variables: the variables of the step.
+        optimizer: an optimizer with an elementwise rule.
+        cross_device_ops: an ``AllReduceCrossDeviceOps``.
+        scaling: scales the mean gradients.
+
+    Attributes:
+        variables: a Variable for each shard of this process.
+        accumulators: the accumulators of the step, one for each variable; set after construction.
+
+    Raises:
+        ValueError: the optimizer or ``cross_device_ops`` cannot be used, or the optimizer already
+            has slots of these variables.
+    """
+
+    accumulators: Sequence[ConditionalAccumulator] = ()
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        cross_device_ops: CrossDeviceOps,
+        scaling: GradientScaling,
+    ) -> None:
+        if not isinstance(cross_device_ops, AllReduceCrossDeviceOps) or not is_all_reduce(
+            cross_device_ops
+        ):
+            raise ValueError(
+                "shard_optimizer=True needs an AllReduceCrossDeviceOps, or a subclass that keeps "
+                f"its reduce_batch, not {brief(cross_device_ops)}"
+            )
+        if not optimizer._is_elementwise:
+            raise ValueError(
+                f"shard_optimizer=True needs an elementwise rule; the rule of {optimizer!r} is not "
+                "elementwise"
+            )
+        self._optimizer, self._ops = optimizer, cross_device_ops
+        self._whole, self._devices = tuple(variables), variables[0].devices
+        self._replicas = Replicas(self._devices)
+        self._num_replicas, self._first = self._replicas.count, self._replicas.first
+        self._scaling = scaling
+        self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
+        self._own: dict[VariableShard, Variable] = {}
+        for shard in self._shards:
+            if 0 <= shard.owner - self._first < len(self._devices):
+                variable = variables[shard.variable]
+                memory = shard.of(variable.buffers[shard.owner - self._first])
+                name = f"{variable.name}/shard_{shard.owner}"
+                self._own[shard] = Variable._on_buffers([memory], name, trainable=True)
+        self._check_unused()
+        self.variables = tuple(self._own.values())
+        self._planned = lru_cache(_MOST_PLANS)(self._plan)
+        self._taken = _TakenMeans()
+        gathering = cross_device_ops.settings._replace(wire_dtype=None)
+        for dtype in {variable.dtype: None for variable in variables}:
+            rehearse_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
+        if scaling.acts:
+            rehearse_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
+
+    def _check_unused(self) -> None:
+        """Raises if the optimizer has slots that this step would not use."""
+        names = {variable.name for variable in (*self._whole, *self._own.values())}
+        slots = self._optimizer._slots.by_name.values()
+        used = [each.name for of_name in slots for each in of_name if each.name in names]
+        if used:
+            raise ValueError(
+                f"{self._optimizer!r} already has slots of {used[0]!r}, and shard_optimizer=True "
+                "cannot divide them: pass a new optimizer, and load a state of the SyncStep"
+            )
+
+    # -- the reduction that the accumulators call -------------------------------------------------
+
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps.reduce_batch``; not used by the step."""
+        return self._ops.reduce_batch(reduce_op, requests, coalesce=coalesce)
+
+    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """See ``CrossDeviceOps._rehearse_sums``."""
+        rehearse_reduction(
+            self._ops.settings, self._devices, dtype, out_dtype, call="reduce-scatter"
+        )
+
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: ExitStack | None = None,
+        names: Sequence[str] = (),
+    ) -> list[tuple[Buffer, ...]]:
+        """Reduces the partial sums of accumulators with ``divisor`` gradients to shards.
+
+        Returns:
+            For each accumulator, the means of the shards of this process. They are also kept for
+            ``take_and_update``.
+        """
+        indices = [
+            index
+            for index, accumulator in enumerate(self.accumulators)
+            if accumulator.accumulator_ref.count == divisor
+        ]
+        sums = dict(zip(indices, gradients, strict=True))
+        chosen = [shard for shard in self._shards if shard.variable in sums]
+        divisor = divisor * self._num_replicas / len(self._devices)
+        plan = self._planned("reduce-scatter", tuple(indices), divisor)
+        rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
+        made = reduce_batch(plan, rows, positions=indices)
+        found = {shard: mean for shard, means in zip(chosen, made, strict=True) for mean in means}
+        self._taken.means |= found
+        self._taken.indices += indices
+        return [
+            tuple([mean for shard, mean in found.items() if shard.variable == index])
+            for index in indices
+        ]
+
+    def _plan(
+        self,
+        call: CollectiveName,
+        indices: tuple[int, ...],
+        divisor: float = 1,
+        *,
+        of_sums: bool = False,
+    ) -> BatchPlan:
+        """Plans a call for shards of these variables, or for sums of their blocks."""
+        wanted = set(indices)
+        shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
+        for shard in self._shards:
+            if shard.variable in wanted:
+                out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
+                dtype = out_dtype
+                if call == "reduce-scatter":
+                    dtype = accumulate_dtype(out_dtype)
+                size = ops.num_blocks(shard.size) if of_sums else shard.size
+                shares[shard.owner].append((size, dtype, out_dtype))
+        whole = [self._whole[index].buffers for index in indices]
+        name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
+        names = tuple([self._whole[index].name for index in indices])
+        what = described(
+            self._ops.settings, whole, divisor, None,
+            counts=False, call=name, names=names,
+        )  # fmt: skip
+        return plan_shares(
+            self._ops.settings, self._devices, shares, what,
+            call=call, divisor=divisor, names=names,
+        )  # fmt: skip
+
+    # -- update -----------------------------------------------------------------------------------
+
+    def take_and_update(self, num_required: int) -> bool:
+        """Takes the sums, updates the shards, and copies them to all replicas.
+
+        Returns:
+            True if the variables were updated. False if there are not enough gradients, or if the
+            update is skipped.
+        """
+        taken = self._taken
+        taken.means, taken.indices = {}, []
+        if take_now(self.accumulators, num_required) is None:
+            return False
+        indices = sorted(taken.indices)
+        plan = self._planned("all-gather", tuple(indices))
+        wanted = set(indices)
+        chosen = [shard for shard in self._shards if shard.variable in wanted]
+        # A take reduces sums with the same number of gradients together: means have another order.
+        means = {shard: taken.means[shard] for shard in chosen if shard in taken.means}
+        taken.means = {}  # otherwise they would stay in memory until the next call
+        own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
+        out = [
+            [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
+        ]
+        pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
+        first = self._devices[0]
+        with abort_others_on_error(first):
+            if not self._scaling.apply(
+                [
+                    [mean for mean in means.values() if mean.device is device]
+                    for device in self._devices
+                ],
+                partial(self._sums_of_all, indices),
+            ):
+                return False
+        begin_writes(self._whole)
+        # If the update or the copies fail, the copies of a variable would differ.
+        with (
+            first.mesh_state.fail_on_partial_write(self._devices),
+            abort_others_on_error(first),
+        ):
+            if pairs:
+                self._optimizer._update(pairs)  # the sums are those of all processes
+            else:
+                self._optimizer._count_update()
+            reduce_batch(plan, own, out=out, positions=indices)
+        return True
+
+    def _sums_of_all(self, indices: Sequence[int], own: Sequence[Buffer]) -> list[Buffer]:
+        """Copies the sums of all blocks to all replicas, in the order of the variables.
+
+        Args:
+            indices: the indices of the variables.
+            own: for each device the sums of the blocks of its shards.
+
+        Returns:
+            For each device the sums of all blocks.
+        """
+        sizes = [self._whole[index].buffers[0].size for index in indices]
+        *starts, total = accumulate(map(ops.num_blocks, sizes), initial=0)
+        start_of = dict(zip(indices, starts, strict=True))
+        chosen = [shard for shard in self._shards if shard.variable in start_of]
+        places = [start_of[shard.variable] + shard.start // ops.BLOCK for shard in chosen]
+        counts = [ops.num_blocks(shard.size) for shard in chosen]
+        found = [device.empty((total,), _SUM) for device in self._devices]
+        out = zip(*[each.parts(places, counts) for each in found], strict=True)
+        sent: list[list[Buffer]] = [[] for _ in chosen]
+        for owner, sums in enumerate(own, self._first):
+            theirs = [row for row, shard in enumerate(chosen) if shard.owner == owner]
+            begins = accumulate([counts[row] for row in theirs], initial=0)
+            parts = sums.parts(list(begins)[:-1], [counts[row] for row in theirs])
+            for row, part in zip(theirs, parts, strict=True):
+                sent[row].append(part)
+        plan = self._planned("all-gather", tuple(indices), of_sums=True)
+        reduce_batch(plan, sent, out=list(out), positions=indices)
+        return found
+
+    # -- checkpoint -------------------------------------------------------------------------------
+
+    def queued_slots(self) -> dict[str, Any]:
+        """Returns the slots of whole variables, like ``optim.checkpoint.queued_slots``.
+
+        The slots of one variable at a time are joined on the first device, which needs little
+        memory.
+        """
+        self._optimizer.prepare(self.variables)
+        slots, download = self._optimizer._slots, downloader(None)
+        saved: dict[str, dict[str, Any]] = {}
+        for index, (name, variable) in enumerate(by_name(self._whole).items()):
+            names = slots.names_for(variable)
+            if names:
+                wholes = self._joined(index, names, slots.state_dtype(variable))
+                shaped = [whole.view(0, variable.shape) for whole in wholes]
+                saved[name] = download(dict(zip(names, shaped, strict=True)))
+        return {"optimizer": slots.kind.__name__, "slots": saved}
+
+    def _joined(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
+        """Returns the slots of a variable, flat, on the first device."""
+        first, variable = self._devices[0], self._whole[index]
+        wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
+        owned: list[Parcel] = []
+        replicas = self._replicas
+        for shard in [shard for shard in self._shards if shard.variable == index]:
+            for name, whole in zip(names, wholes, strict=True):
+                part = shard.of(whole)
+                if shard in self._own:
+                    slot = self._optimizer._slots.by_name[name][self._own[shard]]
+                    first.copy(part, slot.buffers[0])
+                owned.append((replicas.group.rank_of(shard.owner), part))
+        what = {"call": "SyncStep.state_dict", "tensors": [f"{dtype}{list(variable.shape)}"]}
+        with replicas.call(Description.of(what, [variable.name], compared=False)):
+            replicas.send_to_all(owned)
+        return wholes
+
+    def divided(self, values: SlotValues) -> SlotValues:
+        """Cuts saved slots of whole variables into the slots of this process's shards."""
+        return {
+            part: {
+                name: value.reshape(-1)[shard.start : shard.start + shard.size]
+                for name, value in values[self._whole[shard.variable]].items()
+            }
+            for shard, part in self._own.items()
+            if self._whole[shard.variable] in values
+        }

@@ -1,0 +1,526 @@
+"""One data-parallel training step, from gradients to updated variables; read this first.
+
+on each device                                      across devices             on each device
+terms ──aggregate──► gradient ──accumulate──► sum ──pack─► all-reduce ─►unpack─► mean ──optimize──► variable
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
+from gradreduce.accumulator.validate import as_required, as_step
+from gradreduce.arrays.caller_streams import StreamScope
+from gradreduce.arrays.convert import as_list, to_buffer
+from gradreduce.arrays.convert_gpu import wait_for_inputs
+from gradreduce.arrays.distributed import Mirrored, PerReplica
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.comm.description import Description, digest_of
+from gradreduce.comm.process_group import check_one_process
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    Mesh,
+    PackInfo,
+    as_deadline,
+    as_flag,
+    by_physical,
+    deadline_scope,
+)
+from gradreduce.errors import about, brief, listed, repeated
+from gradreduce.optim import Optimizer
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from gradreduce.reduce.nests import in_order
+from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
+from gradreduce.sums.aggregators import aggregate_buffers
+
+from .checkpoint import StepParts, ready_state, saved_state
+from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
+from .shards import OptimizerShards
+
+
+class _StepAccumulator(ConditionalAccumulator):
+    """An accumulator over all processes, to which each replica adds equally many gradients."""
+
+    _spans_processes = True
+
+    def __init__(self, variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps) -> None:
+        super().__init__(
+            variable.dtype,
+            variable.shape,
+            name=f"{variable.name}/grad_accum",
+            device=mesh,
+            cross_device_ops=cross_device_ops,
+        )
+        self.accumulator_ref.tensor = variable.name
+
+
+class SyncStep(StepParts):
+    """Runs synchronous data-parallel training steps on mirrored variables.
+
+    Each call sums the micro-batch gradients of every replica, computes the mean of these sums
+    across the devices, and updates the variables with the optimizer. It queues work on the devices
+    and does not wait for it. Gradients are accumulated in one ``ConditionalAccumulator`` per
+    variable, so that an update may use the gradients of several calls (``num_required``). It then
+    divides by the number of replicas times the number of these calls.
+
+    Over several processes, every process makes the same calls, with the gradients of its own
+    replicas. The constructor copies the values of process 0 to the variables of all processes. The
+    options and hyperparameters must be equal in all processes. A call compares them when they are
+    first used and when they have changed. Values of callables and Variables are compared by the
+    call after the update that used them.
+
+    Args:
+        variables: trainable Variables, all with a copy on each device of the same mesh.
+        optimizer: applies the mean gradients.
+        cross_device_ops: a ``CrossDeviceOps`` that reduces the sums across devices.
+        aggregation_method: how the micro-batch gradients of a replica are summed.
+        num_required: the number of gradients for an update, counted over all processes; each call
+            adds one per replica. An integer, or a Variable, which is read once, by the constructor.
+            Default: the number of replicas.
+        shard_optimizer: whether each of n replicas updates an n-th of the variables and then copies
+            it to the others (ZeRO stage 1). Slots and masters take an n-th of the memory on each
+            device. The updated values are the same; with ``hierarchical_copy`` they have the same
+            bits. It needs an ``AllReduceCrossDeviceOps``, or a subclass that keeps its
+            ``reduce_batch``; and an optimizer with an elementwise rule that has no slots of these
+            variables yet; its slots are then of parts of variables.
+        clip_norm: the largest norm of the mean gradients of an update, a number above 0. Larger
+            gradients are scaled, as by ``gr.clip_by_global_norm``. ``math.inf`` only computes
+            ``last_norm``.
+        skip_nonfinite: whether to skip an update, on every replica, if an element of the mean
+            gradients is infinite or NaN. The host waits for the norm of each update.
+        loss_scale: the number above 0 by which you multiply the loss; mean gradients are divided by
+            it first. Or a ``gr.DynamicLossScale``: then multiply the loss by the step's attribute
+            ``loss_scale``, and call the step in one thread only; ``skip_nonfinite`` is implied. Not
+            for float16 variables.
+        check_finite: whether to raise an error if the gradient of a replica is infinite or NaN. The
+            host waits for the gradients of each call. Not with ``skip_nonfinite``.
+
+    Raises:
+        ValueError: there is no variable, a variable is passed twice or is not trainable, variables
+            are on different devices, the aggregation method is invalid, a number is out of range,
+            or arguments cannot be combined.
+        TypeError: an argument has a wrong type.
+
+    Example:
+        >>> mesh = gr.open_mesh(2, backend="sim")
+        >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+        >>> optimizer = gr.GradientDescentOptimizer(0.5)
+        >>> step = gr.SyncStep([w], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        >>> first = [np.float32([1, 0]), np.float32([1, 0])]  # two micro-batches of replica 0
+        >>> second = [np.float32([0, 4])]  # one micro-batch of replica 1
+        >>> step([[first], [second]])  # terms[replica][variable]; the mean is [1, 2]
+        True
+        >>> w.numpy()
+        array([0.5, 1. ], dtype=float32)
+    """
+
+    _copy_hint = "pass its state_dict(), and load that into a new one"
+    # The settings of the last call over processes, and their description.
+    _described: tuple[Mapping[str, Any], Description] = ({}, Description("", ""))
+
+    def __init__(  # noqa: PLR0913  # the options of a training step
+        self,
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        cross_device_ops: CrossDeviceOps,
+        *,
+        aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+        num_required: int | Variable | None = None,
+        shard_optimizer: bool = False,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scale: float | DynamicLossScale | None = None,
+        check_finite: bool = False,
+    ) -> None:
+        self.variables = _checked_variables(variables)
+        self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
+        self.devices = self.variables[0].devices
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer of gradreduce")
+        if not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
+        if isinstance(cross_device_ops, ReductionToOneDevice):
+            check_one_process(self.devices[0], "ReductionToOneDevice")
+        self.optimizer = optimizer
+        self.cross_device_ops = cross_device_ops
+        self.aggregation_method = as_aggregation_method(aggregation_method)
+        whole = self.devices[0].mesh
+        mesh = whole[[whole.devices.index(device) for device in self.devices]]
+        self.num_replicas = mesh.num_replicas  # in all processes
+        self.num_required = self.num_replicas if num_required is None else as_required(num_required)
+        self._scaling = GradientScaling(
+            self.variables, clip_norm, skip_nonfinite, loss_scale, check_finite
+        )
+        if as_flag("shard_optimizer", shard_optimizer):
+            self._shards = OptimizerShards(
+                self.variables, optimizer, cross_device_ops, self._scaling
+            )
+        # The Variables that the optimizer updates.
+        self._updated = self.variables if self._shards is None else self._shards.variables
+        reducer = cross_device_ops if self._shards is None else self._shards
+        self.accumulators = [_StepAccumulator(each, mesh, reducer) for each in self.variables]
+        if self._shards is not None:
+            self._shards.accumulators = self.accumulators
+        optimizer.prepare(self._updated)
+        if mesh.num_processes > 1:
+            copies = cross_device_ops.broadcast(
+                [PerReplica.of(each.buffers[:1], name=each.name) for each in self.variables], mesh
+            )
+            for variable, copied in zip(self.variables, copies, strict=True):
+                variable.assign(copied.primary)
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self.devices)
+        return (
+            f"<SyncStep of {len(self.variables)} variables on {names}, global_step "
+            f"{self.accumulators[0].accumulator_ref.step}, num_required {self.num_required}>"
+        )
+
+    @property
+    def global_step(self) -> int:
+        """The number of updates, also skipped ones. Gradients of an earlier step are stale."""
+        return self.accumulators[0].global_step
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of updates that were skipped because gradients were infinite or NaN."""
+        return self._scaling.num_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale, or 1.0; it changes only when ``global_step`` changes."""
+        return self._scaling.scale
+
+    @property
+    def last_norm(self) -> float | None:
+        """The global norm of the last mean gradients; the host waits for it.
+
+        It is the norm after the division by the loss scale and before clipping. It is infinite or
+        NaN if an element was infinite or NaN. It is None before the first update, and if neither
+        ``clip_norm`` nor ``skip_nonfinite`` nor a dynamic loss scale is used.
+        """
+        return self._scaling.read_norm()
+
+    @StreamScope()
+    def __call__(
+        self,
+        terms: Sequence[Any],
+        local_step: int | Variable | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> bool:
+        """Adds one gradient per replica and, if enough have been added, updates the variables.
+
+        Args:
+            terms: ``terms[replica][variable]`` is a list with the gradients of that replica's
+                micro-batches, arrays of the variable's shape and dtype. Their *sum* is one
+                gradient. None in a list is ignored. For a variable without a gradient, pass None,
+                or a list of None, on every replica. ``terms[replica]`` may also be a dict of such
+                lists by the names of the variables. Or it is a PyTorch module, or the module's
+                ``named_parameters()``: then each ``.grad`` is the only term. ``IndexedSlices`` must
+                be converted by ``.to_dense()``. Arrays are only read. After the call, work on the
+                current stream of their library may overwrite them.
+            local_step: the step at which the gradients were computed: an integer, or a Variable
+                that holds one. Default: ``global_step``. If it is stale in one process, all
+                processes drop their gradients.
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
+
+        Returns:
+            True if the variables were updated. False if the gradients were dropped as stale, if
+            they were added but more are needed, or if the update was skipped (see
+            ``num_skipped``). After an update or a skipped update, the step of every accumulator is
+            one higher, even if its variable has no gradient.
+
+        Raises:
+            ValueError: the number of replicas or variables is wrong, names differ from those of the
+                variables, a gradient has another shape or dtype than its variable, a variable has
+                None on some replicas but not on all, no variable has a gradient, or ``deadline`` is
+                not above 0. After this error and the next two, nothing has changed.
+            TypeError: a gradient is ``IndexedSlices`` or is not an array.
+            InvalidArgumentError: (a ``ValueError``) the options or hyperparameters of another
+                process differ. The mesh has failed.
+            FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
+                infinite or NaN.
+            InvalidArgumentError: ``global_step`` is 2**63 - 1. Nothing has changed.
+            CollectiveError: the mesh has failed.
+        """
+        seconds = as_deadline(deadline)
+        step = self.global_step if local_step is None else as_step("local_step", local_step)
+        self.optimizer.prepare(self._updated)  # so that it fails before a gradient is taken
+        for variable in self.variables:
+            variable._check_memory()
+        for accumulator in self.accumulators:
+            accumulator.accumulator_ref.check_step()
+        placed = self._validated(terms)
+        with deadline_scope("a SyncStep", seconds, self.devices):
+            gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
+            accumulators = [self.accumulators[index] for index in placed]
+            with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
+                if not apply_grads(accumulators, gradients, step):
+                    return False
+                # Every process adds one gradient for each of its replicas at each call.
+                num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
+                if self._shards is not None:
+                    return self._shards.take_and_update(num_here)
+                means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
+                if means is None or not self._scaled(means):
+                    return False
+                self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+                return True
+
+    def state_dict(
+        self, *, deadline: float | None = None, output_type: str = "numpy"
+    ) -> dict[str, Any]:
+        """Returns everything that the training needs to continue, as host data.
+
+        Over several processes, every process makes this call and gets the same state. The call
+        waits for the devices. Do not call the step in another thread during it.
+
+        Args:
+            deadline: seconds from now; if the devices are not done by then, the mesh fails.
+            output_type: see ``ConditionalAccumulator.state_dict``.
+
+        Returns:
+            A dict of new objects. It can be pickled; all of it except the arrays fits into JSON.
+
+            - ``"format"``: the version of these keys.
+            - ``"num_replicas"``, ``"num_required"``: integers.
+            - ``"variables"``: an array for each variable, by name; float32 for float16 and
+              bfloat16.
+            - ``"optimizer"``: the ``state_dict`` of the optimizer.
+            - ``"accumulators"``: the ``state_dict`` of each accumulator, by the name of its
+              variable. Counts and partial sums are those of the replicas of all processes.
+            - ``"num_skipped"``, ``"loss_scale"``: numbers.
+            - ``"growth_tracker"``: for a dynamic loss scale, the number of updates since it
+              changed; otherwise None.
+
+        Raises:
+            ValueError: two variables have the same name, the processes have made different numbers
+                of steps, ``deadline`` is not above 0, ``output_type`` is unknown, or it is
+                ``"torch"`` and PyTorch is not imported.
+            CollectiveError: the mesh has failed.
+
+        Example:
+            >>> mesh = gr.open_mesh(2, backend="sim")
+            >>> w = gr.Variable(np.float32([1, 2]), "w", device=mesh)
+            >>> cross_device_ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+            >>> step = gr.SyncStep([w], gr.GradientDescentOptimizer(0.5), cross_device_ops)
+            >>> state = step.state_dict()
+            >>> _ = w.assign([0.0, 0.0])
+            >>> step.load_state_dict(state)
+            >>> w.numpy()
+            array([1., 2.], dtype=float32)
+        """
+        with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
+            return saved_state(self, output_type)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a ``state_dict``, which may come from another process or backend.
+
+        Over several processes, every process makes this call, with the same state. On error,
+        nothing has changed in this process; if another process has raised no error, load again in
+        all. Example: see ``state_dict``.
+
+        - The number of replicas may differ if the state was saved right after an update. If it has
+          gradients that wait for an update, the number of replicas must be the same; the number of
+          processes may differ.
+        - ``num_required`` becomes the saved number. So with half as many replicas, an update takes
+          twice as many calls.
+        - The number of dropped gradients is rounded down to whole calls.
+        - The optimizer gets the saved hyperparameters; see ``Optimizer.load_state_dict``.
+        - A dynamic loss scale continues with the saved scale. A fixed loss scale, and the other
+          options of this step, are not changed.
+
+        Args:
+            state: the ``state_dict`` of a step with variables of the same names. Types that
+                checkpoint formats return are accepted; see
+                ``ConditionalAccumulator.load_state_dict``.
+
+        Raises:
+            KeyError: a key or a variable is missing or unknown.
+            TypeError: a value has a wrong type.
+            ValueError: a value has another format, shape or dtype; the optimizer has another class;
+                gradients of another number of replicas or with another loss scale wait for an
+                update; or the processes have different states.
+            RuntimeError: a variable cannot be written now; see ``Variable.assign``.
+            CollectiveError: the mesh has failed.
+        """
+        self.devices[0].mesh_state.check_process()
+        loads = ready_state(self, state)
+        with DeferInterrupts():
+            for load in loads:
+                load()
+
+    def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
+        """Unscales and clips mean gradients in place; returns False to skip the update."""
+        rows = [mean.buffers for mean in means if mean is not None]
+        with abort_others_on_error(self.devices[0]):
+            return self._scaling.apply(list(zip(*rows, strict=True)))
+
+    def _earliest(
+        self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None
+    ) -> int:
+        """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
+
+        Args:
+            step: the step of this process.
+            with_gradients: indices of the variables with gradients; equal in all processes.
+            checked: the gradients, if they must be finite unless they are dropped.
+
+        Raises:
+            FloatingPointError: a gradient of ``checked`` is not finite, in any process.
+        """
+        replicas = Replicas(self.devices)
+        group = replicas.group
+        if group.size == 1 and checked is None:
+            return step
+        # Compared with these numbers, which travel anyway.
+        scheduled = self.optimizer._scheduled()
+        numbers, now = [step, _number_of(scheduled)], self.global_step
+        if checked is not None:
+            numbers += first_nonfinite(() if step < now else checked, replicas.first)
+        with replicas.call(self._description(with_gradients)):
+            found = replicas.exchange_numbers(numbers)
+            if len({each[1] for each in found}) > 1:
+                what = {"call": "a SyncStep", "tensors": [], **scheduled}
+                replicas.compare(Description.of(what))
+        earliest = min([each[0] for each in found])
+        wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
+        if wrong and earliest >= now:
+            index, replica = min(wrong)
+            name = self.variables[with_gradients[index]].name
+            process = group.label(group.rank_of(replica))
+            raise FloatingPointError(
+                f"the gradient of {name!r} in replica {replica}{process} is not finite at step "
+                f"{earliest}; nothing was added"
+            )
+        return earliest
+
+    def _description(self, with_gradients: list[int]) -> Description:
+        """Describes a call for the comparison with other processes, with all settings."""
+        what = {
+            "call": "a SyncStep",
+            "num_required": self.num_required,
+            "aggregation_method": self.aggregation_method.name,
+            "shard_optimizer": self._shards is not None,
+            **self.optimizer._compared(),
+            **self._scaling.options,
+            "tensors": with_gradients,
+        }
+        if what != self._described[0]:
+            names = [self.variables[index].name for index in with_gradients]
+            self._described = what, Description.of(what, names, compared=False)
+        return self._described[1]
+
+    def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
+        """Returns the terms ``[replica][term]`` of each variable that has any, by its index."""
+        terms = as_list(terms)
+        _check_length("terms", terms, len(self.devices), "device")
+        names = [variable.name for variable in self.variables]
+        terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]
+        for replica, of_replica in enumerate(terms):
+            _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
+        placed = {}
+        for index, variable in enumerate(self.variables):
+            lists = [_without_none(of_replica[index]) for of_replica in terms]
+            if any(each is not None for each in lists):
+                placed[index] = [
+                    _checked_terms(each, variable, replica, self.devices[replica])
+                    for replica, each in enumerate(lists)
+                ]
+        if not placed:
+            raise ValueError("No gradients provided for any variable: all terms are None")
+        return placed
+
+    def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
+        """Sums each list of terms; replicas on the same GPU share the launches.
+
+        Stale gradients will be dropped, so their first terms are returned and nothing is launched.
+        If only another process is stale, that is known later, and the sums are dropped.
+        """
+        made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
+        for replicas in by_physical(() if stale else self.devices).values():
+            wanted = [(index, replica) for index in range(len(placed)) for replica in replicas]
+            with self.devices[0].mesh_state.label_scope(self._label):
+                sums = aggregate_buffers(
+                    [placed[index][replica] for index, replica in wanted],
+                    self.devices[replicas[0]],
+                    tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
+                )
+            for (index, replica), total in zip(wanted, sums, strict=True):
+                made[index][replica] = total
+        return [PerReplica.of(buffers) for buffers in made]
+
+
+def _number_of(scheduled: Mapping[str, float]) -> int:
+    """Returns a hash of the last values of schedules; 0 if there are none."""
+    return int(digest_of(repr(scheduled).encode()), 16) if scheduled else 0
+
+
+def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+    found = tuple(variables)
+    if not found:
+        raise ValueError("No variables provided.")
+    for index, variable in enumerate(found):
+        if not isinstance(variable, Variable):
+            raise TypeError(f"variables[{index}] is {brief(variable)}, not a Variable")
+        if not variable.trainable:
+            raise ValueError(f"{variable!r} is not trainable; pass trainable variables only")
+        if variable.devices != found[0].devices:
+            raise ValueError(
+                f"{variable!r} and {found[0]!r} are on different devices; create all variables on "
+                "the same devices"
+            )
+    if len(set(found)) != len(found):
+        raise ValueError(
+            f"variables contains {listed(repeated(found))} more than once; pass each variable once"
+        )
+    return found
+
+
+def _check_length(name: str, value: Any, wanted: int, of: str) -> None:
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name}={brief(value)} must be a list with one entry per {of}")
+    if len(value) != wanted:
+        raise ValueError(f"{name} has {len(value)} entries; expected {wanted}, one per {of}")
+
+
+def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Removes None from a list of terms; returns None if nothing is left."""
+    if not isinstance(terms, list | tuple) or not any([term is None for term in terms]):
+        return terms
+    return [term for term in terms if term is not None] or None
+
+
+def _checked_terms(
+    terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
+) -> list[Buffer]:
+    """Validates the terms of one replica for one variable, and converts them to Buffers."""
+    where = f"terms of replica {replica} for {variable.name!r}"
+    if not isinstance(terms, list | tuple) or not terms:
+        raise ValueError(
+            f"{where}: expected a list of at least one gradient (or None on every replica), got "
+            f"{brief(terms)}"
+        )
+    if any([isinstance(term, IndexedSlices) for term in terms]):
+        raise TypeError(f"{where}: IndexedSlices are not supported; pass .to_dense()")
+    try:
+        placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+    except (TypeError, ValueError) as error:
+        raise about(where, error) from None
+    wait_for_inputs(placed)
+    for buffer in placed:
+        if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
+            raise ValueError(
+                f"{where}: got {buffer.dtype}{list(buffer.shape)}, expected "
+                f"{variable.dtype}{list(variable.shape)} as of the variable"
+            )
+        if buffer.device is not device:
+            raise ValueError(f"{where}: {buffer} is not on {device.name}")
+    return placed

@@ -1,0 +1,497 @@
+"""The program of the process tests: ``program.py SCENARIO torchrun|mpi``."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.process_cases import LAYOUTS, check, counts_of
+
+import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
+
+SUM = gr.ReduceOp.SUM
+HEALTHY = 60.0  # seconds, also on a machine that is busy
+SCENARIOS: dict[str, Callable[[str], None]] = {}
+
+
+def scenario(run: Callable[[str], None]) -> Callable[[str], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def openings(launcher: str) -> tuple[int, int]:
+    """Two meshes at once with different numbers of devices; their group ends with them."""
+    try:
+        gr.open_mesh(2, backend="sim")
+    except RuntimeError as error:
+        for name in ("processes='auto'", "process_group=", "communicator="):
+            assert name in str(error), error
+    else:
+        raise AssertionError("one of several processes has opened its own mesh")
+    with gr.open_mesh(2, backend="sim", processes="none") as alone:
+        assert (alone.num_processes, alone.process_index, alone.num_replicas) == (1, 0, 2)
+    first = gr.open_mesh(backend="sim", processes="auto", devices_per_process=1, timeout=HEALTHY)
+    rank, size = first.process_index, first.num_processes
+    second = gr.open_mesh(1 + rank, backend="sim", processes=launcher, timeout=HEALTHY)
+    assert (second.process_index, second.num_processes) == (rank, size)
+    assert second.num_replicas == size * (size + 1) / 2
+    for meshes in ([first, second], [second], [second]):
+        for mesh in meshes:
+            counts = [1] * size if mesh is first else range(1, size + 1)
+            total = sum(12.0 * number * count for number, count in enumerate(counts))
+            means = gr.all_reduce([[np.full(3, 12.0 * rank)]] * len(mesh), mesh=mesh)
+            assert len(means) == len(mesh.devices) == counts[rank]
+            assert (means[-1][0] == total / mesh.num_replicas).all(), means
+        first.close()
+    second.close()
+    if launcher == "mpi":
+        return rank, size
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "a group that was made is destroyed with its last mesh"
+    try:
+        with gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY):
+            assert dist.is_initialized()
+            raise KeyError("an error of the user's code")
+    except KeyError:
+        assert not dist.is_initialized()
+    return rank, size
+
+
+def _check_event(event: str, details: Any) -> None:
+    """An audit hook that raises if Python opens a socket or unpickles an object."""
+    if event.startswith(("socket.", "pickle.")):
+        raise AssertionError(f"{event} {details}")
+
+
+@scenario
+def values(launcher: str) -> None:
+    """Checks that the calls in the file ``sys.argv[3]`` have the bits of one process."""
+    sys.addaudithook(_check_event)
+    rank, size = openings(launcher)
+    meshes = {}
+    for layout, (_, seed) in LAYOUTS.items():
+        options: dict[str, Any] = {"backend": "sim", "schedule_seed": seed}
+        counts = counts_of(layout, size)
+        mesh = gr.open_mesh(counts[rank], processes=launcher, timeout=HEALTHY, **options)
+        assert (mesh.process_index, mesh.num_replicas) == (rank, sum(counts))
+        meshes[layout] = mesh, gr.open_mesh(sum(counts), processes="none", **options)
+    for case in json.loads(Path(sys.argv[3]).read_text()):
+        check(case, *meshes[case["layout"]])
+    for mesh, alone in meshes.values():
+        mesh.close()
+        alone.close()
+
+
+@scenario
+def optimized(launcher: str) -> None:
+    """Optimizers average over all replicas of all processes; each kind of gradient."""
+    with gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY) as mesh:
+        rank, size = mesh.process_index, mesh.num_processes
+        v = gr.Variable(np.zeros(2), dtype="float32", device=mesh)
+        optimizer = gr.GradientDescentOptimizer(1.0)
+        for turn in range(1, 3):
+            optimizer.minimize(lambda: np.sum(v * (rank + 1.0)))
+            assert (v.numpy() == -turn * (size + 1) / 2).all(), v.numpy()
+    for counts in ((2,) * size, [1 + rank % 2 for rank in range(size)]):
+        for alg in ALGORITHMS:
+            with gr.open_mesh(
+                counts[rank], backend="sim", processes=launcher, timeout=HEALTHY
+            ) as mesh:
+                cross_device_ops = gr.AllReduceCrossDeviceOps(alg, mesh=mesh)
+                _apply_each_kind(mesh, cross_device_ops, counts)
+                _keep_bits_equal(mesh, cross_device_ops)
+    if launcher == "mpi":  # mpiexec ends all processes of a failed mesh
+        return
+    for wrong, text in (
+        (
+            "names",
+            "the processes reduce different tensors: tensor 0 is w{0} float32[2] in process {0}",
+        ),
+        ("number", "the processes reduce different tensors: "),
+        ("kind", "the processes make different calls: call is "),
+    ):
+        with gr.open_mesh(1, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+            _apply_different(mesh, wrong, text)
+
+
+def _apply_each_kind(mesh: Any, cross_device_ops: Any, counts: Any) -> None:
+    """Checks the updates by each kind of gradient, twice, because plans are used again."""
+    rank, own = mesh.process_index, np.arange(sum(counts))
+    first = sum(counts[:rank])
+    w = gr.Variable(np.zeros((2, 1)), "w", dtype="float32", device=mesh)
+    optimizer = gr.GradientDescentOptimizer(float(sum(counts)))
+    optimizer.cross_device_ops = cross_device_ops
+    full = np.full((2, 1), 1.0 + rank, np.float32)
+    replicas = [np.full((2, 1), first + index, np.float32) for index in range(len(mesh))]
+    rows = [gr.IndexedSlices(each[:1], [rank % 2], (2, 1)) for each in (full, *replicas)]
+    total = sum((1.0 + other) * count for other, count in enumerate(counts))
+    by_row = np.zeros((2, 2, 1))
+    for other, count in enumerate(counts):
+        start = sum(counts[:other])
+        by_row[:, other % 2] += [[(1.0 + other) * count], [sum(own[start : start + count])]]
+    kinds = [
+        (full, total),
+        (rows[0], by_row[0]),
+        (gr.PerReplica(replicas, mesh), sum(own)),
+        (gr.PerReplica(rows[1:], mesh), by_row[1]),
+        (gr.Mirrored([np.ones((2, 1), np.float32)] * len(mesh), mesh), sum(counts)),
+    ]
+    for gradient, step in kinds:
+        w.assign(np.zeros((2, 1), np.float32))
+        for turn in (1, 2):
+            optimizer.apply_gradients([(gradient, w)])
+            for each in w.buffers:
+                assert (each.numpy() == -turn * np.asarray(step)).all(), (gradient, each.numpy())
+    gr.assert_mirrored([w])
+
+
+def _keep_bits_equal(mesh: Any, cross_device_ops: Any) -> None:
+    """Checks that variables stay equal bit by bit, and that a part of a mesh is refused."""
+    x = gr.Variable(np.zeros(3), "x", dtype="float32", device=mesh)
+    adam, random = gr.AdamOptimizer(0.1), np.random.default_rng(mesh.process_index)
+    adam.cross_device_ops = cross_device_ops
+    for _ in range(3):
+        adam.apply_gradients([(random.normal(size=3).astype(np.float32), x)])
+    gr.assert_mirrored([x, adam.get_slot(x, "v")])
+    if len(mesh) == 1:
+        return
+    part = gr.Variable(np.zeros(1), "part", dtype="float32", device=mesh.devices[0])
+    try:
+        adam.apply_gradients([(np.ones(1, np.float32), part)])
+    except ValueError as error:
+        text = f"cannot be averaged over the processes: the variable is on 1 of the {len(mesh)} "
+        assert text in str(error), error
+    else:
+        raise AssertionError("a part of the replicas was averaged")
+
+
+def _apply_different(mesh: Any, wrong: str, text: str) -> None:
+    """Processes that pass gradients of different variables all raise an error."""
+    is_other = mesh.process_index == 1
+    w = [gr.Variable(np.zeros(2), f"w{i}", dtype="float32", device=mesh) for i in range(2)]
+    ones = np.ones(2, np.float32)
+    pairs = [(ones, w[0]), (None, w[1])]
+    if is_other:
+        rows = gr.IndexedSlices(ones, [0, 1], (2,))
+        pairs = {
+            "names": [(None, w[0]), (ones, w[1])],
+            "number": [(ones, w[0]), (ones, w[1])],
+            "kind": [(rows, w[0]), (None, w[1])],
+        }[wrong]
+    try:
+        gr.GradientDescentOptimizer(1.0).apply_gradients(pairs)
+    except (ValueError, gr.CollectiveError) as error:
+        assert text.format(mesh.process_index) in str(error), error
+    else:
+        raise AssertionError("different gradients were averaged")
+
+
+@scenario
+def subgroups(launcher: str) -> None:
+    """Two meshes over halves of the processes, and one over all, used in turns."""
+    if launcher == "mpi":
+        from mpi4py import MPI
+
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        half = {"communicator": MPI.COMM_WORLD.Split(rank % 2, rank)}
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parts = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+        half = {"process_group": parts[rank % 2]}
+    own = gr.open_mesh(1, backend="sim", timeout=60, **half)
+    whole = gr.open_mesh(1, backend="sim", timeout=60, processes=launcher)
+    assert (own.num_replicas, whole.num_replicas) == (size // 2, size)
+    grads = [[np.full(5, 1.0 + rank), np.full(30000, 1.0 + rank)]]
+    for _ in range(3):
+        for mesh, ranks in ((own, range(rank % 2, size, 2)), (whole, range(size))):
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            (found,) = ops.all_reduce(grads, SUM)
+            for each in found:
+                assert (each == sum(1.0 + other for other in ranks)).all()
+    if launcher == "torchrun":
+        _exchange_tensors(own, rank)
+    own.close()
+    whole.close()
+    if launcher == "torchrun":
+        assert dist.is_initialized(), "a group that was passed is not destroyed"
+        dist.destroy_process_group()
+
+
+def _exchange_tensors(mesh: Any, rank: int) -> None:
+    """The batch calls of GPU exchanges, with host tensors, over a part of the ranks."""
+    import torch
+
+    group = mesh.mesh_state.processes
+    sends = [(other, torch.full((5,), rank)) for other in group.others]
+    receives = [(other, torch.zeros(5, dtype=torch.int64)) for other in group.others]
+    for work in group.start_batch(sends, receives):
+        work.wait()
+    for other, tensor in receives:
+        assert tensor.tolist() == [rank % 2 + 2 * other] * 5
+
+
+@scenario
+def restarted(launcher: str) -> None:
+    """Opens and closes meshes; process 1 fails at the second, and torchrun starts all again."""
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    for number in range(3):
+        with gr.open_mesh(2, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+            assert mesh.num_replicas == 4
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            for row in ops.all_reduce([[np.ones(40000)]] * 2, SUM, deadline=HEALTHY):
+                assert (row[0] == mesh.num_replicas).all()
+            if is_first and number == 1 and mesh.process_index == 1:
+                os._exit(1)
+
+
+@scenario
+def elastic(launcher: str) -> None:
+    """The elastic example, where one agent joins later, and is killed.
+
+    The first process waits, alone, after its first checkpoint, until its agent ends it because the
+    guest has come; the guest kills itself and its agent in the middle between two checkpoints.
+    """
+    import elastic_training
+
+    folder = Path(sys.argv[3])
+    alone = os.environ["WORLD_SIZE"] == "1"
+    guest, call = "GUEST" in os.environ, gr.SyncStep.__call__
+
+    def step(self: gr.SyncStep, terms: Any) -> bool:
+        if alone and self.global_step == 25 and not (folder / "joined").exists():
+            signal.alarm(100)  # ends this process
+            (folder / "waits").touch()
+            signal.pause()
+        if guest and self.global_step == 50:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not alone:
+            (folder / "joined").touch()
+        return call(self, terms)
+
+    gr.SyncStep.__call__ = step
+    files = ["--checkpoint", str(folder / "c.ckpt"), "--output", str(folder / "c.png")]
+    elastic_training.main([*files, "--steps", "70"])
+
+
+def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:
+    """Trains a PyTorch module; returns the parameters, and how many bytes the mesh has sent."""
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)]).double()
+    wrapped = wrap(net)
+    random = torch.Generator().manual_seed(mesh.process_index)
+    with mesh.journal() as journal:
+        for _ in range(4):  # the second one makes new buckets
+            x = torch.randn(5, 30, dtype=torch.float64, generator=random)
+            if mesh.num_processes != 2:  # gradients whose thirds are exact
+                x = torch.full((3, 30), float(mesh.process_index), dtype=torch.float64)
+                for parameter in net.parameters():
+                    torch.nn.init.ones_(parameter)
+            net.zero_grad()
+            wrapped(x).sum().backward()
+            for parameter in net.parameters():
+                parameter.data -= 0.25 * parameter.grad
+    return [parameter.detach() for parameter in net.parameters()], journal.bytes
+
+
+@scenario
+def pytorch(launcher: str) -> None:
+    """DDP with our hook and our DataParallel train like DDP; two processes on any data."""
+    import torch
+    import torch.distributed as dist
+    from support.ddp_cases import same_as_ddp
+    from torch.nn.parallel import DistributedDataParallel
+
+    def hooked(net: Any) -> Any:
+        made = ddp(net)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        made.register_comm_hook(None, gr.torch.comm_hook(ops, deadline=HEALTHY))
+        return made
+
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    for group in [dist.group.WORLD, *[pair] * (dist.get_rank() < 2)]:
+        ddp = partial(DistributedDataParallel, process_group=group, bucket_cap_mb=2**-10)
+        with gr.open_mesh(1, backend="sim", process_group=group, timeout=HEALTHY) as mesh:
+            wanted, nbytes = trained(mesh, ddp)
+            assert nbytes == 0
+            for wrap in (hooked, partial(gr.torch.DataParallel, mesh=mesh, bucket_mb=2**-10)):
+                found, nbytes = trained(mesh, wrap)
+                assert all(torch.equal(*each) for each in zip(wanted, found, strict=True))
+                assert nbytes > 0
+            if group is dist.group.WORLD:
+                same_gradients(sharded(None), sharded(mesh))
+            else:
+                ours = partial(gr.torch.DataParallel, mesh=mesh, bucket_mb=2**-10)
+                same_as_ddp(ddp, ours, mesh.process_index)
+    dist.destroy_process_group()
+
+
+def sharded(mesh: Any) -> list[Any]:
+    """Computes gradients of an FSDP2 module; with a mesh, through it. Thirds are exact."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).double()
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    for layer in net:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        if mesh is not None:
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+            layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
+    x = torch.full((6, 7), float(dist.get_rank()), dtype=torch.float64)
+    net(x).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+@scenario
+def hybrid(launcher: str) -> None:
+    """FSDP2 shards over pairs of processes; our hook averages over the two pairs."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).double()
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    alone = copy.deepcopy(net)
+    with gr.open_mesh(1, backend="sim", process_group=copies, timeout=HEALTHY) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        for layer in net:
+            fully_shard(layer, mesh=DeviceMesh.from_group(shards, "cpu"))
+            layer.set_all_reduce_hook(lambda grads: ops.all_reduce([[grads]], out=[[grads]]))
+        with mesh.journal() as journal:
+            net(torch.full((6, 7), float(rank), dtype=torch.float64)).sum().backward()
+        assert len(journal.of("exchange")) == 2  # small sums: one for each layer
+    for each in range(4):
+        alone(torch.full((6, 7), float(each), dtype=torch.float64)).sum().backward()
+    wanted = [parameter.grad / 4 for parameter in alone.parameters()]
+    same_gradients(wanted, [parameter.grad.full_tensor() for parameter in net.parameters()])
+    dist.destroy_process_group()
+
+
+def same_gradients(wanted: list[Any], found: list[Any]) -> None:
+    for one, other in zip(wanted, found, strict=True):
+        assert one.any() and one.equal(other), (one, other)
+
+
+@scenario
+def jax_arrays(launcher: str) -> None:
+    """Arrays of JAX, of each process and over all of them, become the sums of all processes."""
+    import jax
+
+    with gr.open_mesh(1, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+        rank, size = mesh.process_index, mesh.num_processes
+        port = np.zeros(1, np.int64)
+        if rank == 0:
+            with socket.create_server(("localhost", 0)) as server:
+                port[0] = server.getsockname()[1]
+        (port,) = gr.AllReduceCrossDeviceOps(mesh=mesh).broadcast(port, mesh[0]).primary
+        jax.distributed.initialize(f"localhost:{port}", size, rank)  # before any other call of JAX
+        tree = {"w": jax.numpy.full(3, 1.0 + rank), "b": [jax.numpy.float32(rank)]}
+        found, (other,) = (gr.jax.all_reduce(given, SUM, mesh=mesh) for given in (tree, [tree]))
+        for each in (found, other):
+            assert each["w"].tolist() == [sum(range(1, size + 1))] * 3
+            assert (float(each["b"][0]), type(each["b"])) == (sum(range(size)), list)
+    _global_array(jax, launcher)
+    jax.distributed.shutdown()
+
+
+def _global_array(jax: Any, launcher: str) -> None:
+    """Averages an array with a row on each device of all processes; sums one with equal copies."""
+    own, everywhere = len(jax.local_devices()), jax.devices()
+    named = jax.sharding.Mesh(everywhere, ("i",))
+    rows = jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec("i"))
+    whole = np.arange(len(everywhere), dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    array = jax.make_array_from_callback(whole.shape, rows, whole.__getitem__)
+    assert not array.is_fully_addressable
+    with gr.open_mesh(own, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
+        (found,) = gr.jax.all_reduce([array], mesh=mesh)
+        everywhere_equal = jax.sharding.NamedSharding(named, jax.sharding.PartitionSpec())
+        copies = jax.make_array_from_callback((3,), everywhere_equal, whole[1].__getitem__)
+        local = jax.device_put(jax.numpy.float32(2), jax.local_devices()[0])
+        local = jax.device_put(local, _on_all_of_this_process(jax))
+        once = gr.jax.all_reduce([copies, local], SUM, mesh=mesh, replicated="once")
+    totals = [np.asarray(each.addressable_shards[-1].data).tolist() for each in once]
+    assert totals == [[1] * 3, 2 * len(everywhere) / own]
+    assert (found.shape, found.sharding) == (array.shape, array.sharding)
+    assert len(found.addressable_shards) == own
+    for shard in found.addressable_shards:
+        assert (np.asarray(shard.data) == whole.mean()).all()
+    with gr.open_mesh(own, backend="sim", processes="none") as alone:
+        try:
+            gr.jax.all_reduce([array], mesh=alone)
+        except ValueError as error:
+            assert str(error).startswith(f"grads[0]: the array has {len(everywhere)} shards")
+        else:
+            raise AssertionError("a mean over a part of the shards")
+
+
+def _on_all_of_this_process(jax: Any) -> Any:
+    """Returns a sharding with a copy on each device of this process."""
+    own = jax.sharding.Mesh(jax.local_devices(), ("i",))
+    return jax.sharding.NamedSharding(own, jax.sharding.PartitionSpec())
+
+
+# The devices of a process on GPUs, by the name in ``sys.argv``, and whether NCCL can connect them.
+ON_GPUS: dict[str, tuple[dict[str, Any], bool]] = {
+    "own": ({"devices_per_process": 2}, True),  # on the GPU of the local rank
+    "shared": ({"devices": [0, 0]}, True),  # allowed by environment variables of NCCL
+    "host": ({"devices": [0, 0]}, False),
+}
+
+
+@scenario
+def on_gpus(launcher: str) -> None:
+    """Sums on GPUs, plain and prepared, have the bits of one process with simulated devices."""
+    options, by_nccl = ON_GPUS[sys.argv[3]]
+    mesh = gr.open_mesh(backend="cuda", processes=launcher, timeout=HEALTHY, **options)
+    moves = mesh.mesh_state.processes.move_on_gpu
+    assert (moves is not None) == by_nccl, moves
+    alone = gr.open_mesh(mesh.num_replicas, backend="sim", processes="none")
+    first = mesh.process_index * len(mesh)
+    random = np.random.default_rng(0)
+    for size, dtype in itertools.product((1, 1003, 300_000), ("float16", "float32", "int16")):
+        grads = [(random.standard_normal(size) * 100).astype(dtype) for _ in alone]
+        here = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        there = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone)
+        wanted = there.all_reduce([[grad] for grad in grads], SUM)[0][0]
+        mine = zip(mesh, grads[first : first + len(mesh)], strict=True)
+        value = gr.PerReplica([device.upload(grad) for device, grad in mine], mesh)
+        prepared = here.prepare(SUM, [(value, value)])
+        for total in (here.reduce(SUM, value, value), prepared()[0], prepared()[0]):
+            for buffer in total.buffers:
+                assert buffer.numpy().tobytes() == wanted.tobytes()
+    mesh.close()
+    alone.close()
+
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]](sys.argv[2])
+    print("done", flush=True)

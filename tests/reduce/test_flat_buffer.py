@@ -1,0 +1,580 @@
+"""Flat buffers: filled through arrays of any library, recognized as arguments, not packed."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import sys
+import weakref
+from collections import deque
+from types import ModuleType
+
+import numpy as np
+import pytest
+from support.exact_data import same
+from support.meshes import MeshCase, num_grown, refused
+
+import gradreduce as gr
+from gradreduce.arrays.convert import kind_of, to_buffer
+from gradreduce.device import Block
+from gradreduce.device.memory.external import ExternalBuffers
+from gradreduce.device.memory.freed import DeferredFree
+from gradreduce.errors import BackendUnavailableError
+from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
+from gradreduce.reduce.pack_buffers import lay_out
+from gradreduce.reduce.packing import plan_packing
+
+SHAPES = [(100, 180), (7,), (), (0, 3), (5, 900)]  # more than 64 KiB: a slice on each device
+KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
+SUM = gr.ReduceOp.SUM
+
+
+@pytest.fixture(scope="module", params=[(0, 0, 1, 1), (0,)], ids=str)
+def mesh(request):
+    with MeshCase(request.param).open() as opened:
+        yield opened
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    if request.param == "torch":
+        importlib.import_module("torch")
+    return request.param
+
+
+def address(array) -> int:
+    if kind_of(array) == "torch":
+        return array.data_ptr()
+    return array.__array_interface__["data"][0]
+
+
+def fill(arrays, seed: int = 0) -> None:
+    for replica, row in enumerate(arrays):
+        for tensor, array in enumerate(row):
+            array[...] = seed + 10 * replica + tensor
+
+
+def sums(num_replicas: int, seed: int = 0) -> list[np.ndarray]:
+    """The sums of the values that ``fill`` writes."""
+    return [
+        np.full(shape, sum(seed + 10 * replica + tensor for replica in range(num_replicas)), "f4")
+        for tensor, shape in enumerate(SHAPES)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
+def test_arrays_share_the_memory_of_the_views(mesh, kind, dtype):
+    flat = mesh.flat_buffer(SHAPES, dtype)
+    for row, views in zip(flat.arrays(kind), flat.views, strict=True):
+        for array, view in zip(row, views, strict=True):
+            assert kind_of(array) == ("native" if kind == "numpy" else kind)
+            assert tuple(array.shape) == view.shape
+            assert address(array) == view.address or not view.size
+            back = to_buffer(array, view.device)
+            assert (back.shape, back.dtype) == (view.shape, view.dtype)
+            assert back.block is view.block or not view.size
+            assert back.address == view.address or not view.size
+    assert flat.arrays("buffer") == [list(views) for views in flat.views]
+    assert isinstance(flat.arrays()[0][0], np.ndarray)
+
+
+def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    arrays = flat.arrays(kind)
+    grown = []
+    for seed in (1, 2, 3):
+        fill(arrays, seed)
+        with mesh.journal() as journal:
+            reduced = ops.all_reduce(arrays, SUM)
+        launches = [(record.name, record.device) for record in journal.records]
+        physicals = len(mesh.by_physical)
+        assert [name for name, _ in launches] == ["all_sum"] * physicals  # and no other launch
+        for row in reduced:
+            assert [kind_of(array) for array in row] == [kind_of(each) for each in arrays[0]]
+            for array, expected in zip(row, sums(len(mesh), seed), strict=True):
+                assert same(np.asarray(array), expected)
+        del row, reduced, array
+        grown.append(num_grown(mesh))
+    assert grown[0] == grown[2]
+
+
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_arrays_and_views_are_the_same_to_a_plan(peer_access):
+    with MeshCase((0, 1, 1), peer_access).open() as mesh:
+        flat = mesh.flat_buffer(SHAPES, "float32")
+        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce):
+            ops = make(mesh=mesh)
+            plans = []
+            copies = [[array.copy() for array in row] for row in flat.arrays()]
+            for rows in (flat.arrays(), flat.views, copies):
+                values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
+                plans.append(ops.plan(SUM, [(value, value) for value in values]))
+            assert plans[0] == plans[1]
+            assert plans[0].launches < plans[2].launches  # plans[2] packs first
+
+
+def test_any_view_of_an_array_is_recognized(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    device, view = mesh.devices[0], flat.views[0][0]
+    array = flat.arrays(kind)[0][0]
+    del flat
+    for seen in (array, array.reshape(180, 100), array[3:5], array.reshape(-1)[5:6], array[7:]):
+        back = to_buffer(seen, device)
+        assert (back.block, back.address) == (view.block, address(seen))
+        assert back.shape == tuple(seen.shape)
+    other = array.view(importlib.import_module("torch").int16 if kind == "torch" else np.int16)
+    back = to_buffer(other, device)
+    assert (back.block, back.dtype, back.shape) == (view.block, np.dtype("int16"), (100, 360))
+    for copied in (array.T, array[:, ::2]):
+        back = to_buffer(copied, device)
+        assert back.block is not view.block
+        assert back.block.owned  # a copy, like that of any array
+
+
+def test_other_arrays_are_converted_as_usual(mesh):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    array = flat.arrays()[-1][0]
+    device = mesh.devices[-1]
+    assert to_buffer(array, device).block.owned
+    array.flags.writeable = False
+    fixed = to_buffer(array, device)
+    assert not fixed.block.owned
+    assert not fixed.block.writable
+    assert flat.buffers[-1].block.writable
+    others = [np.zeros(3), np.zeros((2, 3))[1], np.frombuffer(bytearray(24)), np.zeros(0)]
+    result = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce([[np.zeros(3)] for _ in mesh])
+    for other in (*others, result[-1][0]):  # what a plain call returned is the caller's
+        assert not to_buffer(other, device).block.owned
+    if len(mesh) > 1:  # an array passed for another device is copied there
+        back = to_buffer(flat.arrays()[0][0], device)
+        assert back.device is device
+        assert not back.block.owned
+
+
+def test_memory_lives_as_long_as_an_array_and_is_not_taken_for_the_old_one_after(mesh, kind):
+    device = mesh.devices[0]
+    flat = mesh.flat_buffer([(1000,)], "float32")
+    block, start = weakref.ref(flat.buffers[0].block), flat.buffers[0].address
+    array = flat.arrays(kind)[0][0]
+    array[...] = 5
+    del flat
+    gc.collect()
+    kept = device.empty((1000,), "float32")  # strict fills it with NaN
+    assert kept.address != start
+    assert (np.asarray(array) == 5).all()
+    assert to_buffer(array, device).block is block()
+    del array
+    gc.collect()
+    assert block() is None
+    again = device.empty((1000,), "float32")
+    assert again.address == start  # from the pool
+    seen = to_buffer(device.release(again), device)
+    assert seen.block is not again.block
+    assert not seen.block.owned
+
+
+def block_at(device, start: int, nbytes: int) -> Block:
+    return Block(device, object(), start, nbytes, owned=True, writable=True)
+
+
+def test_external_memory_is_found_by_all_of_its_bytes(mesh):
+    external = ExternalBuffers()
+    assert external.find(100, 1) is None
+    low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)
+    external.add(high)
+    external.add(low)
+    assert [external.find(at, 8) for at in (99, 100, 142, 143, 199, 200, 201)] == [
+        None, low, low, None, None, high, None,
+    ]  # fmt: skip
+    assert external.find(150, 0) is external.find(120, 0) is None
+    del low
+    assert external.find(100, 8) is None
+    assert external.find(200, 8) is high
+    other = block_at(mesh.devices[0], 90, 60)
+    external.add(other)
+    assert external.find(100, 50) is other
+
+
+def test_a_block_that_is_being_freed_is_not_found(mesh):
+    """Also in another thread, when its memory may have a new owner."""
+    external, found, deferred = ExternalBuffers(), [], DeferredFree()
+
+    class FindingDeque(deque):
+        def append(self, end):
+            found.append(external.find(100, 8))
+            assert end.raw is memory
+
+    deferred.freed = FindingDeque()
+    memory = object()
+    block = Block(mesh.devices[0], memory, 100, 50, owned=True, writable=True)
+    external.add(deferred.track(block))
+    assert external.find(100, 8) is block
+    del block
+    assert found == [None]
+
+
+def test_zero_is_one_fill_on_each_device(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    arrays = flat.arrays(kind)
+    fill(arrays, 1)
+    with mesh.journal() as journal:
+        flat.zero()
+    filled = [(record.kind, record.device, record.nbytes) for record in journal.records]
+    assert filled == [("fill", buffer.device.index, buffer.nbytes) for buffer in flat.buffers]
+    for row in arrays:
+        for array in row:
+            assert not np.asarray(array).any()
+    mesh.flat_buffer([], "float32").zero()
+
+
+def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
+    for seed in range(4):
+        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+            flat = mesh.flat_buffer(SHAPES, "float32")
+            arrays = flat.arrays()
+            fill(arrays, 4)
+            reduced = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(
+                arrays, SUM, output_type="buffer"
+            )
+            fill(arrays, 9)  # allowed: the call has read them
+            for array, expected in zip(reduced[2], sums(3, 4), strict=True):
+                assert same(array.numpy(), expected)
+            flat.zero()
+            assert not any(array.any() for row in arrays for array in row)
+
+
+def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    arrays = flat.arrays(kind)
+    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
+    pairs = [(value, value) for value in values if value.buffers[0].size]
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, pairs)
+    fill(arrays, 6)
+    with mesh.journal() as journal:
+        results = step()
+    assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
+    wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
+    for result, expected in zip(results, wanted, strict=True):
+        assert same(np.asarray(result.primary), expected)
+
+
+def test_only_padding_is_written_between_tensors(mesh):
+    """In place a whole flat buffer is written, gaps too: part of a tensor leaves no gap behind."""
+    flat = mesh.flat_buffer([(3,), (8,), (2, 2)], "float32")
+    whole, floats = flat.arrays(), (np.dtype("float32"),) * 2
+    for cut, in_place in ((slice(None), True), (slice(5), False)):
+        rows = [[first, second[cut], third] for first, second, third in whole]
+        given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
+        plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
+        (laid,) = lay_out(plans, given, HierarchicalCopy(mesh.devices), targets=given)
+        assert plans[0].has_gaps
+        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
+            assert (out.block is buffer.block) == (moved is None) == in_place
+        assert all(moved is None for moved in laid.filling)  # reading past a tensor is harmless
+
+
+def test_zero_waits_for_readers_of_a_flat_buffer():
+    for seed in range(4):
+        with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:
+            device, other = mesh.devices
+            flat = mesh.flat_buffer(SHAPES, "float32")
+            fill(flat.arrays(), 4)
+            read = other.empty(SHAPES[0], "float32")
+            other.copy(read, flat.views[0][0])
+            flat.zero()
+            assert (read.numpy() == 4).all()
+            assert not device.download(flat.buffers[0]).any()
+
+
+def test_a_prepared_step_reads_what_was_filled_and_released_is_read():
+    for seed in range(4):
+        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+            flat = mesh.flat_buffer(SHAPES, "float32")
+            values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+            arrays = flat.arrays()
+            step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
+                SUM, [(value, value) for value in values]
+            )
+            for turn in (3, 8):
+                flat.release()
+                fill(arrays, turn)
+                flat.adopt()
+                results = step()
+            flat.release()
+            fill(arrays, 99)
+            for result, expected in zip(results, sums(3, 8), strict=True):
+                assert same(result.buffers[2].numpy(), expected)
+
+
+def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    with refused(mesh, ValueError, "output_type='tensor' is not one of"):
+        flat.arrays("tensor")
+    for name, why in (("jax", "JAX arrays are immutable"), ("cupy", "is simulated")):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with refused(mesh, ValueError, f"output_type='{name}': {name} is not imported"):
+            flat.arrays(name)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        with refused(mesh, ValueError, why):
+            flat.arrays(name)
+    with gr.open_mesh(1, backend="sim") as closed:
+        flat = closed.flat_buffer(SHAPES, "float32")
+        flat.arrays()
+    for call in (flat.zero, flat.arrays, flat.adopt, flat.release):
+        with pytest.raises(BackendUnavailableError, match="was closed"):
+            call()
+
+
+@pytest.mark.torch
+def test_gradients_of_pytorch_accumulate_in_it_and_are_not_packed(mesh):
+    torch = importlib.import_module("torch")
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(300, 80) for _ in mesh]
+    shapes = [parameter.shape for parameter in models[0].parameters()]
+    flat = mesh.flat_buffer(shapes, "float32")
+    for model, views in zip(models, flat.arrays("torch"), strict=True):
+        for parameter, view in zip(model.parameters(), views, strict=True):
+            parameter.grad = view
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    for turn in (1, 2):
+        flat.zero()
+        for replica, model in enumerate(models):
+            for _ in range(2):  # two micro-batches
+                model(torch.full((1, 300), float(replica + turn))).sum().backward()
+        with mesh.journal() as journal:
+            means = ops.all_reduce(
+                [[parameter.grad for parameter in model.parameters()] for model in models]
+            )
+        assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
+        expected = 2 * (sum(range(len(mesh))) / len(mesh) + turn)
+        for weight, bias in means:
+            assert (weight == expected).all()
+            assert (bias == 2).all()
+    grads = [[parameter.grad.data_ptr() for parameter in model.parameters()] for model in models]
+    assert grads == [[view.address for view in views] for views in flat.views]
+    assert math.prod(shapes[0]) * 4 > 1 << 16  # large enough for a slice on each device
+
+
+def test_shapes_may_be_any_iterables_and_are_integers_from_zero_up():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        flat = mesh.flat_buffer((iter(shape) for shape in [(2, 3), ()]), "float32")
+        assert [view.shape for view in flat.views[0]] == [(2, 3), ()]
+        for wrong in (3, (-2, -3), (2.0,), "ab"):
+            with pytest.raises(ValueError, match=r"shapes\[1\]=.* must be a list of integers"):
+                mesh.flat_buffer([(1,), wrong], "float32")
+
+
+def a_model(mesh, seed: int = 0):
+    """Equal layers on each device, an attached flat buffer of their gradients, and a step."""
+    torch = importlib.import_module("torch")
+    torch.manual_seed(seed)
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    parameters = [list(model.parameters()) for model in models]
+    flat = mesh.flat_buffer([parameter.shape for parameter in parameters[0]], "float32")
+    flat.attach(model.parameters() for model in models)
+    return torch, models, parameters, flat
+
+
+def are_views(parameters, flat) -> bool:
+    found = [[parameter.grad.data_ptr() for parameter in row] for row in parameters]
+    return found == [[view.address for view in views] for views in flat.views]
+
+
+def steps_of(mesh, flat):
+    """Makes a step of the same reduction in place in each possible way."""
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    columns = list(zip(*flat.arrays("torch"), strict=True))
+    pairs = [(value, value) for value in (gr.PerReplica(column, mesh) for column in columns)]
+    return [
+        flat.prepare_all_reduce(gr.ReduceOp.MEAN, cross_device_ops=ops),
+        ops.prepare(gr.ReduceOp.MEAN, pairs, out=columns),
+        ops.capture(gr.ReduceOp.MEAN, pairs, out=columns),
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", [0, 1, 2], ids=["flat", "prepare", "capture"])
+def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh, way):
+    torch, models, parameters, flat = a_model(mesh)
+    step = steps_of(mesh, flat)[way]
+    flat = weakref.ref(flat) if way else flat  # the step of other arrays needs no flat buffer
+    optimizers = [torch.optim.SGD(row, 0.1) for row in parameters]
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+    plain.load_state_dict(models[0].state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    images = torch.randn(6, len(mesh), 16, 8)
+    for turn, to_none in enumerate([True, True, False, None, True, False]):
+        for each in (*optimizers, optimizer) if to_none is not None else ():
+            each.zero_grad(set_to_none=to_none)
+        for replica, model in enumerate(models):
+            for _ in range(2):
+                model(images[turn, replica]).square().mean().backward()
+        for image in images[turn]:
+            (2 * plain(image).square().mean() / len(mesh)).backward()
+        step()
+        for each in (*optimizers, optimizer):
+            each.step()
+    flatten = torch.nn.utils.parameters_to_vector
+    for row in parameters:
+        assert torch.equal(flatten(row), flatten(parameters[0]))
+        assert torch.allclose(flatten(row), flatten(plain.parameters()), atol=1e-6)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("made", ["prepare", "capture"])
+def test_steps_of_buffers_wait_for_the_owners_of_attached_gradients(made):
+    """Buffers have no owner's stream, but PyTorch fills these and must see the sums."""
+    with gr.open_mesh([0, 0, 1, 1], backend="sim", schedule_seed=3) as mesh:
+        torch, models, parameters, flat = a_model(mesh)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        pairs = [(gr.PerReplica(each, mesh), mesh) for each in zip(*flat.views, strict=True)]
+        step = getattr(ops, made)(SUM, pairs, out=list(zip(*flat.views, strict=True)))
+        for turn in range(4):
+            for replica, model in enumerate(models):
+                model.zero_grad(set_to_none=False)
+                model[1](torch.full((1, 4), float(replica + turn))).sum().backward()
+            step()
+            for row in parameters:
+                assert (row[2].grad == 6 + 4 * turn).all()
+                assert (row[3].grad == 4).all()
+
+
+@pytest.mark.torch
+def test_a_parameter_without_a_gradient_contributes_zero(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    step = flat.prepare_all_reduce(SUM)
+    for view in flat.arrays("torch")[0]:
+        view.fill_(7)
+    for row in parameters:
+        for parameter in row:
+            parameter.grad = None
+    for model in models:
+        model[1](torch.ones(1, 4)).sum().backward()  # the first layer is not used
+    parameters[0][2].grad = None
+    results = step()
+    assert are_views(parameters, flat)
+    for row in parameters:
+        assert not row[0].grad.any()
+        assert not row[1].grad.any()
+        assert (row[2].grad == len(mesh) - 1).all()
+        assert (row[3].grad == len(mesh)).all()
+    assert [result.parts for result in results] == list(zip(*flat.views, strict=True))
+    parameters[-1][0].grad = torch.ones_like(parameters[-1][0])
+    flat.zero()
+    assert are_views(parameters, flat)
+    assert not any(parameter.grad.any() for row in parameters for parameter in row)
+
+
+@pytest.mark.torch
+def test_an_optimizer_leaves_a_frozen_parameter_alone(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    step = flat.prepare_all_reduce(SUM)
+    optimizers = [torch.optim.AdamW(row, 0.1, weight_decay=0.1) for row in parameters]
+    start = parameters[0][0].detach().clone()
+
+    def train():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+        step()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for row in parameters:
+        row[0].requires_grad_(False)
+    train()
+    train()
+    for row, views in zip(parameters, flat.arrays("torch"), strict=True):
+        assert row[0].grad is None
+        assert torch.equal(row[0], start)
+        assert not views[0].any()
+        row[0].requires_grad_(True)
+    train()
+    assert are_views(parameters, flat)
+    for row in parameters:
+        assert row[0].grad.any()
+        assert torch.equal(row[0], parameters[0][0])
+        assert not torch.equal(row[0], start)
+
+
+@pytest.mark.torch
+def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    steps = [*steps_of(mesh, flat), flat.zero]
+    replaced = parameters[0][0].grad = torch.ones_like(parameters[0][0])
+    wide = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.float64))
+    wide.grad = torch.ones_like(wide)
+
+    def swap(parameter):  # as model.double() does: the same tensors, of other memory
+        models[-1].double()
+
+    def grow(parameter):
+        parameter.grad, parameter.data = None, torch.zeros(3)
+
+    def make_sparse(parameter):
+        parameter.data = torch.zeros(4)
+        parameter.grad = torch.zeros(4).to_sparse()
+
+    at = len(mesh) - 1
+    for change, why in (
+        (
+            grow,
+            rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is float32",
+        ),
+        (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has layout torch.sparse_coo"),
+        (swap, rf"parameters\[{at}\]\[.\] is float64.*make a new flat buffer or DataParallel"),
+    ):
+        change(parameters[-1][3])
+        for step in steps:
+            with refused(mesh, ValueError, why):
+                step()
+        assert parameters[0][0].grad is replaced
+    with refused(mesh, ValueError, r"parameters\[.\]\[.\] is float64"):
+        flat.attach(parameters)
+
+
+@pytest.mark.torch
+def test_a_refused_attach_keeps_the_existing_gradients(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    others = [[torch.nn.Parameter(each.detach().clone()) for each in row] for row in parameters]
+    for row in others:
+        row[1].grad = torch.full((4,), 3.0)
+    shared = [*others[0][:3], others[0][1]]
+    scaled = [*others[0][:3], others[0][3] * 2]
+    double = [*others[0][:3], others[0][3].detach().double()]
+    for given, kind, why in (
+        (others[:-1], ValueError, r"parameters must have 4 for each of .* it has \["),
+        ([row[:3] for row in others], ValueError, r"must have 4 for each of .* it has \[3"),
+        (
+            [shared, *others[1:]],
+            ValueError,
+            r"parameters\[0\]\[3\] is the same tensor as parameters\[0\]\[1\], which",
+        ),
+        ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
+        ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], but its view"),
+        (
+            [[np.ones(4)] * 4, *others[1:]],
+            TypeError,
+            r"parameters\[0\]\[0\] is ndarray; pass a PyTorch",
+        ),
+        (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str; pass a PyTorch"),
+        ([3], TypeError, r"parameters\[0\] is int; pass the module, the parameters or the named_p"),
+        ([torch.nn.ReLU()], ValueError, r"parameters must have 4 for each of .* it has \[0\]"),
+    ):
+        with refused(mesh, kind, why):
+            flat.attach(given)
+        assert others[0][0].grad is None
+    assert are_views(parameters, flat)
+    flat.attach(others)
+    assert are_views(others, flat)
+    assert all((row[1].grad == 3).all() and not row[0].grad.any() for row in others)
+    with pytest.raises(ValueError, match="cross_device_ops=3 cannot prepare a step"):
+        flat.prepare_all_reduce(SUM, cross_device_ops=3)
+    block = weakref.ref(flat.buffers[0].block)
+    del flat, others, row, shared, scaled, double, given, models, parameters
+    gc.collect()
+    assert block() is None  # no reference cycle keeps it

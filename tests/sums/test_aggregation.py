@@ -1,0 +1,434 @@
+"""Terms of one gradient on one device: the order of additions, the launches, and every error."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from functools import reduce
+
+import numpy as np
+import pytest
+from support.exact_data import DTYPES, random_data, same
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.sums import aggregators
+from gradreduce.sums.aggregators import aggregate_buffers
+
+ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
+METHODS = [ADD_N, TREE, ACCUMULATE_N]
+NAMES = {ADD_N: "add_n", TREE: "tree", ACCUMULATE_N: "accumulate_n"}
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+HALVES = ["float16", "bfloat16"]
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def mesh(request) -> Iterator[gr.Mesh]:
+    with gr.open_mesh(3, backend="sim", kernels=request.param, strict=True) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def default(mesh, monkeypatch):
+    """The mesh for host arrays."""
+    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
+
+
+@pytest.fixture(params=METHODS, ids=NAMES.get)
+def method(request) -> int:
+    return request.param
+
+
+def left_to_right(terms):
+    return reduce(np.add, terms)
+
+
+def binary_counter(terms):
+    """Adds two sums of equal size as soon as both exist; at the end the rest, smallest first."""
+    stack = []
+    for term in terms:
+        stack.append((1, term))
+        while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
+            (size, right), (_, left) = stack.pop(), stack.pop()
+            stack.append((2 * size, np.add(left, right)))
+    while len(stack) > 1:
+        (size, right), (other, left) = stack.pop(), stack.pop()
+        stack.append((size + other, np.add(left, right)))
+    return stack[0][1]
+
+
+def reference(terms, method):
+    """Adds in the accumulate type and rounds once."""
+    wide = accumulate_dtype(terms[0].dtype)
+    with np.errstate(all="ignore"):
+        add = binary_counter if method == TREE else left_to_right
+        return add([term.astype(wide) for term in terms]).astype(terms[0].dtype)
+
+
+# -- the methods ----------------------------------------------------------------------------------
+
+
+def test_replicas_are_no_terms():
+    """Replicas are on different devices, so adding them is a reduction."""
+    with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
+        value = gr.PerReplica([np.ones(3)] * 2, mesh)
+        for call, kind in ((gr.aggregate, TypeError), (gr.add_n, ValueError),
+                           (gr.accumulate_n, ValueError)):  # fmt: skip
+            with pytest.raises(
+                kind, match=r"PerReplica.*; use AllReduceCrossDeviceOps\(\)\.reduce\("
+            ):
+                call(value)
+        with pytest.raises(
+            TypeError, match=r"^input 1: PerReplica is not an array.* or value\[0\] for one"
+        ):
+            gr.add_n([np.ones(3), value])
+        assert journal.records == []
+
+
+def test_the_method_is_an_enum_with_the_numbers_of_tensorflow():
+    method = gr.AggregationMethod
+    assert [method.ADD_N, method.DEFAULT] == [0, 0]
+    assert [method.EXPERIMENTAL_TREE, method.EXPERIMENTAL_ACCUMULATE_N] == [1, 2]
+    assert method.DEFAULT is method.ADD_N
+    assert [member.name for member in method] == [
+        "ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N",
+    ]  # fmt: skip
+    assert issubclass(method, enum.IntEnum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_order_of_additions(method, dtype):
+    for num_terms in range(1, 18):
+        terms = list(random_data((num_terms, 3, 101), dtype, seed=num_terms))
+        assert same(gr.aggregate(terms, method), reference(terms, method)), num_terms
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_public_functions_add_left_to_right(dtype):
+    for num_terms in range(2, 18):
+        terms = list(random_data((num_terms, 211), dtype, seed=num_terms))
+        wanted = reference(terms, ADD_N)
+        assert same(gr.add_n(terms), wanted)
+        assert same(gr.accumulate_n(tuple(terms)), wanted)
+
+
+def test_the_three_orders_differ_where_the_data_shows_it():
+    terms = [np.array([value], "float32") for value in (1e8, 1, -1e8, 1, 1)]
+    assert gr.aggregate(terms, ADD_N).tolist() == [2.0]
+    assert gr.aggregate(terms, ACCUMULATE_N).tolist() == [2.0]
+    assert gr.aggregate(terms, TREE).tolist() == [1.0]
+
+
+def test_half_precision_is_added_in_float32_and_rounded_once(method):
+    terms = [np.array([value], "float16") for value in (2048, 1, 1)]
+    assert gr.aggregate(terms, method).tolist() == [2050.0]
+    terms = [np.array([value], "float16") for value in (60000, 60000, -60000, 0)]
+    assert gr.aggregate(terms, method).tolist() == [60000.0]
+
+
+@pytest.mark.parametrize("given", [0, 1, 2, None, *gr.AggregationMethod, True, False, np.int64(2)])
+def test_accepted_names_of_a_method(given):
+    terms = [np.array([value], "float32") for value in (1e8, 1, -1e8, 1, 1)]
+    wanted = 1.0 if given is not None and int(given) == TREE else 2.0
+    assert gr.aggregate(terms, given).tolist() == [wanted]
+    assert gr.aggregate(terms).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("wrong", [3, -1, 0.5, "ADD_N", "", [], (), {}, object(), gr.ReduceOp.SUM])
+@pytest.mark.parametrize("num_terms", [0, 1, 2])
+def test_an_invalid_method_even_for_a_single_term(wrong, num_terms):
+    with pytest.raises(ValueError, match="Invalid aggregation_method specified"):
+        gr.aggregate([np.ones(2)] * num_terms, wrong)
+
+
+# -- what goes in and comes out -------------------------------------------------------------------
+
+
+def test_none_is_left_out_and_nothing_gives_none(method):
+    one, two = np.ones(2), np.full(2, 2.0)
+    assert gr.aggregate([], method) is None
+    assert gr.aggregate([None, None], method) is None
+    assert gr.aggregate([None, one, None], method) is one
+    assert gr.aggregate([None, one, None, two, two, None], method).tolist() == [5.0, 5.0]
+
+
+def test_a_single_term_is_passed_through(method, mesh):
+    flag = np.array([True])  # a single term is returned without a check of its dtype
+    for term in (np.ones(2), [1.0, 2.0], 3.0, mesh.devices[1].put(np.ones(2)), flag):
+        assert gr.aggregate([term], method) is term
+        assert gr.add_n([term]) is term
+        assert gr.accumulate_n([term]) is term
+
+
+def test_an_iterable_is_read_to_its_end(method):
+    seen = []
+
+    def terms():
+        for value in (1.0, 2.0, 3.0):
+            seen.append(value)
+            yield np.array([value])
+
+    assert gr.aggregate(terms(), method).tolist() == [6.0]
+    assert seen == [1.0, 2.0, 3.0]
+    assert gr.aggregate(np.ones((4, 2)), method).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_terms", [2, 3, 5, 8])
+def test_inputs_are_unchanged_and_results_survive(method, dtype, num_terms, mesh):
+    values = random_data((num_terms, 65), dtype)
+    before = values.copy()
+    values.flags.writeable = False
+    held = gr.aggregate(list(values), method)
+    copy = held.copy()
+    buffers = [mesh.devices[2].put(term) for term in values]
+    others = [gr.aggregate(buffers, method), gr.aggregate(list(values[::-1]), method)]
+    assert others[0].device is mesh.devices[2]
+    assert same(values, before)
+    assert same(held, copy)
+    assert same(others[0].numpy(), copy)
+    held[...] = 0
+    assert same(values, before)
+    assert same(others[0].numpy(), copy)
+
+
+def test_the_same_array_may_be_every_term(method):
+    term = np.array([1.0, -2.0], "float32")
+    assert gr.aggregate([term] * 7, method).tolist() == [7.0, -14.0]
+    assert term.tolist() == [1.0, -2.0]
+
+
+def test_the_array_type_is_that_of_the_first_term(method, mesh):
+    array, buffer = np.ones(2, "float32"), mesh.devices[0].put(np.ones(2, "float32"))
+    assert type(gr.aggregate([array, buffer, buffer], method)) is np.ndarray
+    assert type(gr.aggregate([buffer, array, array], method)) is gr.Buffer
+    assert type(gr.aggregate([[1.0, 1.0], np.ones(2)], method)) is np.ndarray
+
+
+def test_terms_lie_on_the_device_of_the_replica(method, mesh):
+    terms = [np.ones(2, "float32")] * 3
+    with mesh.journal() as journal, gr.replica(2):
+        gr.aggregate(terms, method)
+    assert {record.device for record in journal.records} == {2}
+    with gr.replica(3), pytest.raises(ValueError, match="replica 3: the mesh has 3"):
+        gr.aggregate(terms, method)
+
+
+def test_empty_and_scalar_terms(method, mesh):
+    with mesh.journal() as journal:
+        made = gr.aggregate([np.empty((0, 3), "float32")] * 5, method)
+    assert (made.shape, journal.launches) == ((0, 3), 0)
+    made = gr.aggregate([np.array(1.5), 2.0, np.float64(3)], method)
+    assert (made.shape, made.item()) == ((), 6.5)
+
+
+def test_nan_and_infinities_stay_in_their_element(method):
+    terms = [np.array(values, "float32") for values in
+             ([np.nan, np.inf, np.inf, 1], [1, 1, -np.inf, 2], [1, 1, 1, 3])]  # fmt: skip
+    assert same(gr.aggregate(terms, method), np.array([np.nan, np.inf, np.nan, 6], "float32"))
+
+
+def test_integers_wrap(method):
+    made = gr.aggregate([np.array([100, -100], "int8")] * 2, method)
+    assert (made.dtype, made.tolist()) == (np.int8, [-56, 56])
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+def put_all(device, gradients):
+    return [[device.put(term) for term in terms] for terms in gradients]
+
+
+def launched(mesh, gradients, method):
+    """The names and rows of all launches, and the results."""
+    device = mesh.devices[1]
+    buffers = put_all(device, gradients)
+    with mesh.journal() as journal:
+        made = aggregate_buffers(buffers, device, tree=method == TREE)
+    assert {record.kind for record in journal.records} <= {"launch"}
+    for total, terms in zip(made, gradients, strict=True):
+        assert total.device is device
+        assert same(total.numpy(), reference(terms, method))
+    return [(record.name, record.num_rows) for record in journal.records]
+
+
+@pytest.mark.parametrize("num_terms", range(1, 18))
+def test_launches_do_not_grow_with_the_number_of_gradients(mesh, method, num_terms):
+    gradients = [
+        list(random_data((num_terms, size), "float32", seed=size)) for size in range(1, 120)
+    ]
+    many = len(gradients)
+    wanted = {
+        ADD_N: [("add_n", many)],
+        ACCUMULATE_N: [("add_n", many)],
+        TREE: [("add_n", num_terms // 2 * many)],
+    }[method]
+    if method == TREE:
+        level = (num_terms + 1) // 2
+        while level > 1:
+            wanted.append(("accumulate_n", level // 2 * many))
+            level = (level + 1) // 2
+    if num_terms <= 2:
+        wanted = [("add_n", many)] * (num_terms - 1)
+    assert launched(mesh, gradients, method) == wanted
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_rounded_in_one_more_launch(mesh, method, dtype):
+    gradients = [list(random_data((4, size), dtype)) for size in (1, 30, 1000)]
+    assert launched(mesh, gradients, method) == {
+        ADD_N: [("add_n", 3)],
+        ACCUMULATE_N: [("add_n", 3)],
+        TREE: [("add_n", 6), ("accumulate_n", 3), ("pack", 3)],
+    }[method]  # fmt: skip
+
+
+def test_gradients_with_different_numbers_of_terms_and_dtypes(mesh, method):
+    gradients = [
+        list(random_data((num_terms, 40 + num_terms), dtype, seed=num_terms))
+        for num_terms in (1, 2, 3, 7, 16)
+        for dtype in ("float32", "float16", "int32")
+    ]
+    names = [name for name, _ in launched(mesh, gradients, method)]
+    limit = {ADD_N: 4 * 3, ACCUMULATE_N: 4 * 3, TREE: 3 + 3 + 4 * 4 + 1}[method]
+    assert len(names) <= limit
+
+
+def test_a_single_term_is_returned_without_a_launch(mesh, method):
+    buffers = put_all(mesh.devices[1], [[np.ones(2)], [np.ones(3)] * 2])
+    made = aggregate_buffers(buffers, mesh.devices[1], tree=method == TREE)
+    assert made[0] is buffers[0][0]
+    assert made[1] is not buffers[1][0]
+    assert aggregate_buffers([], mesh.devices[1]) == []
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+SUMS = [
+    gr.add_n,
+    gr.accumulate_n,
+    *(lambda terms, m=m: gr.aggregate(terms, m) for m in METHODS),
+]
+
+
+@pytest.mark.parametrize("call", [gr.add_n, gr.accumulate_n])
+@pytest.mark.parametrize(
+    "inputs",
+    [[], (), None, np.ones((2, 2)), iter([np.ones(2)]), {1: np.ones(2)}, "ab", 3,
+     [None], [np.ones(2), None], (None, np.ones(2))],
+)  # fmt: skip
+def test_invalid_lists_of_arrays_are_refused(call, inputs):
+    with pytest.raises(ValueError, match="inputs must be a list of at least one"):
+        call(inputs)
+
+
+def test_the_texts_of_tensorflow():
+    with pytest.raises(ValueError, match="Tensor/IndexedSlices with the same dtype and shape"):
+        gr.add_n([])
+    with pytest.raises(ValueError, match="at least one Tensor with the same dtype and shape"):
+        gr.accumulate_n([])
+    with pytest.raises(TypeError, match=r"that don't all match: input 0 is .*64, input 2 is .*32"):
+        gr.add_n([np.ones(2), np.ones(2), np.ones(2, "float32")])
+    with pytest.raises(ValueError, match=r"Input 0: \[2\] != input 1: \[3\]"):
+        gr.add_n([np.ones(2), np.ones(3)])
+    with pytest.raises(ValueError, match=r"Shapes \(2,\) and \(3,\) are not compatible"):
+        gr.accumulate_n([np.ones(2)] * 2, shape=(3,))
+
+
+@pytest.mark.parametrize("call", SUMS)
+@pytest.mark.parametrize(
+    "shapes", [((2,), (3,)), ((2,), (2, 1)), ((1,), (2,)), ((2,), ()), ((2, 3), (3, 2)),
+               ((2,), (2,), (2,), (1, 2))],
+)  # fmt: skip
+def test_nothing_is_broadcast(call, shapes):
+    with pytest.raises(ValueError, match="same size and shape"):
+        call([np.ones(shape) for shape in shapes])
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (gr.add_n, TypeError),
+        (gr.accumulate_n, ValueError),
+        *((lambda terms, m=m: gr.aggregate(terms, m), TypeError) for m in METHODS),
+        # as accumulate_n of TensorFlow 1.x
+        (lambda terms: gr.aggregate(terms, ACCUMULATE_N), ValueError),
+        (lambda terms: gr.aggregate(iter(terms), ACCUMULATE_N), ValueError),
+    ],
+)
+def test_mixed_dtypes(call, error):
+    for left, right in [("float32", "float64"), ("int32", "uint32"), ("float16", "bfloat16")]:
+        terms = [np.ones(2, gr.device.as_dtype(dtype)) for dtype in (left, left, right)]
+        with pytest.raises(error, match="all match"):
+            call(terms)
+
+
+@pytest.mark.parametrize("call", SUMS)
+def test_what_cannot_be_added(call):
+    for wrong in (np.array([True, False]), np.array(["a", "b"]), np.array([None, None])):
+        with pytest.raises(TypeError, match="cannot be added"):
+            call([wrong, wrong])
+    for wrong in ("ab", object(), {1}):
+        for inputs in ([wrong], [np.ones(2), wrong]):
+            with pytest.raises(TypeError):
+                call(inputs)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3), [2, 3], (None, 3), (2, None), (None, None)])
+def test_accumulate_n_takes_a_shape(shape):
+    term = np.ones((2, 3))
+    assert (gr.accumulate_n([term, term], shape=shape) == 2).all()
+    assert gr.accumulate_n([term], shape) is term
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2,), (), (2, 3, 1), (None,), (None, 2)])
+def test_accumulate_n_refuses_another_shape(shape):
+    for num_terms in (1, 2):
+        with pytest.raises(ValueError, match="not compatible"):
+            gr.accumulate_n([np.ones((2, 3))] * num_terms, shape)
+
+
+def test_accumulate_n_only_checks_the_dtype():
+    term = np.ones(2, "float32")
+    for dtype in ("float32", np.float32, np.dtype("float32"), None):
+        assert gr.accumulate_n([term, term], tensor_dtype=dtype).dtype == np.float32
+    for num_terms in (1, 2):
+        for dtype in ("float64", "int32", "bfloat16"):
+            with pytest.raises(TypeError, match="tensor_dtype"):
+                gr.accumulate_n([term] * num_terms, tensor_dtype=dtype)
+    assert gr.accumulate_n([term], None, "float32", "name") is term
+    assert gr.add_n([term, term], "name").tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ([np.ones(1000)] * 5000 + [None], "got None at 5000$"),
+        ([None] * 20, "got None at 0, 1, 2, 3, 4 and 15 more$"),
+        ([], "got none$"),
+        (np.ones((2, 3)), "got one ndarray$"),
+    ],
+)
+def test_a_wrong_list_is_described_shortly(inputs, says):
+    for call in (gr.add_n, gr.accumulate_n):
+        with pytest.raises(ValueError, match=says):
+            call(inputs)
+
+
+def test_a_rounded_sum_waits_for_the_last_user_of_its_memory(monkeypatch):
+    """The last user may be work that another thread has queued on that device meanwhile."""
+    sum_tree = aggregators._sum_tree
+
+    def and_free(gradients, device):
+        made = sum_tree(gradients, device)
+        made[0].device.empty((40,), "float16")  # freed, and filled with NaN by its queue
+        return made
+
+    monkeypatch.setattr(aggregators, "_sum_tree", and_free)
+    for seed in range(8):
+        with gr.open_mesh([0, 0], backend="sim", schedule_seed=seed) as mesh:
+            device, home = mesh.devices
+            terms = [home.upload(np.full(40, number, np.float16)) for number in (1, 2, 3)]
+            (made,) = aggregate_buffers([terms], device, tree=True)
+            assert same(made.numpy(), np.full(40, 6, np.float16))

@@ -1,0 +1,225 @@
+"""The public sums, with all dtypes, shapes, numbers of inputs, strides and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from sums.test_aggregation import TREE, reference
+from support.exact_data import DTYPES, finite_data, random_data, same
+from support.exhaustive import seeds
+from support.meshes import refused, unchanged
+
+import gradreduce as gr
+
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+SHAPES = [(), (1,), (0,), (3, 0, 2), (1, 1, 1), (7, 13), (16_385,)]
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def mesh(request) -> Iterator[gr.Mesh]:
+    with gr.open_mesh(2, backend="sim", kernels=request.param, strict=True) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def default(mesh, monkeypatch):
+    """The mesh for host arrays."""
+    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
+
+
+# what -> the call, and the method whose order of additions it has
+SUMS = {
+    "add_n": (gr.add_n, 0),
+    "accumulate_n": (gr.accumulate_n, 2),
+    **{
+        f"{name} {form.__name__}": (lambda terms, m=m, form=form: gr.aggregate(form(terms), m), m)
+        for m, name in enumerate(["ADD_N", "TREE", "ACCUMULATE_N"])
+        for form in (list, iter)
+    },
+}
+
+
+@pytest.fixture(params=SUMS.values(), ids=SUMS)
+def call(request):
+    return request.param
+
+
+def check(call, terms) -> None:
+    """Asserts the sum, bit by bit, that no term is written and that the sum is new memory."""
+    total, method = call
+    before = [term.copy() for term in terms]
+    shown = [(term.strides, term.ctypes.data, term.flags.writeable) for term in terms]
+    made = total(terms)
+    assert same(made, np.asarray(reference(before, method)))
+    assert not any(np.shares_memory(made, term) for term in terms)
+    made[...] = 1
+    assert all(map(same, terms, before))
+    assert [(term.strides, term.ctypes.data, term.flags.writeable) for term in terms] == shown
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape(call, dtype):
+    for num_terms in (2, 3, 5):
+        for shape in SHAPES:
+            check(call, [np.asarray(random_data(shape, dtype, seed=k)) for k in range(num_terms)])
+
+
+def test_a_thousand_inputs(call):
+    for dtype in ("bfloat16", "float32", "complex128", "int8"):
+        check(call, list(finite_data((1000, 5), dtype)))
+
+
+@pytest.mark.parametrize("numbers", seeds(34, 130))
+def test_every_number_of_inputs(call, numbers):
+    values = finite_data((130, 3), "float16")
+    for num_terms in sorted(set(numbers) - {0, 1}):
+        check(call, list(values[:num_terms]))
+
+
+def misaligned(values: np.ndarray) -> np.ndarray:
+    """An array whose address is no multiple of the element size."""
+    memory = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
+    memory[...] = values
+    return memory
+
+
+def one_later(values: np.ndarray) -> np.ndarray:
+    """An array that starts one element after a vector boundary."""
+    memory = np.zeros(values.size + 1, values.dtype)[1:].reshape(values.shape)
+    memory[...] = values
+    return memory
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+# Of shape (6, 10) each; the first three are shared, all others copied.
+FORMS = {
+    "plain": lambda values: values,
+    "one later": one_later,
+    "read-only": read_only,
+    "transposed": lambda values: values.reshape(10, 6).T,
+    "backwards": lambda values: values[::-1, ::-1],
+    "every second": lambda values: np.repeat(values, 2, axis=1)[:, ::2],
+    "in the order of Fortran": np.asfortranarray,
+    "a part of rows": lambda values: np.concatenate([values, values], axis=1)[:, 3:13],
+    "one row for all": lambda values: np.broadcast_to(values[0], (6, 10)),
+    "one number for all": lambda values: np.broadcast_to(values[0, 0], (6, 10)),
+    "misaligned": misaligned,
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_any_form_of_array_is_taken_in_and_left_alone(call, form):
+    """Such arrays come first, last and everywhere, with plain arrays between them."""
+    for dtype in DTYPES:
+        plain = list(random_data((3, 6, 10), dtype))
+        other = form(random_data((6, 10), dtype, seed=9))
+        for terms in ([other, *plain], [*plain, other], [other, other], [other, plain[0], other]):
+            check(call, terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forms_and_starts_may_be_mixed(call, dtype):
+    values = random_data((len(FORMS), 6, 10), dtype)
+    check(call, [form(value) for form, value in zip(FORMS.values(), values, strict=True)])
+    memory = random_data((1000,), dtype)
+    check(call, [memory[start : start + 901] for start in (0, 1, 2, 3, 5, 8, 16, 99)])
+
+
+def test_buffers_of_any_start(call, mesh):
+    """Buffers on a device; the result is on the same device and has the same shape."""
+    device = mesh.devices[1]
+    values = random_data((64, 21), "bfloat16")
+    memory = [device.upload(row) for row in values[:9]]
+    terms = [whole.view(start, (4, 3)) for start, whole in enumerate(memory)]
+    parts = [row[start : start + 12].reshape(4, 3) for start, row in enumerate(values[:9])]
+    total, method = call
+    with unchanged(values):
+        made = total(terms)
+    assert (type(made), made.device, made.shape) == (gr.Buffer, device, (4, 3))
+    assert same(made.numpy(), reference(parts, method))
+    assert all(same(whole.numpy(), row) for whole, row in zip(memory, values, strict=False))
+    assert all(made.block is not whole.block for whole in memory)
+
+
+def test_the_test_data_distinguishes_tree_from_the_others():
+    """Otherwise these tests could not distinguish the methods."""
+    values = list(finite_data((1000, 5), "float32"))
+    assert not same(reference(values, TREE), reference(values, 0))
+
+
+# -- what a result is -----------------------------------------------------------------------------
+
+
+CALLS = {
+    "add_n": gr.add_n,
+    "accumulate_n": gr.accumulate_n,
+    "aggregate a list": gr.aggregate,
+    "aggregate": lambda terms, **options: gr.aggregate(iter(terms), **options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_single_term_is_returned_unless_another_output_type_is_requested(call, mesh):
+    """For another output type the result is a copy on the same device."""
+    array, device = random_data((3, 5), "float32"), mesh.devices[1]
+    buffer = device.upload(array)
+    assert call([array], output_type="numpy") is array
+    assert call([buffer], output_type="buffer") is buffer
+    made = call([buffer], output_type="numpy")
+    assert same(made, array)
+    made[...] = 1
+    assert same(buffer.numpy(), array)
+    before = array.copy()
+    with gr.replica(1):
+        held = call([array], output_type="buffer")
+    assert (type(held), held.device) == (gr.Buffer, device)
+    array[...] = 1
+    assert same(held.numpy(), before)
+    assert same(call([[1.0, 2.0]], output_type="numpy"), np.array([1.0, 2.0]))
+
+
+def test_single_sparse_rows_are_returned_unless_another_output_type_is_requested(mesh):
+    rows = gr.IndexedSlices(mesh.devices[1].upload(np.ones((2, 3), "float32")), [4, 4], (5, 3))
+    for form in (list, iter):
+        assert gr.aggregate(form([rows]), output_type="buffer") is rows
+        made = gr.aggregate(form([rows]), output_type="numpy")
+        assert same(made.values, np.ones((2, 3), "float32"))
+        assert (made.indices.tolist(), made.dense_shape) == ([4, 4], (5, 3))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_an_unknown_output_type_is_refused(call, num_terms, mesh):
+    term = np.ones(3, "float32")
+    for wrong in ("tensor", "", "native"):
+        with refused(mesh, ValueError, f"output_type='{wrong}' is not one of"):
+            call([term] * num_terms, output_type=wrong)
+        with refused(mesh, ValueError, f"output_type='{wrong}' is not one of"):
+            gr.aggregate([None], output_type=wrong)
+    assert (term == 1).all()
+
+
+# what -> shape=, the error
+NO_SHAPES = {
+    "a number": (3, TypeError),
+    "floats": ((3.0,), TypeError),
+    "a text": ("3", TypeError),
+    "bools": ((True, 3), TypeError),
+    "negative": ((-1,), ValueError),
+    "another": ((4,), ValueError),
+    "of another rank": ((3, 1), ValueError),
+}
+
+
+@pytest.mark.parametrize(("shape", "error"), NO_SHAPES.values(), ids=NO_SHAPES)
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_an_invalid_or_different_shape_is_refused(shape, error, num_terms, mesh):
+    with refused(mesh, error, "shape=|not compatible"):
+        gr.accumulate_n([np.ones(3, "float32")] * num_terms, shape)

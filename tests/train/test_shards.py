@@ -1,0 +1,346 @@
+"""SyncStep(shard_optimizer=True): the bits of a whole optimizer, and a share of its memory."""
+
+import re
+
+import numpy as np
+import pytest
+from optim.test_update_rules import RULES
+from support.thread_group import run_processes
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
+from gradreduce.train import shards
+from gradreduce.train.shards import VariableShard, plan_shards
+
+VARIABLES = {
+    "w": ((7, 5), "float32"),
+    "b": ((3,), "float16"),
+    "s": ((), "float32"),
+    "e": ((0, 2), "float32"),
+    "h": ((40,), "bfloat16"),
+    "d": ((9,), "float64"),
+}
+
+
+class SignOptimizer(gr.Optimizer):
+    """A rule of a user, in Python."""
+
+    _slot_names = ("last",)
+
+    def __init__(self):
+        super().__init__("Sign", master_dtype="float32")
+
+    def _apply(self, variable, slots, gradient):
+        variable -= np.sign(gradient + slots["last"]).astype(variable.dtype) / 8
+        slots["last"][...] = gradient
+
+
+def decaying():
+    """A learning rate that depends on how often it was asked for."""
+    rates = iter(1 / number for number in range(1, 1000))
+    return lambda: next(rates)
+
+
+OPTIMIZERS = {
+    **{name: make for name, (_, make, _) in RULES.items()},
+    "sgd": lambda: gr.GradientDescentOptimizer(decaying()),
+    "momentum": lambda: gr.MomentumOptimizer(0.1, 0.9, master_dtype="float32"),
+    "adam": lambda: gr.AdamOptimizer(decaying(), master_dtype="float32"),
+    "python": SignOptimizer,
+}
+STALE = 2  # the call whose gradients are
+
+
+def terms_of(number, num_replicas, variables):
+    """Gradients of one call; in every third some variables have none, or only a small one has."""
+    random = np.random.default_rng(number)
+    missing = {1: {"w", "s"}, 4: VARIABLES.keys() - {"s"}}.get(number % 6, ())
+    return [
+        [
+            None if name in missing else [np.asarray(random.standard_normal(shape), v.dtype)]
+            for v, (name, (shape, _)) in zip(variables, VARIABLES.items(), strict=True)
+        ]
+        for _ in range(num_replicas)
+    ]
+
+
+def train(counts, make, shard, calls=range(6), state=None, placement=None, **options):
+    """Returns what each process ends with: values, what the calls returned, and the state."""
+    num_replicas = sum(counts)
+    mesh_options = {"schedule_seed": options.pop("schedule_seed", None)}
+
+    def work(group):
+        rank = 0 if group is None else group.rank
+        process = {} if group is None else {"process_group": group}
+        first = sum(counts[:rank])
+        with gr.open_mesh(
+            placement or counts[rank], backend="sim", strict=True, **process, **mesh_options
+        ) as mesh:
+            variables = [
+                gr.Variable(np.full(shape, 1.0 + first), name, dtype=dtype, device=mesh)
+                for name, (shape, dtype) in VARIABLES.items()
+            ]
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            step = gr.SyncStep(variables, make(), ops, shard_optimizer=shard, **options)
+            if state is not None:
+                step.load_state_dict(state)
+            done = []
+            for number in calls:
+                terms = terms_of(number, num_replicas, variables)[first : first + len(mesh)]
+                done.append(step(terms, step.global_step - (number == STALE)))
+            values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in variables]
+            assert all(len(set(copies)) == 1 for copies in values)
+            return [copies[0] for copies in values], done, step.global_step, step.state_dict()
+
+    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    for each in found[1:]:
+        assert_equal(each, found[0])
+    return found[0]
+
+
+def assert_equal(found, wanted):
+    assert found[:3] == wanted[:3]
+    np.testing.assert_equal(found[3], wanted[3])
+
+
+@pytest.mark.parametrize("num_required", [1, 2])  # calls for an update
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_are_those_of_a_whole_optimizer(name, num_replicas, num_required):
+    options = {"num_required": num_required * num_replicas}
+    wanted = train([num_replicas], OPTIMIZERS[name], False, **options)
+    assert_equal(train([num_replicas], OPTIMIZERS[name], True, **options), wanted)
+    assert wanted[1] == [True, True, False, True, True, True] or num_required > 1
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["adam", "python"])
+def test_the_bits_of_several_processes_are_those_of_a_whole_optimizer(name, counts):
+    wanted = train([sum(counts)], OPTIMIZERS[name], False)
+    assert_equal(train(counts, OPTIMIZERS[name], True), wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("placement", [(0, 0, 1), (0, 1, 2)], ids=str)
+def test_under_every_schedule(placement, seed):
+    options = {"placement": placement, "calls": range(3)}
+    wanted = train([3], OPTIMIZERS["momentum"], False, **options)
+    found = train([3], OPTIMIZERS["momentum"], True, schedule_seed=seed, **options)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_required"),
+    [(([3], True), ([3], False), None), (([1, 2], False), ([2, 1], True), 6),
+     (([1, 2], True), ([3], True), 6)],
+)  # fmt: skip
+def test_a_state_continues_sharded_or_not(before, after, num_required):
+    make = OPTIMIZERS["momentum"]
+    wanted = train([3], make, False, num_required=num_required)
+    state = train(before[0], make, before[1], range(4), num_required=num_required)[3]
+    found = train(after[0], make, after[1], range(4, 6), state)
+    assert found[0] == wanted[0]
+    np.testing.assert_equal(found[3], wanted[3])
+
+
+def test_another_number_of_replicas_loads_a_sharded_state():
+    state = train([4], OPTIMIZERS["adam"], True, range(2))[3]
+    sharded = train([1, 1], OPTIMIZERS["adam"], True, range(6, 9), state)
+    assert_equal(sharded, train([2], OPTIMIZERS["adam"], False, range(6, 9), state))
+    broken = {**state, "optimizer": {**state["optimizer"], "slots": {"w": {}}}}
+    with pytest.raises(KeyError, match=r"state\['optimizer'\]\['slots'\]\['w'\] has wrong keys"):
+        train([2], OPTIMIZERS["adam"], True, (), broken)
+
+
+def slot_bytes(step, device):
+    slots = step.optimizer.variables()
+    return sum(b.nbytes for slot in slots for b in slot.buffers if b.device is device)
+
+
+def test_slots_take_a_share_of_the_memory_on_each_device():
+    shapes, n = [(1000, 3), (17,), (5, 5)], 4
+    with gr.open_mesh(n, backend="sim") as mesh:
+        found = []
+        for shard in (False, True):
+            variables = [
+                gr.Variable(np.ones(shape), f"v{i}", dtype="float16", device=mesh)
+                for i, shape in enumerate(shapes)
+            ]
+            step = gr.SyncStep(
+                variables,
+                gr.RMSPropOptimizer(0.1, momentum=0.5, master_dtype="float32"),
+                gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
+                shard_optimizer=shard,
+            )
+            step([[[np.ones(v.shape, np.float16)] for v in variables]] * n)
+            found.append([slot_bytes(step, device) for device in mesh])
+        whole, shards = found
+        size = sum(int(np.prod(shape)) for shape in shapes)
+        assert whole == [3 * 4 * size] * n
+        assert sum(shards) == 3 * 4 * size
+        alignment = 3 * 4 * 8 * (1 + len(shapes))  # 8 elements of each slot at each cut
+        assert max(shards) <= 3 * 4 * size / n + alignment
+
+
+def test_shards_are_even_and_cover_the_variables():
+    with gr.open_mesh(1, backend="sim") as mesh:
+        variables = [
+            gr.Variable(np.ones(size), dtype="float32", device=mesh) for size in (6, 0, 10)
+        ]
+    assert plan_shards(variables, 3) == [
+        VariableShard(0, 0, 0, 4),
+        VariableShard(0, 1, 4, 2),
+        VariableShard(2, 1, 0, 4),
+        VariableShard(2, 2, 4, 6),
+    ]
+    assert [(shard.owner, shard.size) for shard in plan_shards(variables[:1], 4)] == [
+        (0, 4),
+        (1, 2),
+    ]
+
+
+def test_a_step_sends_the_bytes_of_an_all_reduce():
+    n, size = 4, 4000
+    with gr.open_mesh((0, 1, 2, 3), backend="sim", strict=True) as mesh:
+        variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        terms = [[[device.put(np.ones(size, np.float32))]] for device in mesh]
+        step(terms)
+        with mesh.journal() as journal:
+            step(terms)
+        sent = {
+            phase: sum(record.nbytes for record in journal.records if record.phase == phase)
+            for phase in ("reduce-scatter", "all-gather")
+        }
+        assert sent == dict.fromkeys(sent, (n - 1) * size * 4)
+        assert journal.bytes == sum(sent.values())
+        assert (journal.uploads, journal.syncs, len(journal.of("fill"))) == (0, 0, 0)
+        updated = [record for record in journal.of("launch") if record.name == "adam"]
+        assert len(updated) == n
+
+
+def test_variables_without_a_gradient_are_not_copied():
+    with gr.open_mesh((0, 1), backend="sim") as mesh:
+        variables = [gr.Variable(np.ones(8), f"v{i}", dtype="float32", device=mesh) for i in (0, 1)]
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        with mesh.journal() as journal:
+            step([[None, [np.ones(8, np.float32)]]] * 2)
+        gathered = [record for record in journal.records if record.phase == "all-gather"]
+        assert [record.nbytes for record in gathered] == [8 * 4]  # all in replica 1's share
+
+
+def test_processes_exchange_terms_and_values_of_shards_alone():
+    size = 3 * 1000
+
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+            group.sent.clear()
+            step([[[np.ones(size, np.float32)]]])
+            return sum(group.sent.values())
+
+    for sent in run_processes(3, work):
+        assert abs(sent - 2 * 2 / 3 * size * 4) <= 2 * 8 + 4 * 16  # and a number for each step
+
+
+@pytest.mark.parametrize("num_sharded", [1, 2])
+def test_processes_that_shard_differently_raise(num_sharded):
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            is_sharded = group.rank < num_sharded
+            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=is_sharded)
+            if num_sharded == 2:
+                return str(step([[[np.ones(8, np.float32)]]]))
+            with pytest.raises(ValueError) as error:
+                step([[[np.ones(8, np.float32)]]])
+            return str(error.value)
+
+    wanted = "shard_optimizer is True in process 0" if num_sharded == 1 else "True"
+    assert wanted in run_processes(2, work)[0]
+
+
+class OwnReduction(gr.AllReduceCrossDeviceOps):
+    """A subclass whose results are not those of an all-reduce."""
+
+    def reduce_batch(self, reduce_op, requests, *, coalesce):
+        raise NotImplementedError
+
+
+def test_what_cannot_be_sharded_raises():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        for other in (gr.ReductionToOneDevice(), OwnReduction(mesh=mesh)):
+            optimizer = gr.AdamOptimizer(0.1)
+            text = (
+                "shard_optimizer=True needs an AllReduceCrossDeviceOps, or a subclass that keeps "
+                f"its reduce_batch, not {brief(other)}"
+            )
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                gr.SyncStep([variable], optimizer, other, shard_optimizer=True)
+            assert optimizer.variables() == []
+        getter = gr.AGNCustomGetter(mesh[0])
+        inner = gr.MomentumOptimizer(0.1, 0.9)
+        agn = gr.AGNOptimizer(inner, 1, custom_getter=getter)
+        with pytest.raises(ValueError, match="needs an elementwise rule; the rule of <AGNOptimiz"):
+            gr.SyncStep([variable], agn, ops, shard_optimizer=True)
+        used = gr.MomentumOptimizer(0.1, 0.9)
+        gr.SyncStep([variable], used, ops)
+        with pytest.raises(ValueError, match=r"already has slots of 'v'.*pass a new optimizer"):
+            gr.SyncStep([variable], used, ops, shard_optimizer=True)
+        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        with pytest.raises(TypeError, match=r"IndexedSlices are not supported; pass .to_dense\(\)"):
+            step([[[gr.IndexedSlices(np.ones((1, 1)), [0], (8, 1))]]] * 2)
+
+
+def test_copies_that_may_differ_cannot_be_used(monkeypatch):
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        run = shards.reduce_batch
+
+        def fail(plan, *args, **options):
+            if plan.call == "all-gather":
+                raise MemoryError("none left")
+            return run(plan, *args, **options)
+
+        monkeypatch.setattr(shards, "reduce_batch", fail)
+        terms = [[[np.ones(8, np.float32)]]] * 2
+        with pytest.raises(MemoryError):
+            step(terms)
+        with pytest.raises(BackendUnavailableError, match="failed half way"):
+            step(terms)
+
+
+def test_an_update_that_raises_in_one_process_raises_in_the_others():
+    def work(group):
+        calls = []
+
+        def rate():
+            calls.append(1)
+            if group.rank == 1 and len(calls) == 2:
+                raise KeyError("no rate")
+            return 0.1
+
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+            optimizer = gr.GradientDescentOptimizer(rate)
+            step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=True)
+            terms = [[[np.ones(8, np.float32)]]]
+            assert step(terms)
+            with pytest.raises((KeyError, CollectiveError)) as error:
+                step(terms)
+            with pytest.raises(CollectiveError, match="no rate"):
+                step(terms)
+            return str(error.value)
+
+    text = run_processes(2, work)[0]
+    assert "process 1: stopped in " in text and text.endswith(": KeyError('no rate')")
