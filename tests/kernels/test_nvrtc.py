@@ -26,8 +26,9 @@ pytestmark = pytest.mark.nvrtc
 
 # The exhaustive tier compiles all templates for the GPU of the figures, and some for every
 # other: arch -> the first, and how many further the next one is. CI's compile tier compiles so many
-# of each kernel's that every kind of element is among them, for sm_90 by NVRTC 12, and a plain run
-# those of a few kernels, one of them for every GPU; test_sass.py compiles what the table has by both.
+# of each kernel's that every kind of element is among them, for sm_90 by NVRTC 12. A plain run
+# compiles those of a few kernels, one of them for every GPU. test_sass.py compiles what the table
+# has by both.
 SAMPLES = {70: (0, 4), 75: (2, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
 FOR_ALL = "momentum"
 PLAIN = (FOR_ALL, "add_n", "pack", "segment_sum")
