@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 from support.all_reduce_jobs import reduce_jobs
-from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
-from support.meshes import MeshCase, collective_sum, launches_of, placement_of
+from support.exact_data import exact_data, same
+from support.meshes import MeshCase, launches_of
 
 import gradreduce as gr
 from gradreduce.device import Collective, Device, as_dtype
@@ -57,35 +57,6 @@ def check_outs(jobs, expected):
     for job, wanted in zip(jobs, expected, strict=True):
         for replica, out in enumerate(job.outs):
             assert same(out.numpy(), wanted), f"replica {replica}: {out.numpy()} is not {wanted}"
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
-@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
-@pytest.mark.parametrize("dtype", [*FLOATS, as_dtype("complex64")], ids=str)
-def test_partial_sums_are_rounded_then_added_then_divided(
-    mesh, make_jobs, random_replicas, dtype, mean, in_place
-):
-    packs = [random_replicas(len(mesh), size, dtype) for size in (1, 67, 4099)]
-    divisor = len(mesh) if mean else 1
-    jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
-    nccl(jobs)
-    placement = placement_of(mesh)
-    check_outs(jobs, [collective_sum(replicas, placement, divisor) for replicas in packs])
-    if not in_place:
-        for job, replicas in zip(jobs, packs, strict=True):
-            for buffer, array in zip(job.inputs, replicas, strict=True):
-                assert same(buffer.numpy(), array)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_data_is_added_exactly(mesh, make_jobs, dtype):
-    replicas = [exact_data((67,), dtype, num_terms=9, seed=seed) for seed in range(len(mesh))]
-    total = replicas[0].copy()
-    for replica in replicas[1:]:
-        total += replica
-    jobs = make_jobs(mesh, [replicas])
-    nccl(jobs)
-    check_outs(jobs, [total])
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -169,39 +140,7 @@ def test_colocated_replicas_are_summed_in_one_launch(
     assert all(record.num_rows == 3 for record in journal.of("launch"))
 
 
-def test_packs_do_not_change_the_bits(make_jobs):
-    size = 1000
-    for placement in ((0, 1, 1, 2, 0), (0, 0, 0), (0, 1, 2)):
-        replicas = [random_data((size,), "float16", seed=s) for s in range(len(placement))]
-        wanted = collective_sum(replicas, placement, 3)
-        with MeshCase(placement).open() as mesh:
-            for step in (1000, 500, 136, 8):
-                cuts = [slice(start, start + step) for start in range(0, size, step)]
-                jobs = make_jobs(mesh, [[r[cut] for r in replicas] for cut in cuts], 3)
-                nccl(jobs)
-                check_outs(jobs, [wanted[cut] for cut in cuts])
-
-
 # -- 16-bit integers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
-@pytest.mark.parametrize("dtype", GATHERED)
-def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
-    packs = [
-        [exact_data((size,), dtype, seed=10 * size + replica) for replica in range(len(mesh))]
-        for size in (1, 67, 4099)
-    ]
-    jobs = make_jobs(mesh, packs, in_place=in_place)
-    journal, groups = run(mesh, jobs)
-    check_outs(jobs, [np.sum(replicas, axis=0, dtype=dtype) for replicas in packs])
-    if not in_place:
-        for job, replicas in zip(jobs, packs, strict=True):
-            assert all(same(buffer.numpy(), array)
-                       for buffer, array in zip(job.inputs, replicas, strict=True))  # fmt: skip
-    num_ranks = len(mesh.by_physical)
-    assert [len(group) for group in groups] == [3] * (num_ranks > 1)
-    assert len(journal.of("collective")) == 3 * num_ranks * (num_ranks > 1)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
@@ -255,17 +194,3 @@ def test_gathered_packs_share_the_group_of_the_others(make_jobs):
     assert [[str(call[0].dtype) for call in group] for group in groups] == [list(dtypes)]
     names = [record.name for record in journal.of("collective")]
     assert names[::2] == ["all_reduce", "all_gather"] * 2
-
-
-@pytest.mark.parametrize("num_packs", [0, 1, 3])
-@pytest.mark.parametrize("dtype", GATHERED)
-def test_integers_that_are_gathered_through_validation(mesh, dtype, num_packs):
-    shapes = [(33, 7), (), (0,), (5,)]
-    grads = [
-        [exact_data(shape, dtype, seed=10 * replica + turn) for turn, shape in enumerate(shapes)]
-        for replica in range(len(mesh))
-    ]
-    reduced = gr.NcclAllReduce(num_packs, mesh=mesh).all_reduce(grads, gr.ReduceOp.SUM)
-    for turn, column in enumerate(zip(*grads, strict=True)):
-        wanted = np.sum(column, axis=0, dtype=dtype).reshape(shapes[turn])
-        assert all(same(row[turn], wanted) for row in reduced)

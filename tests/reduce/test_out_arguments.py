@@ -5,70 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import meshes
-from support.exact_data import random_data, same
-from support.meshes import MeshCase, adopted, hierarchical_sum, launches_of, owned, per_replica
+from support.exact_data import same
+from support.meshes import MeshCase, adopted, launches_of, per_replica
 
 import gradreduce as gr
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Device
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from gradreduce.reduce import pipeline
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-SHAPES = [(33, 5), (3,), (), (0, 2), (40,)]
-PLACES = {"arrays": adopted, "our own memory": owned}
 
 
 @pytest.fixture(scope="module", params=meshes.cases(((0, 0), (0, 1, 1, 2, 0))))
 def mesh(request):
     with request.param.open() as opened:
         yield opened
-
-
-def gradients(mesh, place, dtype="float32"):
-    """``[tensor][replica]``: Buffers of random data, and the data."""
-    data = [
-        [random_data(shape, dtype, seed=50 * tensor + replica) for replica in range(len(mesh))]
-        for tensor, shape in enumerate(SHAPES)
-    ]
-    buffers = [
-        [place(device, np.array(array)) for device, array in zip(mesh, row, strict=True)]
-        for row in data
-    ]
-    return buffers, data
-
-
-def check(found, data, divisor):
-    for row, arrays in zip(found, data, strict=True):
-        expected = hierarchical_sum(arrays, divisor)
-        for each in row:
-            assert same(each.numpy() if isinstance(each, Buffer) else each, expected)
-
-
-@pytest.mark.parametrize("num_packs", [0, 1, 3])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("where", ["apart", "in place", "in a flat buffer"])
-@pytest.mark.parametrize("wire", [None, "float32"])
-def test_results_are_written_to_out(mesh, num_packs, place, where, wire):
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh, wire_dtype=wire)
-    buffers, data = gradients(mesh, PLACES[place])
-    if where == "in place":
-        outs = buffers
-    elif where == "apart":
-        outs, _ = gradients(mesh, PLACES[place])
-    else:
-        outs = [list(row) for row in zip(*mesh.flat_buffer(SHAPES, "float32").views, strict=True)]
-    values = [gr.PerReplica(row, devices=mesh.devices) for row in buffers]
-    reduced = ops.batch_reduce(MEAN, [(value, value) for value in values], out=outs)
-    check(outs, data, len(mesh))
-    for result, row in zip(reduced, outs, strict=True):
-        assert all(found is given for found, given in zip(result.values, row, strict=True))
-    if where != "in place":
-        assert all(
-            same(buffer.numpy(), array)
-            for row, arrays in zip(buffers, data, strict=True)
-            for buffer, array in zip(row, arrays, strict=True)
-        )
 
 
 @pytest.mark.parametrize("num_packs", [1, 3])
@@ -101,19 +52,6 @@ def test_memory_between_two_outs_is_not_written():
             assert same(whole.numpy(), np.array([2, 2, 2, 9, 2, 2, 2, 2], np.float32))
 
 
-def test_arrays_of_the_caller_are_reduced_in_place(mesh):
-    rows = [
-        {"a": np.full((4, 3), 1 + replica, np.float32), "b": np.full(5, 2, np.int32)}
-        for replica in range(len(mesh))
-    ]
-    n = len(mesh)
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    assert ops.all_reduce(rows, SUM, out=rows) is rows
-    for row in rows:
-        assert (row["a"] == n * (n + 1) / 2).all()
-        assert (row["b"] == 2 * n).all()
-
-
 def test_means_of_integers_go_into_floats(mesh):
     value = per_replica(mesh, lambda replica: np.full(7, replica, np.int16))
     out = [np.full(7, np.nan, np.float32) for _ in mesh]
@@ -140,31 +78,6 @@ def test_out_is_written_for_other_destinations_too():
         again = gr.ReductionToOneDevice().reduce(MEAN, value, opened.devices[1], out=kept)
         assert (kept.primary == 1).all()
         assert (again.primary == 1).all()
-
-
-@pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_in_place_has_the_same_bits_in_every_legal_order(algorithm, peers, monkeypatch):
-    """Also in stages: a later stage is packed before an earlier one is unpacked."""
-    monkeypatch.setattr(pipeline, "STAGE_BYTES", 100)
-
-    def run(seed):
-        with gr.open_mesh(
-            [0, 1, 2], backend="sim", strict=True, peer_access=peers, schedule_seed=seed
-        ) as opened:
-            ops = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=opened)
-            buffers, _ = gradients(opened, owned)
-            arrays = [np.full(30, replica, np.float32) for replica in range(3)]
-            rows = [[*each, array] for each, array in zip(zip(*buffers, strict=True), arrays,
-                                                          strict=True)]  # fmt: skip
-            for _ in range(2):
-                ops.all_reduce(rows, out=rows)
-            found = [buffer.numpy().tobytes() for row in buffers for buffer in row]
-            return [*found, *(array.tobytes() for array in arrays)]
-
-    expected = run(None)
-    for seed in range(12):
-        assert run(seed) == expected, seed
 
 
 def bad_outs(mesh):

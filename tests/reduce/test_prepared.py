@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 from support import meshes
 from support.exact_data import random_data, same
-from support.exhaustive import seeds
 from support.meshes import MeshCase, num_grown, refused
 from support.reduction_calls import dense, table
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "int16"),
@@ -47,47 +44,6 @@ def pairs_of(mesh, values):
 
 def arrays_of(results):
     return [buffer.numpy() for result in results for buffer in result.buffers]
-
-
-SETTINGS = {
-    "nccl": {"all_reduce_alg": "nccl"},
-    "three packs": {"all_reduce_alg": "hierarchical_copy", "num_packs": 3},
-    "no packs": {"all_reduce_alg": "hierarchical_copy", "num_packs": 0},
-}
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(numpy_mesh, settings, op):
-    check_calls(numpy_mesh, settings, op)
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("placement", [(0, 0), (0, 1, 1, 2, 0)], ids=str)
-def test_each_call_is_a_batch_reduce_with_compiled_kernels_too(placement):
-    with MeshCase(placement, implementation="compiled").open() as mesh:
-        check_calls(mesh, SETTINGS["three packs"], MEAN)
-
-
-def check_calls(mesh, settings, op):
-    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **settings)
-    values = values_of(mesh)
-    pairs = pairs_of(mesh, values)
-    step = ops.prepare(op, pairs)
-    for seed in (100, 200, 300):
-        refill(values, seed)
-        before = [buffer.numpy() for value in values for buffer in value.buffers]
-        with mesh.journal() as journal:
-            found = step()
-        plain = ops.batch_reduce(op, pairs)
-        assert all(map(same, arrays_of(found), arrays_of(plain)))
-        assert [each.devices for each in found] == [each.devices for each in plain]
-        plan = ops.plan(op, pairs)
-        assert (journal.launches, journal.copies) == (plan.launches, plan.copies)
-        assert len(journal.of("collective")) == plan.collectives
-        assert (journal.bytes, journal.uploads, journal.syncs) == (plan.bytes, 0, 0)
-        after = [buffer.numpy() for value in values for buffer in value.buffers]
-        assert all(map(same, after, before))
 
 
 def test_a_call_asks_for_no_memory_and_gives_the_same_arrays(numpy_mesh):
@@ -164,19 +120,6 @@ def test_what_it_reads_stays_alive(numpy_mesh):
     assert all(map(same, arrays_of(step()), wanted))
 
 
-def test_views_of_a_flat_buffer_need_no_packing():
-    with MeshCase((0, 0, 1, 1)).open() as mesh:
-        flat = mesh.flat_buffer([(3, 2), (50,)], "float32")
-        values = [gr.PerReplica(views) for views in zip(*flat.views, strict=True)]
-        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value) for value in values])
-        refill(values, 5)
-        with mesh.journal() as journal:
-            found = step()
-        plain = gr.HierarchicalCopyAllReduce().batch_reduce(SUM, [(v, v) for v in values])
-        assert journal.launches == 1
-        assert all(map(same, arrays_of(found), arrays_of(plain)))
-
-
 def test_threads_take_turns():
     with MeshCase((0, 1, 1)).open() as mesh:
         values = values_of(mesh)
@@ -203,57 +146,38 @@ def test_threads_take_turns():
             assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("seeds", seeds(16, 48))
-def test_every_legal_order_has_the_same_bits(algorithm, seeds):
-    def replayed(seed, placement, peers):
-        with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
-                          schedule_seed=seed) as mesh:  # fmt: skip
-            values = values_of(mesh)
-            ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
-            step = ops.prepare(MEAN, pairs_of(mesh, values))
-            bits = []
-            for turn in range(3):
-                refill(values, turn)
-                for result in step()[::-1]:
-                    bits += [buffer.numpy().tobytes() for buffer in result.buffers[::-1]]
-            step()
-            step()  # without a wait: the second must run after the first
-            return bits + [array.tobytes() for array in arrays_of(step.results)]
-
-    cases = [(placement, peers) for placement in ([0, 0, 1, 1], [0, 1, 1, 2, 0])
-             for peers in (True, False)]  # fmt: skip
-    expected = [replayed(None, *case) for case in cases]
-    for seed in seeds:
-        place = seed % len(cases)
-        assert replayed(seed, *cases[place]) == expected[place], (seed, cases[place])
-
-
-def unread(seed, placement, algorithm):
+def unread(seed, placement, algorithm, form):
     """Calls without a host wait between them; the results of each stay on the devices."""
-    with gr.open_mesh(placement, backend="sim", strict=True, peer_access=False,
+    peers = form == "capture"  # which needs them
+    with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
                       schedule_seed=seed) as mesh:  # fmt: skip
         values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
         ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
         # To one device: the others get no result, so nothing makes them wait.
-        step = ops.prepare(SUM, [(values[0], values[0]), (values[1], mesh.devices[0])])
+        pairs = [(values[0], values[0]), (values[1], mesh.devices[0])]
+        step = getattr(ops, form)(SUM, pairs)
         kept = []
         for turn in range(4):
             refill(values, 60 * turn)
             for result in step():
                 for buffer in result.buffers:
                     near = buffer.device.empty(buffer.shape, buffer.dtype)
-                    buffer.device.copy(near, buffer)
+                    queue = "transfer" if turn % 2 else "compute"
+                    buffer.device.copy(near, buffer, queue=queue)
                     kept.append(near)
+        mesh.synchronize()
         return [near.numpy().tobytes() for near in kept]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_replay_is_ordered_after_the_previous_one(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "form"),
+    [("nccl", "prepare"), ("hierarchical_copy", "prepare"), ("hierarchical_copy", "capture")],
+)
+def test_a_replay_is_ordered_after_the_previous_one(algorithm, form):
     for placement in ([0, 1, 2], [0, 0, 1, 1]):
-        expected = unread(None, placement, algorithm)
-        for seed in range(30):
-            assert unread(seed, placement, algorithm) == expected, (seed, placement)
+        expected = unread(None, placement, algorithm, "prepare")
+        for seed in range(20):
+            assert unread(seed, placement, algorithm, form) == expected, (seed, placement)
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
@@ -284,13 +208,6 @@ def test_what_cannot_be_read_again_is_refused():
                 ops.prepare(SUM, pairs)
         with refused(mesh, ValueError, "reduce_op="):
             ops.prepare("sum", [(value, value)])
-
-
-def test_dtypes_of_the_results_are_those_of_the_plain_call():
-    with MeshCase((0, 0)).open() as mesh:
-        value = dense(mesh, (4,), "int16", 1)
-        step = gr.NcclAllReduce().prepare(MEAN, [(value, value)])
-        assert step()[0].buffers[0].dtype == as_dtype("float32")
 
 
 def test_a_replay_that_fails_leaves_no_label_behind(monkeypatch):

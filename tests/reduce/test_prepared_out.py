@@ -6,8 +6,7 @@ import importlib
 
 import numpy as np
 import pytest
-from support.exact_data import exact_data, same
-from support.meshes import MeshCase, adopted, owned
+from support.meshes import MeshCase, owned
 
 import gradreduce as gr
 from gradreduce.device import Buffer
@@ -23,46 +22,6 @@ def rows_of(mesh, place):
 
 def arrays_of(rows):
     return [[each.numpy() if isinstance(each, Buffer) else each for each in row] for row in rows]
-
-
-@pytest.mark.parametrize("where", ["apart", "in place", "flat", "numpy"])
-@pytest.mark.parametrize(
-    ("way", "placement", "peers"),
-    [
-        ("prepare", (0, 0, 1), True),
-        ("capture", (0, 0, 1), True),
-        ("prepare", (0, 1, 1), False),  # which a capture refuses
-        ("capture", (0, 0, 0), False),
-    ],
-    ids=str,
-)
-def test_each_call_writes_what_it_was_given(way, where, placement, peers):
-    with MeshCase(placement, peers).open() as mesh:
-        inputs = rows_of(mesh, owned)
-        outs = {
-            "apart": lambda: rows_of(mesh, adopted),
-            "in place": lambda: inputs,
-            "flat": lambda: list(zip(*mesh.flat_buffer(SHAPES, "float32").views, strict=True)),
-            "numpy": lambda: rows_of(mesh, lambda _, array: array),
-        }[where]()
-        outs = [list(row) for row in outs]
-        pairs = [(value, value) for value in (gr.PerReplica(row, mesh) for row in inputs)]
-        step = getattr(gr.HierarchicalCopyAllReduce(1), way)(MEAN, pairs, out=outs)
-        for seed in (100, 200):
-            data = [
-                [exact_data(each.shape, np.float32, seed=seed + each.device.index) for each in row]
-                for row in inputs
-            ]
-            for row, numbers in zip(inputs, data, strict=True):
-                for buffer, array in zip(row, numbers, strict=True):
-                    buffer.device.upload(array, out=buffer)
-            with mesh.journal() as journal:
-                found = step()
-            assert journal.uploads == journal.syncs == 0
-            for row, result, out in zip(data, found, outs, strict=True):
-                total = (np.sum(row, axis=0, dtype=np.float32) / np.float32(3)).astype(np.float32)
-                assert all(one is other for one, other in zip(result.values, out, strict=True))
-                assert all(same(array, total) for array in arrays_of([out])[0])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from support.all_reduce_jobs import reduce_jobs
 from support.compiled_first import watched_compiles
-from support.exact_data import COMPLEX, FLOATS, exact_data, random_data, same
+from support.exact_data import random_data, same
 from support.meshes import (
     MeshCase,
-    all_placements,
     hierarchical_sum,
     one_device_sum,
     per_replica,
@@ -29,7 +28,6 @@ from gradreduce.reduce.algorithm import as_reduction_groups, reduction_groups_of
 hierarchical_copy = partial(reduce_jobs, "hierarchical_copy")
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-SIZES = (1, 67, 33_001)  # as in test_hierarchical_copy.py: a tail, and more than one slice
 
 
 def splits_of(num_replicas: int) -> list[tuple[list[int], ...]]:
@@ -49,104 +47,6 @@ def splits_of(num_replicas: int) -> list[tuple[list[int], ...]]:
 def check_outs(outs, wanted, what=None):
     for replica, out in enumerate(outs):
         assert same(out.numpy(), wanted), (replica, what)
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
-@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, as_dtype("int16")], ids=str)
-def test_values_on_every_mesh(mesh, make_jobs, random_replicas, dtype, in_place):
-    packs = [random_replicas(len(mesh), size, dtype) for size in SIZES]
-    divisor = 1 if dtype.kind == "i" else len(mesh)
-    for groups in splits_of(len(mesh)):
-        jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
-        hierarchical_copy(jobs, as_reduction_groups(groups))
-        for job, replicas in zip(jobs, packs, strict=True):
-            check_outs(
-                job.outs, hierarchical_sum(replicas, divisor, reduction_groups=groups), groups
-            )
-
-
-SPELLED_OUT = {
-    ((0, 2), (1, 3)): lambda r: (r[0] + r[2]) + (r[1] + r[3]),
-    ((2, 0), (3, 1)): lambda r: (r[2] + r[0]) + (r[3] + r[1]),
-    ((3,), (1, 0, 2)): lambda r: r[3] + ((r[1] + r[0]) + r[2]),
-    ((3, 0), (4, 2, 1)): lambda r: (r[3] + r[0]) + ((r[4] + r[2]) + r[1]),
-    ((4, 3, 1, 0), (2,)): lambda r: (((r[4] + r[3]) + r[1]) + r[0]) + r[2],
-    ((), (1, 0, 2)): lambda r: (r[1] + r[0]) + r[2],
-    ((2, 0, 1, 3), ()): lambda r: ((r[2] + r[0]) + r[1]) + r[3],
-    ((0, 3, 5, 6), (1, 2, 4, 7)): lambda r: (
-        (((r[0] + r[3]) + r[5]) + r[6]) + (((r[1] + r[2]) + r[4]) + r[7])
-    ),
-}
-
-
-@pytest.mark.parametrize("groups", SPELLED_OUT, ids=str)
-@pytest.mark.parametrize("peer_access", [True, False], ids=["peers", "copies"])
-@pytest.mark.parametrize("spread", [True, False], ids=["apart", "together"])
-def test_the_order_of_additions_spelled_out(groups, peer_access, spread):
-    num_replicas = sum(map(len, groups))
-    rng = np.random.default_rng(num_replicas)
-    replicas = [
-        (rng.standard_normal(500) * 2.0 ** rng.integers(-8, 9, 500)).astype(np.float32)
-        for _ in range(num_replicas)
-    ]
-    wanted = SPELLED_OUT[groups](replicas)
-    assert not same(wanted, hierarchical_sum(replicas))  # the data can tell
-    placement = tuple(range(num_replicas)) if spread else (0,) * num_replicas
-    with MeshCase(placement, peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=groups)
-        value = per_replica(mesh, replicas.__getitem__)
-        check_outs(ops.reduce(SUM, value, value).buffers, wanted)
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        pytest.param(((2, 0), (1, 3)), id="4"),
-        pytest.param(((3, 0), (4, 2, 1)), id="5", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_every_placement_gives_the_same_bits(make_jobs, groups):
-    num_replicas = sum(map(len, groups))
-    packs = [
-        [random_data((size,), dtype, seed=seed) for seed in range(num_replicas)]
-        for dtype, size in (("float32", 5), ("float32", 16_390), ("bfloat16", 32_771))
-    ]
-    expected = [hierarchical_sum(pack, num_replicas, reduction_groups=groups) for pack in packs]
-    for placement in all_placements(num_replicas, 3):
-        for peer_access in (True, False):
-            with MeshCase(placement, peer_access).open() as mesh:
-                jobs = make_jobs(mesh, packs, num_replicas)
-                hierarchical_copy(jobs, groups)
-                for job, wanted in zip(jobs, expected, strict=True):
-                    check_outs(job.outs, wanted, placement)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_packs": 0},
-        {"num_packs": 1},
-        {"num_packs": 3},
-        {"num_packs": 0, "agg_small_grads_max_bytes": 99, "agg_small_grads_max_group": 2},
-    ],
-    ids=str,
-)
-def test_no_packing_changes_the_bits(numpy_mesh, options):
-    shapes = [(3, 5), (), (0,), (20_011,), (7,), (8, 2)]
-    grads = [
-        [random_data(shape, "float32", seed=100 * replica + turn)
-         for turn, shape in enumerate(shapes)]
-        for replica in range(len(numpy_mesh))
-    ]  # fmt: skip
-    for groups in splits_of(len(numpy_mesh)):
-        ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", mesh=numpy_mesh, reduction_groups=groups, **options
-        )
-        with unchanged(*(array for of_one in grads for array in of_one)):
-            reduced = ops.all_reduce(grads)
-        for turn, column in enumerate(zip(*grads, strict=True)):
-            wanted = hierarchical_sum(column, len(numpy_mesh), reduction_groups=groups)
-            assert all(same(row[turn], wanted) for row in reduced)
 
 
 def test_two_halves_are_the_default(mesh, make_jobs, random_replicas):
@@ -345,16 +245,3 @@ def test_replicas_are_numbered_as_the_devices_of_the_value():
         ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2, 0], [1]))
         wanted = hierarchical_sum(arrays, reduction_groups=([2, 0], [1]))
         check_outs(ops.reduce(SUM, value, value).buffers, wanted)
-
-
-@pytest.mark.parametrize("peer_access", [True, False])
-def test_a_training_step_takes_its_reduction_groups(peer_access):
-    groups = ([3, 0], [2, 4, 1])
-    grads = [exact_data((40,), "float32", seed=seed) / 3 for seed in range(5)]
-    with MeshCase((0, 1, 1, 2, 0), peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=groups)
-        variable = gr.Variable(np.zeros(40, np.float32), device=mesh)
-        step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1), ops)
-        assert step([[[grad]] for grad in grads])
-        wanted = np.float32(0) - hierarchical_sum(grads, 5, reduction_groups=groups)
-        check_outs(variable.buffers, wanted)
