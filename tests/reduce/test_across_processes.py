@@ -314,6 +314,8 @@ def test_what_works_in_one_process_only_raises():
             with pytest.raises(RuntimeError, match=r"^shared_name='w' works .* gradreduce\.ray"):
                 kind(np.float32, shared_name="w", device=mesh[0])
             kind(np.float32, device=mesh[0]).close()
+        with pytest.raises(RuntimeError, match=r"a captured step works inside .*: use prepare"):
+            gr.HierarchicalCopyAllReduce().capture(gr.ReduceOp.SUM, [(value, value)])
         part = gr.PerReplica([np.ones(3)], mesh[0:1])
         with pytest.raises(ValueError, match="pass one replica for each of the 2 devices"):
             gr.AllReduceCrossDeviceOps().reduce(gr.ReduceOp.SUM, part, part)
@@ -484,31 +486,3 @@ def test_leaving_by_an_error_waits_for_nobody_and_is_seen_at_once():
         "process 1 of 2 has not come to call 0 (reduction, tensors: float64[3]): process 1: left "
         "its mesh by ValueError('of the user')"
     )
-
-
-def test_gradients_of_other_variables_are_named_before_they_are_added():
-    def work(group):
-        mesh, ops = mesh_and_ops(group)
-        variables = [gr.Variable(np.zeros(3, np.float32), device=mesh) for _ in range(2)]
-        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops)
-        terms = [[np.ones(3, np.float32)], [np.ones(3, np.float32)]]
-        if group.rank == 1:
-            terms[0] = None
-        with pytest.raises(ValueError, match=r"different tensors: . in process ., . in process ."):
-            step([terms])
-        assert all(each.num_accumulated() == 0 for each in step.accumulators)
-        mesh.close()
-
-    run_processes(2, work)
-
-
-def test_a_step_over_processes_cannot_be_captured():
-    def work(group):
-        mesh, ops = mesh_and_ops(group)
-        value = gr.PerReplica([mesh[0].zeros((3,), np.float32)], mesh)
-        match = r"a captured step works inside one process.*: use prepare"
-        with pytest.raises(RuntimeError, match=match):
-            ops.capture(gr.ReduceOp.SUM, [(value, value)])
-        mesh.close()
-
-    run_processes(2, work)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 import numpy as np
 import pytest
 from support import meshes
@@ -18,7 +16,6 @@ mesh = meshes.mesh
 numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-Layer = namedtuple("Layer", ["weight", "bias"])
 
 
 def arrays_of(replica):
@@ -34,53 +31,6 @@ def sums(num_replicas, divisor=1):
     return [hierarchical_sum(of_one, divisor) for of_one in zip(*replicas, strict=True)]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("outer", [list, tuple])
-@pytest.mark.parametrize("inner", [list, tuple])
-def test_lists_and_tuples(mesh, inner, outer, algorithm):
-    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-    grads = outer(inner(arrays_of(replica)) for replica in range(len(mesh)))
-    with unchanged(*(array for entry in grads for array in entry)):
-        results = ops.all_reduce(grads, SUM)
-    assert type(results) is outer
-    assert [type(entry) for entry in results] == [inner] * len(mesh)
-    for entry in results:
-        assert all(same(x, y) for x, y in zip(entry, sums(len(mesh)), strict=True))
-
-
-def test_dicts_come_back_in_the_order_of_their_own_keys(mesh):
-    names = ["w", "b", 3]
-    grads = [
-        dict(sorted(zip(names, arrays_of(replica), strict=True), key=lambda item: str(item[0])))
-        if replica % 2
-        else dict(zip(names, arrays_of(replica), strict=True))
-        for replica in range(len(mesh))
-    ]
-    wanted = dict(zip(names, sums(len(mesh)), strict=True))
-    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
-    assert type(results) is list
-    for entry, given in zip(results, grads, strict=True):
-        assert type(entry) is dict
-        assert list(entry) == list(given)
-        assert all(same(entry[name], wanted[name]) for name in names)
-
-
-def test_named_tuples(numpy_mesh):
-    grads = [Layer(*arrays_of(replica)[:2]) for replica in range(len(numpy_mesh))]
-    results = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM)
-    for entry in results:
-        assert type(entry) is Layer
-        assert same(entry.weight, sums(len(numpy_mesh))[0])
-        assert same(entry.bias, sums(len(numpy_mesh))[1])
-
-
-def test_the_mean_unless_the_sum_is_asked_for(mesh):
-    grads = [arrays_of(replica) for replica in range(len(mesh))]
-    wanted = sums(len(mesh), len(mesh))
-    for entry in gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads):
-        assert all(same(x, y) for x, y in zip(entry, wanted, strict=True))
-
-
 def test_buffers_come_back_as_buffers(mesh):
     grads = [
         [owned(device, array) for array in arrays_of(replica)]
@@ -92,23 +42,6 @@ def test_buffers_come_back_as_buffers(mesh):
             assert isinstance(buffer, Buffer)
             assert buffer.device is device
             assert same(buffer.numpy(), wanted)
-
-
-def test_numbers_come_back_as_arrays(numpy_mesh):
-    count = len(numpy_mesh)
-    grads = [(1.5, [1.0, 2.0]) for _ in range(count)]
-    for number, array in gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM):
-        assert same(number, np.array(1.5 * count))
-        assert same(array, np.array([1.0 * count, 2.0 * count]))
-
-
-def test_empty_lists_are_returned_as_empty_lists(numpy_mesh):
-    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
-    count = len(numpy_mesh)
-    with numpy_mesh.journal() as journal:
-        assert ops.all_reduce([[]] * count) == [[]] * count
-        assert ops.all_reduce(({},) * count) == ({},) * count
-    assert journal.records == []
 
 
 def test_the_one_line_call(monkeypatch):
@@ -150,21 +83,6 @@ def test_the_wire_of_the_one_line_call():
         assert found[0][0][1] == 0.5
         with refused(mesh, ValueError, "wire_dtype='int8' is not"):
             gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
-
-
-def test_a_part_of_a_mesh(numpy_mesh):
-    part = numpy_mesh[-1:]
-    results = gr.all_reduce([[np.ones(3, np.float32)]], mesh=part)
-    assert same(results[0][0], np.ones(3, np.float32))
-
-
-def test_results_belong_to_the_caller(numpy_mesh):
-    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
-    first = ops.all_reduce([arrays_of(replica) for replica in range(len(numpy_mesh))], SUM)
-    for seed in (100, 200):
-        ops.all_reduce([arrays_of(seed + replica) for replica in range(len(numpy_mesh))], SUM)
-    for entry in first:
-        assert all(same(x, y) for x, y in zip(entry, sums(len(numpy_mesh)), strict=True))
 
 
 # Three tensors of float32 and two of float16, in one batch: launches by kernel, and collectives.

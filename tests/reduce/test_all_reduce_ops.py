@@ -63,49 +63,6 @@ def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(mesh, pac
         check_mirrored(result, expected_of(algorithm, replicas, placement_of(mesh), divisor))
 
 
-def test_a_buffer_is_its_own_only_replica(numpy_mesh):
-    device = numpy_mesh.devices[-1]
-    buffer = owned(device, np.arange(5, dtype=np.float32))
-    for algorithm in ALGORITHMS:
-        result = gr.AllReduceCrossDeviceOps(algorithm).reduce(MEAN, buffer, device)
-        assert result.devices == (device,)
-        check_mirrored(result, np.arange(5, dtype=np.float32))
-        assert result.primary.block is not buffer.block
-
-
-def test_the_order_of_devices_is_the_values_own(numpy_mesh):
-    ops = gr.HierarchicalCopyAllReduce()
-    devices = numpy_mesh.devices
-    forwards = per_replica(numpy_mesh, lambda replica: np.full(2, replica, np.float32))
-    backwards = gr.PerReplica(forwards.values[::-1], numpy_mesh, devices=devices[::-1])
-    for value, destination in (
-        (forwards, backwards),
-        (forwards, devices[::-1]),
-        (backwards, devices),
-        (backwards, numpy_mesh),
-    ):
-        result = ops.reduce(SUM, value, destination)
-        assert result.devices == value.devices
-        check_mirrored(result, np.full(2, sum(range(len(devices))), np.float32))
-    both = ops.batch_reduce(SUM, pairs([forwards, backwards, forwards]))
-    assert [result.devices for result in both] == [devices, devices[::-1], devices]
-
-
-def test_every_way_to_name_the_destination(numpy_mesh):
-    ops = gr.HierarchicalCopyAllReduce()
-    value = per_replica(numpy_mesh, lambda replica: np.ones(2, np.float32))
-    total = np.full(2, len(numpy_mesh), np.float32)
-    variable = gr.Variable(np.zeros(7, np.float32), device=numpy_mesh)
-    destinations = [
-        value, gr.Mirrored(value.values, numpy_mesh), variable, numpy_mesh,
-        numpy_mesh[:], numpy_mesh.devices, list(numpy_mesh.devices),
-    ]  # fmt: skip
-    results = ops.batch_reduce(SUM, [(value, destination) for destination in destinations])
-    for result in results:
-        check_mirrored(result, total)
-    assert not variable.numpy().any()  # a destination only selects devices
-
-
 def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
     count = len(numpy_mesh)
     parts = [numpy_mesh[:1], numpy_mesh, numpy_mesh[-1:], numpy_mesh[count // 2 :]]

@@ -168,69 +168,75 @@ def messages_of(work):
     return run_processes(2, said)
 
 
-def test_processes_name_the_tensor_that_differs():
-    def differ(mesh, rank):
-        grads = [{"w": np.ones(3), "bias": np.ones(2 + rank)}]
-        gr.all_reduce(grads, mesh=mesh)
-
-    text = "tensor bias is float64[2] in process 0, float64[3] in process 1"
-    assert text in messages_of(differ)[0]
+def reduced(make):
+    """A call of ``all_reduce`` for the gradients ``make(rank)``."""
+    return lambda mesh, rank: gr.all_reduce([make(rank)], mesh=mesh)
 
 
-def test_processes_name_the_tensors_that_only_one_has():
-    def differ(mesh, rank):
-        grads = [{"w": np.ones(3), "bias": np.ones(2) if rank else None}]
-        gr.all_reduce(grads, mesh=mesh)
+def stepped(*missing):
+    """A step in which the process of rank r has no gradient of variable ``missing[r]``."""
 
-    text = "1 in process 0, 2 in process 1 (bias only in process 1)"
-    assert text in messages_of(differ)[0]
-
-
-def test_processes_that_list_equal_tensors_in_another_order_are_refused():
-    def differ(mesh, rank):
-        grads = {"w": np.full(3, 1.0), "bias": np.full(3, 2.0)}
-        gr.all_reduce([dict(list(grads.items())[:: 1 - 2 * rank])], mesh=mesh)
-
-    text = "tensor 0 is w float64[3] in process 0, bias float64[3] in process 1"
-    assert text in messages_of(differ)[0]
-
-
-@pytest.mark.parametrize(
-    ("missing", "text"),
-    [
-        ((0, 1), "tensor 0 is bias in process 0, w in process 1"),
-        ((None, 1), "2 in process 0, 1 in process 1 (bias only in process 0)"),
-    ],
-)
-def test_processes_name_the_variable_without_a_gradient(missing, text):
     def differ(mesh, rank):
         variables = [gr.Variable(np.zeros(2), name, device=mesh) for name in ("w", "bias")]
         step = gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce())
-        step([[None if index == missing[rank] else [np.ones(2)] for index in range(2)]])
+        try:
+            step([[None if index == missing[rank] else [np.ones(2)] for index in range(2)]])
+        finally:
+            assert all(each.num_accumulated() == 0 for each in step.accumulators)
 
-    assert text in messages_of(differ)[0]
+    return differ
 
 
-@pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "IndexedSlices", "broadcast"])
-def test_every_call_of_processes_names_the_tensor_that_differs(call):
-    def differ(mesh, rank):
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-        arrays = [np.ones(4), np.ones(4, "f8" if rank else "f4")]
-        if call == "broadcast":
-            values = [
-                gr.PerReplica([each], mesh, name=name)
-                for each, name in zip(arrays, "ab", strict=True)
-            ]
-            ops.broadcast(values, mesh)
-        elif call == "IndexedSlices":
-            ops.all_reduce([{"b": gr.IndexedSlices(arrays[1].reshape(2, 2), [0, 1])}])
-        else:
-            getattr(ops, call)([dict(zip("ab", arrays, strict=True))])
+def called(call):
+    """A method for gradients whose second one has another dtype in process 1."""
+    return lambda mesh, rank: getattr(gr.AllReduceCrossDeviceOps(mesh=mesh), call)(
+        [{"a": np.ones(4), "b": np.ones(4, "f8" if rank else "f4")}]
+    )
 
-    dtypes = [f"{dtype} rows of [2], dense_shape None" for dtype in ("float32", "float64")]
-    if call != "IndexedSlices":
-        dtypes = ["float32[4]", "float64[4]"]
-    text = f"tensor b is {dtypes[0]} in process 0, {dtypes[1]} in process 1"
+
+def spread(mesh, rank):
+    arrays = {"a": np.ones(4), "b": np.ones(4, "f8" if rank else "f4")}
+    values = [gr.PerReplica([each], mesh, name=name) for name, each in arrays.items()]
+    gr.AllReduceCrossDeviceOps(mesh=mesh).broadcast(values, mesh)
+
+
+DTYPES = "tensor b is float32[4] in process 0, float64[4] in process 1"
+ORDER = (1, -1)  # of process 0, of process 1
+DIFFERENCES = {
+    "a shape": (
+        reduced(lambda rank: {"w": np.ones(3), "bias": np.ones(2 + rank)}),
+        "tensor bias is float64[2] in process 0, float64[3] in process 1",
+    ),
+    "a nested shape": (
+        reduced(lambda rank: {"layers": [{"w": np.ones(3)}, {"w": np.ones(2 + rank)}]}),
+        "tensor layers.1.w is float64[2] in process 0, float64[3] in process 1",
+    ),
+    "a tensor less": (
+        reduced(lambda rank: {"w": np.ones(3), "bias": np.ones(2) if rank else None}),
+        "1 in process 0, 2 in process 1 (bias only in process 1)",
+    ),
+    "another order": (
+        reduced(lambda rank: dict([("w", np.ones(3)), ("bias", np.ones(3))][:: ORDER[rank]])),
+        "tensor 0 is w float64[3] in process 0, bias float64[3] in process 1",
+    ),
+    "IndexedSlices": (
+        reduced(lambda rank: [gr.IndexedSlices(np.ones((1, 2), "f8" if rank else "f4"), [0])]),
+        "tensor 0 is float32 rows of [2], dense_shape None in process 0, float64 rows of [2], "
+        "dense_shape None in process 1",
+    ),
+    "other variables": (stepped(0, 1), "tensor 0 is bias in process 0, w in process 1"),
+    "a variable less": (
+        stepped(None, 1), "2 in process 0, 1 in process 1 (bias only in process 0)",
+    ),
+    "reduce_scatter": (called("reduce_scatter"), DTYPES),
+    "all_gather": (called("all_gather"), DTYPES),
+    "broadcast": (spread, DTYPES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_processes_name_what_differs(what):
+    differ, text = DIFFERENCES[what]
     assert text in messages_of(differ)[0]
 
 

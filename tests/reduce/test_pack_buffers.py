@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support import meshes
 from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
-from support.meshes import adopted, launches_of, owned, placement_of, unchanged
+from support.meshes import adopted, launches_of, owned
 
-from gradreduce.device import as_dtype
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
@@ -20,7 +18,6 @@ mesh = meshes.mesh
 
 # Shapes of a batch: a scalar, an empty one, and sizes just below and above a vector.
 SHAPES = [(3,), (), (0, 4), (5, 7), (16,), (1,), (2, 2, 2)]
-SETTINGS = [(0,), (1,), (3,), (1000,), (0, 16, 2), (0, 200, 10)]
 
 
 def gradients_of(mesh, shapes, dtypes, place):
@@ -55,22 +52,6 @@ def check_round_trip(mesh, packed, arrays):
         assert [buffer.device for buffer in replicas] == list(mesh.devices)
         for buffer, array in zip(replicas, expected, strict=True):
             assert same(buffer.numpy(), array)
-
-
-@pytest.mark.parametrize("place", [adopted, owned])
-@pytest.mark.parametrize("settings_of_one", SETTINGS, ids=str)
-def test_unpack_undoes_pack(mesh, settings_of_one, place):
-    dtypes = ["float32", "bfloat16", "float32", "float32", "complex64", "bfloat16", "int8"]
-    buffers, arrays = gradients_of(mesh, SHAPES, dtypes, place)
-    with unchanged(*(array for replicas in arrays for array in replicas)):
-        packed = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
-    check_round_trip(mesh, packed, arrays)
-    for flat in packed:
-        for out, device in zip(flat.outs, mesh, strict=True):
-            assert out.device is device
-            assert out.block.owned
-            assert (out.size, out.dtype) == (flat.plan.layout.size, flat.plan.out_dtype)
-            assert all(out.block is not b.block for replicas in buffers for b in replicas)
 
 
 def test_gaps_between_packed_tensors_are_zeros(mesh):
@@ -171,17 +152,6 @@ def test_only_the_replicas_in_another_layout_are_moved(mesh):
     assert kept == [True] * (len(mesh) - 1) + [False]
 
 
-@pytest.mark.parametrize("settings_of_one", [(0,), (0, 8, 10)], ids=str)
-def test_unpacked_tensors_are_not_moved(mesh, settings_of_one):
-    buffers, arrays = gradients_of(mesh, [(3,), (0,), (5, 7)], ["float32"] * 3, owned)
-    with mesh.journal() as journal:
-        packed = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
-    assert journal.records == []
-    for flat, replicas in zip(packed, buffers, strict=True):
-        assert [b.address for b in flat.inputs] == [b.address for b in replicas]
-    check_round_trip(mesh, packed, arrays)
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_peer_reads_no_memory_that_is_not_mapped(mesh, mapped):
     buffers, arrays = gradients_of(mesh, [(4,), (8,)], ["float32"] * 2, adopted)
@@ -197,38 +167,3 @@ def test_a_peer_reads_no_memory_that_is_not_mapped(mesh, mapped):
             assert all(buffer.block.owned for flat in packed for buffer in flat.inputs)
         assert journal.launches == (len(mesh.by_physical) if packs_all or num_packs else 0)
         check_round_trip(mesh, packed, arrays)
-
-
-def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
-    buffers, _ = gradients_of(mesh, [(4,), (3,)], ["float32"] * 2, owned)
-    half = as_dtype("float16")
-    plans = plans_of(buffers, 0, out_dtypes=[as_dtype("float32"), half])
-    kept, cast = pack(plans, buffers, mesh.devices, consume=True)
-    assert [b.address for b in kept.outs] == [b.address for b in buffers[0]]
-    assert all(out is flat for out, flat in zip(kept.outs, kept.inputs, strict=True))
-    assert [out.dtype for out in cast.outs] == [half] * len(mesh)
-    assert all(out.block is not b.block for out, b in zip(cast.outs, buffers[1], strict=True))
-
-
-def test_three_hundred_tensors_are_packed_in_one_launch_per_device(mesh):
-    ends = np.cumsum([place % 7 for place in range(300)])
-    block = random_data((int(ends[-1]),), "float32")
-    arrays = [[part] * len(mesh) for part in np.split(block, ends[:-1])]
-    buffers = [
-        [owned(device, array) for device, array in zip(mesh, replicas, strict=True)]
-        for replicas in arrays
-    ]
-    with mesh.journal() as journal:
-        packed = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
-    assert journal.launches == len(set(placement_of(mesh)))
-    check_round_trip(mesh, packed, arrays)
-
-
-def test_the_same_memory_may_be_given_twice(mesh):
-    arrays = [np.arange(6, dtype=np.float32)] * len(mesh)
-    replicas = [adopted(device, array) for device, array in zip(mesh, arrays, strict=True)]
-    overlapping = [buffer.view(2, (4,)) for buffer in replicas]
-    buffers = [replicas, replicas, overlapping]
-    for num_packs in (0, 1, 2):
-        packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
-        check_round_trip(mesh, packed, [arrays, arrays, [array[2:] for array in arrays]])

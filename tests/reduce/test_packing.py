@@ -151,36 +151,12 @@ def test_integers_are_transferred_in_their_own_dtype():
     assert [plan.wire.name for plan in plans] == ["int32", "float16"]
 
 
-def test_a_flat_buffer_has_gaps_where_a_tensor_ends_inside_a_vector():
-    assert [plan32(sizes, 1)[0].has_gaps for sizes in ([4, 8], [4, 7, 4], [7])] == [
-        False, True, True,
-    ]  # fmt: skip
-
-
-def test_small_tensors_that_are_not_neighbours_are_grouped_too():
-    plans = plan32([1, 900, 1, 0, 1, 1], 0, 16, 3)
-    assert [plan.tensors for plan in plans] == [(0, 2, 4), (1,), (3,), (5,)]
-    assert [plan.together for plan in plans] == [True, False, False, False]
-
-
-def test_a_group_holds_no_more_than_it_may():
-    plans = plan32([1] * 7, 0, 16, 3)
-    assert [plan.tensors for plan in plans] == [(0, 1, 2), (3, 4, 5), (6,)]
-    assert not plans[-1].together
-
-
 def test_twelve_elements_in_five_and_in_thirteen_packs():
     # TensorFlow makes 2, 2, 2, 2, 4 elements, and twelve empty packs and one of 12.
     (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5, 0, 0)
     assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 12))
     (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13, 0, 0)
     assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12))
-
-
-def test_a_tensor_may_lie_across_packs_and_a_pack_may_hold_several():
-    (plan,) = plan32([3, 1, 20], 2)
-    assert plan.layout.offsets == (0, 4, 8)
-    assert plan.packs == ((0, 12), (12, 28))
 
 
 def test_tensors_of_no_elements_take_no_memory():
@@ -190,17 +166,3 @@ def test_tensors_of_no_elements_take_no_memory():
     assert plan32([0, 0], 3)[0].packs == ()
     assert [plan.packs for plan in plan32([0, 5, 0], 0)] == [(), ((0, 5),), ()]
     assert plan32([], 1) == ()
-
-
-def test_a_plan_depends_on_all_that_it_is_made_for():
-    sizes, dtypes = (3, 8), ((FLOAT32, FLOAT32),) * 2
-    plan = plan_packing(sizes, dtypes, 2, 16, 10)
-    for other in (
-        plan_packing((8, 3), dtypes, 2, 16, 10),
-        plan_packing(sizes, ((FLOAT64, FLOAT64),) * 2, 2, 16, 10),
-        plan_packing(sizes, dtypes, 3, 16, 10),
-        plan_packing(sizes, dtypes, 0, 32, 10),
-        plan_packing(sizes, dtypes, 0, 32, 1),
-    ):
-        assert other != plan
-    assert "tensors=(0, 1)" in repr(plan)

@@ -7,47 +7,13 @@ import importlib
 import numpy as np
 import pytest
 from reduce.test_prepared import calls_of
-from support.exact_data import exact_data, same
+from support.exact_data import same
 from support.meshes import MeshCase, refused
 
 import gradreduce as gr
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [(40, 7), (), (0, 2), (1000,)]
-PLACEMENTS = [(0,), (0, 1), (0, 1, 1, 2, 0)]
-
-
-def numbers(mesh, seed):
-    return [
-        [np.array(exact_data(shape, np.float32, seed=seed + 10 * place + d.index)) for d in mesh]
-        for place, shape in enumerate(SHAPES)
-    ]
-
-
-def sums(arrays):
-    return [np.sum(replicas, axis=0, dtype=np.float32) for replicas in arrays]
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_numpy_arrays_are_read_and_written_in_place(placement):
-    with MeshCase(placement).open() as mesh:
-        arrays = numbers(mesh, 0)
-        values = [gr.PerReplica(replicas, mesh) for replicas in arrays]
-        step = gr.HierarchicalCopyAllReduce(2).prepare(SUM, [(v, v) for v in values])
-        kept = [array for result in step.results for array in result.values]
-        for seed in (100, 200):
-            for replicas, new in zip(arrays, numbers(mesh, seed), strict=True):
-                for array, content in zip(replicas, new, strict=True):
-                    array[...] = content
-            with mesh.journal() as journal:
-                found = step()
-            assert journal.uploads == journal.syncs == 0
-            shown = [array for result in found for array in result.values]
-            assert all(one is other for one, other in zip(shown, kept, strict=True))
-            assert found[0].primary is kept[0]
-            for result, total in zip(found, sums(arrays), strict=True):
-                assert all(type(array) is np.ndarray for array in result.values)
-                assert all(same(array, total) for array in result.values)
 
 
 @pytest.mark.torch
@@ -114,18 +80,6 @@ def test_what_would_be_a_copy_is_refused():
             ops.prepare(SUM, [(number, number)])
         with refused(mesh, ValueError, "output_type='cupy'"):
             ops.prepare(SUM, [(fine, fine)], output_type="cupy")
-
-
-def test_arrays_of_a_flat_buffer_are_shared():
-    with MeshCase((0, 0, 1)).open() as mesh:
-        flat = mesh.flat_buffer([(3,), (4, 2)], "float32")
-        rows = flat.arrays("numpy")
-        values = [gr.PerReplica(list(row), mesh) for row in zip(*rows, strict=True)]
-        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value) for value in values])
-        for replica, row in enumerate(rows):
-            for array in row:
-                array[...] = replica + 1
-        assert all((array == 6).all() for result in step() for array in result.values)
 
 
 def test_where_work_is_deferred_host_arrays_are_copied_and_so_refused():

@@ -73,26 +73,3 @@ def test_the_limit_is_inclusive():
     assert plan_slices([(16_383, 4)], [0, 2]) == [Slice(0, 0, 0, 16_383)]
     assert plan_slices([(16_384, 4)], [0, 2]) == [Slice(0, 0, 0, 8192), Slice(0, 2, 8192, 16_384)]
     assert plan_slices([(8192, 4)] * 2, [0, 2]) == [Slice(0, 0, 0, 8192), Slice(1, 2, 0, 8192)]
-
-
-def test_a_run_may_hold_many_packs_and_a_pack_lie_in_many_runs():
-    packs = [(1, 4), (70_000, 1), (1, 4), (1, 4)]
-    slices = plan_slices(packs, [0, 1, 3])
-    assert [(part.job, part.main) for part in slices] == [
-        (0, 0), (1, 0), (1, 1), (1, 3), (2, 3), (3, 3),
-    ]  # fmt: skip
-
-
-def test_the_last_slice_has_the_remaining_elements():
-    slices = plan_slices([(65_541, 1)], [0, 1, 2])
-    assert [(part.start, part.stop) for part in slices] == [
-        (0, 21_840), (21_840, 43_680), (43_680, 65_541),
-    ]  # fmt: skip
-
-
-def test_one_physical_device_needs_no_slices():
-    assert plan_slices([(10**6, 4), (3, 4)], [0]) == [Slice(0, 0, 0, 10**6), Slice(1, 0, 0, 3)]
-
-
-def test_nothing_to_reduce():
-    assert plan_slices([], [0, 1]) == []

@@ -168,7 +168,7 @@ def check(case: Case, algorithm: str, form: str) -> None:
             **dict(zip(NAMES, case.packing, strict=False)),
         )
         place = PLACES[case.place]
-        if form != "batch_reduce" or (place is adopted and case.schedule is not None):
+        if case.schedule is not None and (place is adopted or form != "batch_reduce"):
             place = owned  # host arrays are copied where work is queued
         inputs = [
             [place(device, array.copy()) for device, array in zip(mesh, row, strict=True)]
