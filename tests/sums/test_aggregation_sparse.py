@@ -69,18 +69,6 @@ def test_terms_that_are_all_sparse_are_joined(method):
         assert made.dense_shape == shapes[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_sparse_and_dense_make_a_dense_sum(method):
-    sparse, dense = small([1], [[1, 2]], (3, 2)), np.ones((3, 2), "float32")
-    expected = np.array([[1, 1], [2, 3], [1, 1]], "float32")
-    for terms in ([sparse, dense], [dense, sparse], [None, dense, None, sparse]):
-        for form in forms(terms):
-            made = gr.aggregate(form, method)
-            assert isinstance(made, np.ndarray)
-            assert same(made, expected)
-    assert (dense == 1).all()
-
-
 def test_add_n_makes_sparse_terms_dense():
     one, other = small([1, 1], [[1, 2], [3, 4]], (3, 2)), small([0], [[5, 6]], (3, 2))
     assert same(gr.add_n([one]), np.array([[0, 0], [4, 6], [0, 0]], "float32"))
@@ -107,15 +95,6 @@ def test_accumulate_n_refuses_sparse_terms(mesh):
 
 
 # -- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_joined_rows_are_the_terms_rows(dtype):
-    terms = [slices_of(indices, dtype=dtype, seed=k, make=random_data)
-             for k, indices in enumerate([[3, 3, 0], [], [6], [5, 4, 3, 2, 1]])]  # fmt: skip
-    made = gr.aggregate(terms)
-    assert made.indices.tolist() == [3, 3, 0, 6, 5, 4, 3, 2, 1]
-    assert same(made.values, np.concatenate([term.values for term in terms]))
 
 
 @pytest.mark.parametrize("method", METHODS[:3])

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sums.test_aggregation import ADD_N, METHODS, NAMES, TREE, reference
 from support.exact_data import exact_data, random_data, same
-from support.exhaustive import examples
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
@@ -107,13 +104,6 @@ def test_a_term_is_dropped_before_the_next_is_made(mesh):
     gr.aggregate(terms(), ACCUMULATE_N)
 
 
-def test_a_single_lazy_term_is_returned_itself_and_no_term_gives_none(mesh, method):
-    term = np.ones(3)
-    assert gr.aggregate(iter([None, term, None]), method) is term
-    assert gr.aggregate(iter([None, None]), method) is None
-    assert gr.aggregate(iter(()), method) is None
-
-
 def test_a_failing_iterable_leaves_everything_as_it_was(mesh, method):
     values = arrays(4)
     copies = [value.copy() for value in values]
@@ -132,14 +122,6 @@ def test_a_failing_iterable_leaves_everything_as_it_was(mesh, method):
         gr.aggregate(iter([*values, "no array"]), method)
     for value, copy in zip(values, copies, strict=True):
         assert same(value, copy)
-
-
-@settings(deadline=None, max_examples=examples(60))
-@given(count=st.integers(1, 40), dtype=st.sampled_from(["float32", "float16", "int8", "complex64"]))
-def test_lazy_and_listed_terms_give_the_same_bits(count, dtype):
-    for method in METHODS:
-        values = list(random_data((count, 7), dtype, seed=count))
-        assert same(gr.aggregate(iter(values), method), gr.aggregate(values, method))
 
 
 def launches(mesh, call) -> list[str]:
