@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -52,6 +54,25 @@ def waiting_take(mesh: Mesh) -> PendingTake:
     ticket.in_call.acquire()
     join(ticket)
     return ticket
+
+
+@contextmanager
+def hanging(hang: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Inside, a thread is in ``hang(wait)``, and ``wait()`` returns after this context."""
+    held, let_go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        held.set()
+        assert let_go.wait(TEST_TIMEOUT)
+
+    holder = threading.Thread(target=hang, args=(wait,))
+    holder.start()
+    try:
+        assert held.wait(TEST_TIMEOUT)
+        yield
+    finally:
+        let_go.set()
+        holder.join(TEST_TIMEOUT)
 
 
 def ended(threads: list[threading.Thread]) -> bool:
@@ -239,29 +260,17 @@ def test_neither_the_thread_nor_a_failure_takes_a_lock(clock):
         stall(mesh.devices[1])
         with deadline_scope("a call", 5, mesh.devices):
             uploaded(mesh.devices[1], 1)
-        held, let_go = threading.Event(), threading.Event()
 
-        def hang() -> None:
-            with (
-                mesh.mesh_state.launch_lock,
-                mesh.mesh_state.order.lock,
-                mesh.mesh_state._watchdog_lock,
-                mesh.mesh_state.reset_lock,
-            ):
-                held.set()
-                assert let_go.wait(TEST_TIMEOUT)
+        def hang(wait: Callable[[], None]) -> None:
+            state = mesh.mesh_state
+            with state.launch_lock, state.order.lock, state._watchdog_lock, state.reset_lock:
+                wait()
 
-        holder = threading.Thread(target=hang)
-        holder.start()
-        assert held.wait(TEST_TIMEOUT)
-        clock.advance(6)
-        assert "sim:1 has not joined" in wait_for_failure(mesh)
-        with pytest.raises(
-            CollectiveError, match="cannot be reset yet: another thread is resetting it"
-        ):
-            mesh.reset(timeout=0.01)
-        let_go.set()
-        holder.join(TEST_TIMEOUT)
+        with hanging(hang):
+            clock.advance(6)
+            assert "sim:1 has not joined" in wait_for_failure(mesh)
+            with pytest.raises(CollectiveError, match="yet: another thread is resetting it"):
+                mesh.reset(timeout=0.01)
         mesh.reset(timeout=TEST_TIMEOUT)
 
 
@@ -271,32 +280,23 @@ def test_a_deadline_ends_waits_for_a_thread_that_hangs_in_the_driver():
         device, other = mesh.devices[:2]
         buffer, used = device.upload(data((SIZE,))), other.upload(data((SIZE,)))
         mesh.synchronize(deadline=TEST_TIMEOUT)  # from now on waits look at the mesh
-        held, let_go, errors = threading.Event(), threading.Event(), list[BaseException]()
-
-        def hangs() -> None:
-            held.set()
-            assert let_go.wait(TEST_TIMEOUT)
-
-        def hang() -> None:
-            other._order(hangs, Work(other.compute, [(used,)], 1))
+        errors = list[BaseException]()
+        work = Work(other.compute, [(used,)], 1)
 
         def fill() -> None:
             with pytest.raises(CollectiveError, match="the mesh has failed") as raised:
                 device.fill_zero(buffer)
             errors.append(raised.value)
 
-        threads = [threading.Thread(target=each) for each in (hang, fill)]
-        threads[0].start()
-        assert held.wait(TEST_TIMEOUT)
-        threads[1].start()
-        with pytest.raises(CollectiveError, match=r"the deadline for a download of .* passed"):
-            device.download(buffer, deadline=0.1)
-        threads[1].join(TEST_TIMEOUT)
-        assert len(errors) == 1
-        with pytest.raises(CollectiveError, match="a call is still submitting work"):
-            mesh.reset(timeout=0.1)
-        let_go.set()
-        threads[0].join(TEST_TIMEOUT)
+        with hanging(lambda wait: other._order(wait, work)):
+            filling = threading.Thread(target=fill)
+            filling.start()
+            with pytest.raises(CollectiveError, match=r"the deadline for a download of .* passed"):
+                device.download(buffer, deadline=0.1)
+            filling.join(TEST_TIMEOUT)
+            assert len(errors) == 1
+            with pytest.raises(CollectiveError, match="a call is still submitting work"):
+                mesh.reset(timeout=0.1)
         mesh.reset(timeout=TEST_TIMEOUT)
         assert same(device.download(buffer), data((SIZE,)))
 
@@ -306,21 +306,11 @@ def test_a_mesh_closes_while_a_thread_hangs_in_the_driver():
     device, other = mesh.devices[:2]
     used = other.upload(data((SIZE,)))
     mesh.synchronize(deadline=TEST_TIMEOUT)
-    held, let_go = threading.Event(), threading.Event()
-
-    def hangs() -> None:
-        held.set()
-        assert let_go.wait(TEST_TIMEOUT)
-
     work = Work(other.compute, [(used,)], 1)
-    thread = threading.Thread(target=lambda: other._order(hangs, work))
     freed = device.upload(data((SIZE,)))
-    thread.start()
-    assert held.wait(TEST_TIMEOUT)
-    del freed  # closing returns its memory to the pool
-    mesh.close()
-    let_go.set()
-    thread.join(TEST_TIMEOUT)
+    with hanging(lambda wait: other._order(wait, work)):
+        del freed  # closing returns its memory to the pool
+        mesh.close()
 
 
 def test_where_no_thread_can_start_a_failure_is_reported_all_the_same(clock, monkeypatch, tmp_path):
@@ -367,42 +357,30 @@ def test_where_no_thread_can_start_the_watchdog_reports_a_failed_device():
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
         mesh.synchronize(deadline=TEST_TIMEOUT)
-        held, let_go = threading.Event(), threading.Event()
 
-        def hang() -> None:
+        def hang(wait: Callable[[], None]) -> None:
             with ticket.states[0].lock:
-                held.set()
-                assert let_go.wait(TEST_TIMEOUT)
+                wait()
 
-        holder = threading.Thread(target=hang)
-        holder.start()
-        assert held.wait(TEST_TIMEOUT)
-        refused.append(True)
-        mesh.devices[1].mark_failed("for a test")
-        let_go.set()
+        with hanging(hang):
+            refused.append(True)
+            mesh.devices[1].mark_failed("for a test")
         with pytest.raises(CancelledError):
             await_take(ticket, TEST_TIMEOUT)
-        holder.join(TEST_TIMEOUT)
 
 
 def test_a_reset_waits_for_a_call_that_still_submits_work(clock):
     with queued() as mesh:
         mesh.mesh_state.fail("for a test")
         wait_for_failure(mesh)
-        held, let_go = threading.Event(), threading.Event()
 
-        def hang() -> None:
+        def hang(wait: Callable[[], None]) -> None:
             with mesh.mesh_state.launch_lock:
-                held.set()
-                assert let_go.wait(TEST_TIMEOUT)
+                wait()
 
-        holder = threading.Thread(target=hang)
-        holder.start()
-        assert held.wait(TEST_TIMEOUT)
-        with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
+        text = "a call is still submitting work to the devices"
+        with hanging(hang), pytest.raises(CollectiveError, match=text):
             mesh.reset(timeout=0.01)
-        let_go.set()
-        holder.join(TEST_TIMEOUT)
         mesh.reset(timeout=TEST_TIMEOUT)
         mesh.reset(timeout=TEST_TIMEOUT)
 

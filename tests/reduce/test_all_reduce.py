@@ -111,19 +111,6 @@ def test_all_tensors_are_reduced_in_one_batch(placement, algorithm, packs, sums,
     assert len(journal.records) == packs + sums + collectives  # no copy, no upload, no sync
 
 
-@pytest.mark.parametrize(
-    ("placement", "crossing"), [((0,) * 4, 0), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 6)], ids=str
-)
-def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossing):
-    with MeshCase(placement).open() as mesh:
-        flat = mesh.flat_buffer([(5, 3), (7,), ()], "float32")
-        with mesh.journal() as journal:
-            gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(flat.views)
-        (launch,) = journal.records
-    assert (launch.name, launch.num_rows) == ("all_sum", 1)
-    assert launch.nbytes == crossing * flat.buffers[0].nbytes == crossing * 4 * (16 + 8 + 4)
-
-
 def with_axis_order(array, order=(0, 2, 3, 1)):
     """The same values with another order of axes in memory, such as channels_last."""
     back = sorted(range(len(order)), key=order.__getitem__)

@@ -80,19 +80,6 @@ def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
     assert journal.bytes == 0
 
 
-@pytest.mark.parametrize("num_packs", [1, 2, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
-def test_tensors_in_a_flat_buffer_are_not_moved(mesh, dtype, num_packs):
-    flat = mesh.flat_buffer(SHAPES, dtype)
-    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
-    with mesh.journal() as journal:
-        (packed,) = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
-    assert journal.records == []
-    assert [b.address for b in packed.inputs] == [b.address for b in flat.buffers]
-    for out, buffer in zip(packed.outs, flat.buffers, strict=True):
-        assert out.block is not buffer.block  # not ours to overwrite
-
-
 def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
     views = mesh[-1:].flat_buffer(SHAPES, "float32").views
     buffers = [[view] for view in views[0][:4]]

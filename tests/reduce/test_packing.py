@@ -37,42 +37,26 @@ def units(plan: FlatPlan) -> int:
 
 @LAWS
 @given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
-def test_every_tensor_is_in_exactly_one_plan_of_its_dtypes(batch, num_packs, limit, group):
+def test_every_tensor_is_in_one_plan_and_the_packs_cover_it(batch, num_packs, limit, group):
     sizes, dtypes = batch
     plans = plan_packing(sizes, dtypes, num_packs, limit, group)
     assert sorted(tensor for plan in plans for tensor in plan.tensors) == list(range(len(sizes)))
     for plan in plans:
         assert list(plan.tensors) == sorted(plan.tensors)
         assert {dtypes[tensor] for tensor in plan.tensors} == {(plan.dtype, plan.out_dtype)}
-
-
-@LAWS
-@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
-def test_tensors_lie_end_to_end_at_vector_boundaries(batch, num_packs, limit, group):
-    sizes, dtypes = batch
-    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
-        ends = [0]
+        end = 0  # tensors lie end to end at vector boundaries
         for tensor, offset, span in zip(
             plan.tensors, plan.layout.offsets, plan.layout.spans, strict=True
         ):
-            assert offset == ends[-1]
-            for dtype in (plan.dtype, plan.out_dtype):
-                assert offset * dtype.itemsize % 16 == 0
+            assert offset == end
+            assert offset * plan.dtype.itemsize % 16 == offset * plan.out_dtype.itemsize % 16 == 0
             gap = span - sizes[tensor]
             assert 0 <= gap * narrower(plan) < 16
             assert plan.together or gap == 0
-            ends.append(offset + span)
-        assert plan.layout.size == ends[-1]
-
-
-@LAWS
-@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
-def test_packs_cover_the_flat_buffer_in_order_and_none_is_empty(batch, num_packs, limit, group):
-    sizes, dtypes = batch
-    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
+            end = offset + span
         edges = [0, *(stop for _, stop in plan.packs)]
         assert plan.packs == tuple(pairwise(edges))
-        assert edges[-1] == plan.layout.size
+        assert edges[-1] == plan.layout.size == end
         assert all(start < stop for start, stop in plan.packs)
         assert len(plan.packs) == min(max(1, num_packs), units(plan))
 

@@ -233,9 +233,11 @@ def test_an_empty_value_has_nothing_to_transfer():
     assert "0 bytes of 1 replica, on one physical device: tensors 1" in near_text
 
 
-def test_bad_arguments_are_those_of_the_reduction():
+@pytest.mark.parametrize("form", ["plan", "profile", "prepare", "capture"])
+def test_bad_arguments_are_those_of_the_reduction(form):
     with MeshCase((0, 1)).open() as mesh, MeshCase((0,)).open() as other:
-        ops = ops_of("nccl", mesh)
+        ops = ops_of("hierarchical_copy", mesh)
+        call = getattr(ops, form)
         value, alone = dense(mesh, (3,), "float32"), dense(other, (3,), "float32")
         for pairs, text in (
             ([], "there is no tensor to reduce"),
@@ -244,6 +246,6 @@ def test_bad_arguments_are_those_of_the_reduction():
             ([value], "must be a tuple of size 2"),
         ):
             with refused(mesh, ValueError, text):
-                ops.plan(SUM, pairs)
+                call(SUM, pairs)
         with refused(mesh, ValueError, "reduce_op="):
-            ops.plan("sum", [(value, value)])
+            call("sum", [(value, value)])

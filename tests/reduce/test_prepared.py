@@ -11,7 +11,7 @@ import pytest
 from support import meshes
 from support.exact_data import random_data, same
 from support.meshes import MeshCase, num_grown, refused
-from support.reduction_calls import dense, table
+from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
@@ -146,7 +146,7 @@ def test_threads_take_turns():
             assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
-def unread(seed, placement, algorithm, form):
+def unread(seed, placement, algorithm, form, has_out):
     """Calls without a host wait between them; the results of each stay on the devices."""
     peers = form == "capture"  # which needs them
     with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
@@ -155,7 +155,12 @@ def unread(seed, placement, algorithm, form):
         ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
         # To one device: the others get no result, so nothing makes them wait.
         pairs = [(values[0], values[0]), (values[1], mesh.devices[0])]
-        step = getattr(ops, form)(SUM, pairs)
+        outs = None
+        if has_out:
+            outs = [
+                [device.empty((6, 5), "float32") for device in each] for each in (mesh, mesh[:1])
+            ]
+        step = getattr(ops, form)(SUM, pairs, out=outs)
         kept = []
         for turn in range(4):
             refill(values, 60 * turn)
@@ -175,9 +180,10 @@ def unread(seed, placement, algorithm, form):
 )
 def test_a_replay_is_ordered_after_the_previous_one(algorithm, form):
     for placement in ([0, 1, 2], [0, 0, 1, 1]):
-        expected = unread(None, placement, algorithm, "prepare")
+        expected = unread(None, placement, algorithm, "prepare", False)
         for seed in range(20):
-            assert unread(seed, placement, algorithm, form) == expected, (seed, placement)
+            found = unread(seed, placement, algorithm, form, seed % 2 == 1)
+            assert found == expected, (seed, placement)
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
@@ -190,24 +196,6 @@ def test_a_failed_device_or_a_closed_mesh_stops_it(form):
             step()
     with pytest.raises(BackendUnavailableError, match="closed"):
         step()
-
-
-def test_what_cannot_be_read_again_is_refused():
-    with MeshCase((0, 1)).open() as mesh, MeshCase((0, 1)).open() as other:
-        ops = gr.NcclAllReduce(mesh=mesh)
-        value = dense(mesh, (4,), "float32", 1)
-        sparse = gr.PerReplica([table(device, 1) for device in mesh])
-        apart = dense(other, (4,), "float32", 1)
-        for pairs, text in (
-            ([], "there is no tensor to reduce"),
-            ([(value, value), (apart, apart)], "these are on 2"),
-            ([(sparse, sparse)], "value 0 contains IndexedSlices"),
-            ([(value, "sim:8")], "destination 0"),
-        ):
-            with refused(mesh, ValueError, text):
-                ops.prepare(SUM, pairs)
-        with refused(mesh, ValueError, "reduce_op="):
-            ops.prepare("sum", [(value, value)])
 
 
 def test_a_replay_that_fails_leaves_no_label_behind(monkeypatch):

@@ -160,15 +160,6 @@ def test_differences_from_the_plan_are_reported(bandwidths, monkeypatch):
     assert "the journal differs from the plan:\n    only done" in str(told)
 
 
-def test_bad_input_does_nothing(bandwidths):
-    with MeshCase((0, 1)).open() as mesh, mesh.journal() as journal:
-        with pytest.raises(ValueError, match="there is no tensor to reduce"):
-            hierarchical(mesh, 0).profile(SUM, [])
-        with pytest.raises(ValueError, match="reduce_op='mean'"):
-            hierarchical(mesh, 0).profile("mean", [])
-    assert journal.records == []
-
-
 def test_bandwidths_are_measured_once_for_a_mesh(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.HOST_BYTES", 1 << 10)
     with MeshCase((0, 1)).open() as mesh:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import gradreduce as gr
 from gradreduce.comm.process_group import ProcessError, ProcessGroup
 from gradreduce.device.processes import Message
 
@@ -104,3 +105,29 @@ def run_processes(
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, group) for group in groups]
         return [future.result(timeout=60) for future in futures]
+
+
+def run_replicas(
+    counts: Sequence[int],
+    work: Callable[[gr.Mesh, range], Any],
+    placement: Sequence[int] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Runs ``work(mesh, replicas)`` in each process; with one process without a group.
+
+    Args:
+        counts: the number of replicas of each process.
+        work: called with the mesh of a process, and the numbers of its replicas.
+        placement: ``devices`` of the mesh of a single process; default: ``counts``.
+        options: arguments of ``open_mesh``.
+    """
+    firsts = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
+
+    def run(group: ProcessGroup | None) -> Any:
+        rank = 0 if group is None else group.rank
+        process = {} if group is None else {"process_group": group}
+        devices = placement or counts[rank]
+        with gr.open_mesh(devices, backend="sim", strict=True, **process, **options) as mesh:
+            return work(mesh, range(firsts[rank], firsts[rank + 1]))
+
+    return [run(None)] if len(counts) == 1 else run_processes(len(counts), run)

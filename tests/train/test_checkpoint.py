@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from support.thread_group import run_processes
+from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
 
@@ -38,24 +38,20 @@ def calls_of(num_replicas, number, dtype, exact):
 
 def train(counts, calls, state=None, dtype="float32", make_optimizer=None, exact=False, **options):
     """Continues a training with these replicas; returns the values, and the state."""
-    starts = np.cumsum([0, *counts])
 
-    def work(group):
-        rank = 0 if group is None else group.rank
-        process = {} if group is None else {"process_group": group}
-        with gr.open_mesh(counts[rank], backend="sim", strict=True, **process) as mesh:
-            optimizer = make_optimizer() if make_optimizer else None
-            step = make_step(mesh, dtype, optimizer, **options)
-            if state is not None:
-                step.load_state_dict(pickle.loads(pickle.dumps(state)))
-            for number in calls:
-                for rows in calls_of(sum(counts), number, dtype, exact):
-                    own = rows[starts[rank] : starts[rank + 1]]
-                    step([[[array] for array in row] for row in own])
-            values = [buffer.numpy() for var in step.variables for buffer in var.buffers[:1]]
-            return [each.tobytes() for each in values], step.state_dict()
+    def work(mesh, replicas):
+        optimizer = make_optimizer() if make_optimizer else None
+        step = make_step(mesh, dtype, optimizer, **options)
+        if state is not None:
+            step.load_state_dict(pickle.loads(pickle.dumps(state)))
+        for number in calls:
+            for rows in calls_of(sum(counts), number, dtype, exact):
+                own = rows[replicas[0] : replicas[-1] + 1]
+                step([[[array] for array in row] for row in own])
+        values = [buffer.numpy() for var in step.variables for buffer in var.buffers[:1]]
+        return [each.tobytes() for each in values], step.state_dict()
 
-    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    found = run_replicas(counts, work)
     for values, saved in found:
         assert values == found[0][0]
         np.testing.assert_equal(saved, found[0][1])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
-from support.thread_group import run_processes
+from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
 from gradreduce.ops import BLOCK
@@ -53,29 +53,21 @@ def terms_of(number, step, replicas, wrong=()):
 
 def train(counts, calls=range(4), wrong=(), state=None, placement=None, seed=None, **options):
     """Returns what every process ends with: values, and what each call returned and left."""
-    firsts = np.cumsum([0, *counts])
 
-    def work(group):
-        rank = 0 if group is None else group.rank
-        process = {} if group is None else {"process_group": group}
-        devices = placement or counts[rank]
-        with gr.open_mesh(
-            devices, backend="sim", strict=True, schedule_seed=seed, **process
-        ) as mesh:
-            step = make_step(mesh, **options)
-            if state is not None:
-                step.load_state_dict(state)
-            replicas, seen = range(firsts[rank], firsts[rank + 1]), []
-            for number in calls:
-                done = step(terms_of(number, step, replicas, wrong))
-                norm = step.last_norm
-                norm = None if norm is None else np.float64(norm).tobytes()
-                seen.append((done, step.global_step, step.num_skipped, step.loss_scale, norm))
-            values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in step.variables]
-            assert all(len(set(copies)) == 1 for copies in values)
-            return [copies[0] for copies in values], seen, step.state_dict()
+    def work(mesh, replicas):
+        step, seen = make_step(mesh, **options), []
+        if state is not None:
+            step.load_state_dict(state)
+        for number in calls:
+            done = step(terms_of(number, step, replicas, wrong))
+            norm = step.last_norm
+            norm = None if norm is None else np.float64(norm).tobytes()
+            seen.append((done, step.global_step, step.num_skipped, step.loss_scale, norm))
+        values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in step.variables]
+        assert all(len(set(copies)) == 1 for copies in values)
+        return [copies[0] for copies in values], seen, step.state_dict()
 
-    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    found = run_replicas(counts, work, placement, schedule_seed=seed)
     for each in found[1:]:
         np.testing.assert_equal(each, found[0])
     return found[0]
@@ -245,28 +237,23 @@ CHECKED = [([3], 2, "replica 2"), ([1, 2], 2, r"replica 2 \(process 1\)"),
 
 @pytest.mark.parametrize(("counts", "replica", "where"), CHECKED)
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(counts, replica, where):
-    firsts = np.cumsum([0, *counts])
     text = f"^the gradient of 'b' in {where} is not finite at step 1; nothing was added$"
 
-    def work(group):
-        rank = 0 if group is None else group.rank
-        process = {} if group is None else {"process_group": group}
-        with gr.open_mesh(counts[rank], backend="sim", strict=True, **process) as mesh:
-            step = make_step(mesh, check_finite=True)
-            replicas = range(firsts[rank], firsts[rank + 1])
-            assert step(terms_of(0, step, replicas))
-            before = step.state_dict()
-            wrong = [(3, replica, 1, math.nan), (3, replica, 4, math.inf), (3, 1, 4, math.inf)]
-            terms = terms_of(3, step, replicas, wrong)
-            with pytest.raises(FloatingPointError, match=text):
-                step(terms)
-            np.testing.assert_equal(step.state_dict(), before)
-            # Gradients that one process knows to be stale are dropped, as they are.
-            assert not step(terms, 0 if rank == 0 else None)
-            assert step(terms_of(2, step, replicas))
-            return step.state_dict()
+    def work(mesh, replicas):
+        step = make_step(mesh, check_finite=True)
+        assert step(terms_of(0, step, replicas))
+        before = step.state_dict()
+        wrong = [(3, replica, 1, math.nan), (3, replica, 4, math.inf), (3, 1, 4, math.inf)]
+        terms = terms_of(3, step, replicas, wrong)
+        with pytest.raises(FloatingPointError, match=text):
+            step(terms)
+        np.testing.assert_equal(step.state_dict(), before)
+        # Gradients that one process knows to be stale are dropped, as they are.
+        assert not step(terms, 0 if replicas[0] == 0 else None)
+        assert step(terms_of(2, step, replicas))
+        return step.state_dict()
 
-    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    found = run_replicas(counts, work)
     wanted = train([sum(counts)], (0, 2))[2]
     for state in found:
         np.testing.assert_equal(state["variables"], wanted["variables"])

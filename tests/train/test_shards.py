@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES
-from support.thread_group import run_processes
+from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
@@ -66,33 +66,26 @@ def terms_of(number, num_replicas, variables):
 
 def train(counts, make, shard, calls=range(6), state=None, placement=None, **options):
     """Returns what each process ends with: values, what the calls returned, and the state."""
-    num_replicas = sum(counts)
-    mesh_options = {"schedule_seed": options.pop("schedule_seed", None)}
+    schedule_seed = options.pop("schedule_seed", None)
 
-    def work(group):
-        rank = 0 if group is None else group.rank
-        process = {} if group is None else {"process_group": group}
-        first = sum(counts[:rank])
-        with gr.open_mesh(
-            placement or counts[rank], backend="sim", strict=True, **process, **mesh_options
-        ) as mesh:
-            variables = [
-                gr.Variable(np.full(shape, 1.0 + first), name, dtype=dtype, device=mesh)
-                for name, (shape, dtype) in VARIABLES.items()
-            ]
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            step = gr.SyncStep(variables, make(), ops, shard_optimizer=shard, **options)
-            if state is not None:
-                step.load_state_dict(state)
-            done = []
-            for number in calls:
-                terms = terms_of(number, num_replicas, variables)[first : first + len(mesh)]
-                done.append(step(terms, step.global_step - (number == STALE)))
-            values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in variables]
-            assert all(len(set(copies)) == 1 for copies in values)
-            return [copies[0] for copies in values], done, step.global_step, step.state_dict()
+    def work(mesh, replicas):
+        variables = [
+            gr.Variable(np.full(shape, 1.0 + replicas[0]), name, dtype=dtype, device=mesh)
+            for name, (shape, dtype) in VARIABLES.items()
+        ]
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = gr.SyncStep(variables, make(), ops, shard_optimizer=shard, **options)
+        if state is not None:
+            step.load_state_dict(state)
+        done = []
+        for number in calls:
+            terms = terms_of(number, sum(counts), variables)[replicas[0] : replicas[-1] + 1]
+            done.append(step(terms, step.global_step - (number == STALE)))
+        values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in variables]
+        assert all(len(set(copies)) == 1 for copies in values)
+        return [copies[0] for copies in values], done, step.global_step, step.state_dict()
 
-    found = [work(None)] if len(counts) == 1 else run_processes(len(counts), work)
+    found = run_replicas(counts, work, placement, schedule_seed=schedule_seed)
     for each in found[1:]:
         assert_equal(each, found[0])
     return found[0]
@@ -118,15 +111,6 @@ def test_the_bits_are_those_of_a_whole_optimizer(name, num_replicas, num_require
 def test_the_bits_of_several_processes_are_those_of_a_whole_optimizer(name, counts):
     wanted = train([sum(counts)], OPTIMIZERS[name], False)
     assert_equal(train(counts, OPTIMIZERS[name], True), wanted)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("placement", [(0, 0, 1), (0, 1, 2)], ids=str)
-def test_under_every_schedule(placement, seed):
-    options = {"placement": placement, "calls": range(3)}
-    wanted = train([3], OPTIMIZERS["momentum"], False, **options)
-    found = train([3], OPTIMIZERS["momentum"], True, schedule_seed=seed, **options)
-    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
