@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exact_data import same
 from support.hanging_devices import clock
-from support.thread_group import run_processes
+from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
@@ -28,27 +29,19 @@ def random_array(random, shape, dtype):
     return (random.standard_normal(shape) * 100).astype(dtype)
 
 
-def reduce_together(counts, grads, op, **options):
+def reduce_together(counts, grads, op, num_packs, groups):
     """Returns ``[replica][tensor]`` of all processes; ``grads`` too are of all processes."""
-    starts = np.cumsum([0, *counts])
 
-    def work(group):
-        mesh = gr.open_mesh(
-            counts[group.rank], backend="sim", process_group=group, **options.get("mesh", {})
-        )
-        assert (mesh.num_replicas, mesh.process_index) == (sum(counts), group.rank)
+    def work(mesh, replicas):
+        assert mesh.num_replicas == sum(counts)
+        assert sum(counts[: mesh.process_index]) == replicas[0]
         ops = gr.AllReduceCrossDeviceOps(
-            options.get("algorithm", "hierarchical_copy"),
-            options.get("num_packs", 1),
-            mesh=mesh,
-            reduction_groups=options.get("groups"),
+            "hierarchical_copy", num_packs, mesh=mesh, reduction_groups=groups
         )
-        mine = grads[starts[group.rank] : starts[group.rank + 1]]
-        found = [[np.array(each) for each in row] for row in ops.all_reduce(mine, op)]
-        mesh.close()
-        return found
+        mine = grads[replicas[0] : replicas[-1] + 1]
+        return [[np.array(each) for each in row] for row in ops.all_reduce(mine, op)]
 
-    return [row for rows in run_processes(len(counts), work) for row in rows]
+    return [row for rows in run_replicas(counts, work) for row in rows]
 
 
 @settings(max_examples=25, deadline=None)
@@ -69,17 +62,10 @@ def test_several_processes_give_the_bits_of_one(data):
     grads = [
         [random_array(random, *each) for each in zip(shapes, dtypes, strict=True)] for _ in range(n)
     ]
-    alone = gr.AllReduceCrossDeviceOps(
-        "hierarchical_copy",
-        num_packs,
-        mesh=gr.open_mesh(n, backend="sim"),
-        reduction_groups=groups,
-    ).all_reduce(grads, op)
-    together = reduce_together(counts, grads, op, num_packs=num_packs, groups=groups)
+    alone = reduce_together([n], grads, op, num_packs, groups)
+    together = reduce_together(counts, grads, op, num_packs, groups)
     for wanted, found in zip(alone, together, strict=True):
-        for a, b in zip(wanted, found, strict=True):
-            assert a.dtype == b.dtype
-            assert np.array_equal(a.view(np.uint8), b.view(np.uint8)) if a.ndim else a == b
+        assert all(map(same, wanted, found))
 
 
 def test_only_replicas_at_the_start_of_a_group_are_added_before_they_are_sent():

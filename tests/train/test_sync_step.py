@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -62,6 +63,29 @@ class PlainModel:
                 self.values[place] = value - 0.5 * self.moments[place]
 
 
+@contextmanager
+def nothing_changes(step, error=None, match=""):
+    """Inside nothing is recorded, added or updated; and this error is raised, if one is given."""
+    before = [variable.numpy() for variable in step.variables]
+    at, added = step.global_step, [each.num_accumulated() for each in step.accumulators]
+    mesh = step.variables[0].devices[0].mesh
+    raised = nullcontext() if error is None else pytest.raises(error, match=match)
+    with mesh.journal() as journal, raised:
+        yield
+    assert journal.records == []
+    assert step.global_step == at
+    assert [each.num_accumulated() for each in step.accumulators] == added
+    for variable, value in zip(step.variables, before, strict=True):
+        assert np.array_equal(variable.numpy(), value)
+
+
+def check_model(variables, model):
+    for variable, value in zip(variables, model.values, strict=True):
+        for replica in range(NUM_REPLICAS):
+            with gr.replica(replica):
+                assert np.array_equal(variable.numpy(), value)
+
+
 def gradients_of(terms):
     return [
         [None if of_var is None else sum(t.astype(np.float64) for t in of_var) for of_var in rep]
@@ -87,10 +111,7 @@ def test_values_equal_a_plain_model(placement, algorithm, peer_access, kernels):
                 assert step(terms)
             model.step(gradients_of(terms))
         assert step.global_step == 3
-        for variable, value in zip(variables, model.values, strict=True):
-            for replica in range(NUM_REPLICAS):
-                with gr.replica(replica):
-                    assert np.array_equal(variable.numpy(), value)
+        check_model(variables, model)
 
 
 # The budget of one step. Raising a number here is a decision, not an accident: say why in the
@@ -202,33 +223,21 @@ def test_more_arrivals_than_replicas_are_waited_for():
 
 def test_stale_gradients_are_dropped_and_launch_no_update():
     with open_sim(4) as mesh:
-        variables, step = make_step(mesh)
+        _, step = make_step(mesh)
         assert step(make_terms())
-        before = [variable.numpy() for variable in variables]
-        with mesh.journal() as journal:
+        with nothing_changes(step):
             assert step(make_terms(seed=1), local_step=0) is False
-        assert journal.records == []
-        assert step.global_step == 1
         assert [accumulator.num_dropped for accumulator in step.accumulators] == [4] * 4
-        for variable, value in zip(variables, before, strict=True):
-            assert np.array_equal(variable.numpy(), value)
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_at_the_last_step_a_call_raises_before_gradients_are_added(shard_optimizer):
     with open_sim(NUM_REPLICAS) as mesh:
-        variables, step = make_step(mesh, shard_optimizer=shard_optimizer)
-        before = [variable.numpy() for variable in variables]
+        _, step = make_step(mesh, shard_optimizer=shard_optimizer)
         for accumulator in step.accumulators:
             accumulator.set_global_step(2**63 - 1)
-        with mesh.journal() as journal:
-            with pytest.raises(ValueError, match=r"^the accumulator 'grad_accum' is at step 9223"):
-                step(make_terms())
-            assert not journal.records
-        assert [each.num_accumulated() for each in step.accumulators] == [0] * len(SHAPES)
-        assert step.global_step == 2**63 - 1
-        for variable, value in zip(variables, before, strict=True):
-            assert (variable.numpy() == value).all()
+        with nothing_changes(step, ValueError, r"^the accumulator 'grad_accum' is at step 9223"):
+            step(make_terms())
 
 
 def test_a_variable_without_gradients_is_unchanged_and_its_step_increases():
@@ -240,8 +249,7 @@ def test_a_variable_without_gradients_is_unchanged_and_its_step_increases():
             of_replica[1] = None
         assert step(terms)
         model.step(gradients_of(terms))
-        for variable, value in zip(variables, model.values, strict=True):
-            assert np.array_equal(variable.numpy(), value)
+        check_model(variables, model)
         assert [accumulator.global_step for accumulator in step.accumulators] == [1] * 4
         assert step(make_terms())  # and it takes part again
 
@@ -259,8 +267,7 @@ def test_none_among_terms_is_ignored(kind):
             of_replica[1] = kind([None, *of_replica[1], None])
         assert step(terms)
         model.step(wanted)
-        for variable, value in zip(variables, model.values, strict=True):
-            assert np.array_equal(variable.numpy(), value)
+        check_model(variables, model)
         with pytest.raises(ValueError, match="No gradients provided for any variable"):
             step([[[None]] * len(SHAPES)] * 4)
         terms[1][1] = [None]  # not on every replica
@@ -270,14 +277,13 @@ def test_none_among_terms_is_ignored(kind):
 
 def test_rows_are_refused_by_the_name_of_their_variable():
     with open_sim(4) as mesh:
-        variables, step = make_step(mesh)
-        before, terms = [variable.numpy() for variable in variables], make_terms()
+        _, step = make_step(mesh)
+        terms = make_terms()
         rows = gr.IndexedSlices(np.ones((1, 10), np.float32), [3], (32, 10))
         terms[3][2][1] = rows
-        with pytest.raises(TypeError, match=r"replica 3 for 'v2': IndexedSlices.*\.to_dense\(\)"):
+        text = r"replica 3 for 'v2': IndexedSlices.*\.to_dense\(\)"
+        with nothing_changes(step, TypeError, text):
             step(terms)
-        assert [accumulator.num_accumulated() for accumulator in step.accumulators] == [0] * 4
-        assert all(map(np.array_equal, before, [variable.numpy() for variable in variables]))
         terms[3][2][1] = rows.to_dense()
         assert step(terms)
 
@@ -321,12 +327,6 @@ def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
     assert not any(asked)
 
 
-def changed_terms(change):
-    terms = make_terms()
-    change(terms)
-    return terms
-
-
 BAD = {
     "replicas": (lambda terms: terms.pop(), "terms has 3 entries; expected 4, one per device"),
     "variables": (lambda terms: terms[2].pop(), r"terms\[2\] has 3 entries; expected 4"),
@@ -350,15 +350,11 @@ BAD = {
 def test_bad_terms_raise_and_change_nothing(what):
     change, text = BAD[what]
     with open_sim(4) as mesh:
-        variables, step = make_step(mesh)
-        before = [variable.numpy() for variable in variables]
-        with mesh.journal() as journal, pytest.raises(ValueError, match=text):
-            step(changed_terms(change))
-        assert journal.records == []
-        assert step.global_step == 0
-        assert [accumulator.num_accumulated() for accumulator in step.accumulators] == [0] * 4
-        for variable, value in zip(variables, before, strict=True):
-            assert np.array_equal(variable.numpy(), value)
+        _, step = make_step(mesh)
+        terms = make_terms()
+        change(terms)
+        with nothing_changes(step, ValueError, text):
+            step(terms)
 
 
 def test_steps_and_numbers_may_be_variables():
