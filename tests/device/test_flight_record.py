@@ -212,6 +212,8 @@ def test_a_full_disk_leaves_no_file_behind(wanted, monkeypatch, caplog):
 
         monkeypatch.setattr(op_log.os, "fsync", full)
         mesh.mesh_state.fail("broken")
+        with pytest.raises(CollectiveError, match="broken"):
+            mesh.synchronize()
     assert "No space left on device" in caplog.text
     assert list(wanted.parent.iterdir()) == []
 

@@ -229,52 +229,6 @@ def test_the_flight_record_has_the_calls_of_its_process(tmp_path, monkeypatch):
         ]
 
 
-def train(group, num_devices, first, *, num_required=None, stale_rank=None):
-    """Runs five steps of two variables; returns their values and the result of each step."""
-    options = {} if group is None else {"process_group": group}
-    with gr.open_mesh(num_devices, backend="sim", **options) as mesh:
-        start = 0.0 if first == 0 else 100.0  # only the values of process 0 count
-        variables = [
-            gr.Variable(np.full(shape, start, np.float32), device=mesh) for shape in (3, (2, 2))
-        ]
-        step = gr.SyncStep(
-            variables,
-            gr.AdamOptimizer(0.1),
-            gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
-            num_required=num_required,
-        )
-        random = np.random.default_rng(7)
-        done = []
-        for number in range(5):
-            grads = [
-                [random.standard_normal(v.shape, np.float32) for v in variables] for _ in range(4)
-            ]
-            terms = [[[grad] for grad in row] for row in grads[first : first + num_devices]]
-            is_stale = number == 3 and group is not None and group.rank == stale_rank
-            done.append(step(terms, local_step=step.global_step - is_stale))
-        return [v.numpy().copy() for v in variables], done
-
-
-@pytest.mark.parametrize("num_required", [None, 8])
-def test_steps_over_processes_train_as_in_one(num_required):
-    wanted, done = train(None, 4, 0, num_required=num_required)
-    found = run_processes(
-        2, lambda group: train(group, 2, 2 * group.rank, num_required=num_required)
-    )
-    for values, each in found:
-        assert each == done
-        for a, b in zip(wanted, values, strict=True):
-            assert np.array_equal(a, b)
-
-
-def test_a_stale_step_of_one_process_drops_the_gradients_of_all():
-    found = run_processes(2, lambda group: train(group, 2, 2 * group.rank, stale_rank=1))
-    (first, done), (second, other) = found
-    assert done == other == [True, True, True, False, True]
-    for a, b in zip(first, second, strict=True):
-        assert np.array_equal(a, b)
-
-
 def test_what_works_in_one_process_only_raises():
     def work(group):
         mesh = gr.open_mesh(2, backend="sim", process_group=group)

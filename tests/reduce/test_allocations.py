@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import numpy as np
 import pytest
 from support.meshes import MeshCase
@@ -39,14 +37,3 @@ def test_results_of_unpacked_tensors_do_not_overlap_in_one_allocation(wire_dtype
             assert len(blocks) == 2, "one for each dtype"
             for place, each in enumerate(mine):
                 assert not any(overlap(each, other) for other in mine[place + 1 :])
-
-
-def test_consumed_gradients_need_no_common_allocation():
-    with MeshCase((0, 0)).open() as mesh:
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh)
-        gradients = [[device.zeros((size,), "float32") for device in mesh] for size in (3, 5)]
-        with ExitStack() as guard:
-            results = ops.reduce_buffers(gradients, consume=guard)
-        assert [[each.block for each in row] for row in results] == [
-            [each.block for each in row] for row in gradients
-        ]

@@ -10,13 +10,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.all_reduce_jobs import reduce_jobs
 from support.exhaustive import seeds
 from support.reduction_calls import data, dense, everything
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
@@ -100,28 +98,11 @@ def gradient_of(mesh, value):
     return accumulator.accumulator_ref.totals[0]
 
 
-def on_islands(seed):
-    """Partial sums that a peer reads, also in place."""
-    results = []
-    for placement, peers in (([0, 1, 2, 3], ISLANDS), ([0, 1], {(0, 1)}), ([0, 2, 1], ISLANDS)):
-        with opened(placement, seed, peers) as mesh:
-            for num_outs in (1, 2):
-                columns = [dense(mesh, (70,), "float32", turn).buffers for turn in range(2)]
-                outs = columns[0] if num_outs == 1 else dense(mesh, (70,), "float32", 3).buffers
-                jobs = [Job(columns[0], outs), Job(columns[1], columns[1], 3.0)]
-                reduce_jobs("hierarchical_copy", jobs)
-                if outs is not columns[0]:
-                    overwritten(columns[0])
-                results += [buffer.numpy().tobytes() for buffer in (*outs[::-1], *columns[1][::-1])]
-    return results
-
-
 SCENARIOS = {
     "added": added,
     "spread": spread,
     **{use.__name__: partial(read_by_a_peer, use)
        for use in (sum_of, rows_of, terms_of, partial_sums_of, gradient_of)},
-    "on islands": on_islands,
 }  # fmt: skip
 
 

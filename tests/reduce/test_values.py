@@ -32,7 +32,7 @@ WAYS = [
     ("hierarchical_copy", "capture"),
 ]
 SHAPES = st.one_of(
-    st.just(()), st.tuples(st.integers(0, 40)), st.just((70, 9)),
+    st.just(()), st.just((0, 4)), st.tuples(st.integers(0, 40)), st.just((70, 9)),
     st.tuples(st.integers(0, 5), st.integers(1, 7)),
 )  # fmt: skip
 PACKINGS = st.sampled_from(
@@ -117,17 +117,19 @@ def cases(draw) -> Case:
         order = draw(st.permutations(range(len(placement))))
         cut = draw(st.integers(0, len(placement)))
         groups = draw(st.sampled_from([[order[:cut], order[cut:]], [[each] for each in order]]))
+    few = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    dtypes = st.sampled_from(few)  # so that tensors are packed together
     return Case(
         placement=placement,
         peers=draw(st.sampled_from([True, True, False, ISLANDS])),
         schedule=draw(st.one_of(st.none(), st.integers(0, 99))),
-        tensors=draw(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=7)),
+        tensors=draw(st.lists(st.tuples(SHAPES, dtypes), min_size=1, max_size=7)),
         place=draw(st.sampled_from(sorted(PLACES))),
         seed=draw(st.integers(0, 9)) * 10_000,
         op=draw(st.sampled_from([SUM, MEAN])),
         packing=draw(PACKINGS),
         groups=groups,
-        out=draw(st.sampled_from(["new", "apart", "in place", "in a flat buffer"])),
+        out=draw(st.sampled_from(["new", "new", "apart", "in place", "in a flat buffer"])),
         small_slices=draw(st.booleans()),
         stage_bytes=draw(st.sampled_from([100, 1 << 23])),
     )
@@ -199,7 +201,7 @@ def checked(case, ops, inputs, outs, turn, call) -> tuple:
         found = call(pairs)
     wanted = [case.total(ops.all_reduce_alg, row) for row in data]
     if outs is None and any(total.size for total in wanted):
-        check_counts(ops.plan(case.op, pairs), journal)
+        check_plan(ops, ops.plan(case.op, pairs), journal, wanted)
     check_results(ops.mesh, found, wanted, outs)
     if outs is not inputs:
         assert all(map(same, map(numbers, chain(*inputs)), chain(*data)))
@@ -220,9 +222,12 @@ def refill(inputs, data) -> None:
                 each[...] = array
 
 
-def check_counts(plan, journal) -> None:
+def check_plan(ops, plan, journal, wanted) -> None:
     done = (journal.launches, journal.copies, len(journal.of("collective")), journal.bytes)
     assert done == (plan.launches, plan.copies, plan.collectives, plan.bytes)
+    assert {pack.way for pack in plan.packs} == {ops.all_reduce_alg}
+    carried = {tensor for pack in plan.packs for tensor in pack.tensors}
+    assert carried == {place for place, total in enumerate(wanted) if total.size}
 
 
 def check_results(mesh, found, wanted, outs) -> None:
