@@ -239,3 +239,12 @@ def test_what_does_not_compile_fails_before_anything_is_written(launched, monkey
             with opened.journal() as journal, pytest.raises(BackendUnavailableError):
                 ops.batch_reduce(MEAN, pairs, out=fitting)
             assert not journal.records
+
+
+def test_an_array_that_is_reduced_in_place_has_one_block_and_its_fences():
+    with MeshCase((0, 1)).open() as opened:
+        arrays = [np.ones(6, np.float32) for _ in opened]
+        value = gr.PerReplica(arrays, opened)
+        result = gr.HierarchicalCopyAllReduce(mesh=opened).reduce(SUM, value, value, out=arrays)
+        assert result.buffers == value.buffers
+        assert [id(found) for found in result.values] == [id(array) for array in arrays]

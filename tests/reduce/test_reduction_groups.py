@@ -63,41 +63,6 @@ def test_two_halves_are_the_default(mesh, make_jobs, random_replicas):
     check_outs(others[0].outs, jobs[0].outs[0].numpy())
 
 
-# Without peer access, one small pack, main device 0: every copy, in order, and every launch.
-STAGED = {
-    ((0, 1, 2, 3), ((0, 2), (1, 3))): (
-        [(2, 0), (3, 1), (1, 0), (0, 1), (0, 2), (0, 3)],
-        ["add_n@0", "add_n@1", "all_sum@0"],
-    ),
-    # Islands that do not follow the order of the replicas: one partial sum is copied, not inputs.
-    ((0, 1, 0, 1), ((0, 2), (1, 3))): (
-        [(1, 0), (0, 1), (1, 3)],
-        ["add_n@0", "add_n@1", "all_sum@0"],
-    ),
-    # Replica 0 is the last of its group, replica 3 the last of the other.
-    ((0, 1, 2, 3, 4), ((1, 0), (4, 3, 2))): (
-        [(1, 0), (4, 3), (2, 3), (3, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
-        ["add_n@0", "add_n@3", "all_sum@0"],
-    ),
-    ((0, 1, 2), ((), (2, 1, 0))): (
-        [(2, 0), (1, 0), (0, 1), (0, 2)],
-        ["add_n@0", "all_sum@0"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STAGED, ids=str)
-def test_without_peers_the_reduction_groups_are_added_separately(make_jobs, case):
-    placement, groups = case
-    with MeshCase(placement, peer_access=False).open() as mesh:
-        jobs = make_jobs(mesh, [[np.ones(100, np.float32)] * len(mesh)])
-        with mesh.journal() as journal:
-            hierarchical_copy(jobs, groups)
-    copies, launches = STAGED[case]
-    assert [(record.source, record.device) for record in journal.of("copy")] == copies
-    assert [f"{record.name}@{record.device}" for record in journal.of("launch")] == launches
-
-
 def test_all_that_is_launched_was_compiled_first(numpy_mesh):
     with watched_compiles(numpy_mesh) as watch:
         for groups in [None, *splits_of(len(numpy_mesh))]:

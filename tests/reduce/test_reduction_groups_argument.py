@@ -19,11 +19,11 @@ SMALL = 100  # float32
 LARGE = SLICE_BYTES // 4 + 5
 
 
-def journal_on(placement, make_jobs, sizes, *, peer_access, dtype="float32"):
+def journal_on(placement, make_jobs, sizes, *, peer_access, dtype="float32", groups=None):
     with MeshCase(placement, peer_access).open() as mesh:
         jobs = make_jobs(mesh, [[np.ones(size, dtype)] * len(mesh) for size in sizes])
         with mesh.journal() as journal:
-            hierarchical_copy(jobs)
+            hierarchical_copy(jobs, groups)
     assert len(journal.records) == journal.launches + journal.copies  # no sync, no upload, no fill
     return journal
 
@@ -99,27 +99,46 @@ def test_each_dtype_is_a_launch_of_its_own(make_jobs):
     assert sorted((r.device, r.num_rows) for r in launches) == [(0, 2), (2, 1), (2, 1)]
 
 
-# Without peer access, one small pack, main device 0: every copy, in order.
+# Without peer access, one small pack, main device 0: every copy, in order, and every launch.
+# The keys: the placement, and the reduction groups.
 STAGED = {
     # r1 is the other group, already in the accumulate type, so it needs no launch.
-    (0, 1): ([(1, 0), (0, 1)], ["all_sum@0"]),
-    (0, 1, 2): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
-    (0, 0, 1, 1): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
-    (0, 1, 2, 3): (
+    ((0, 1), None): ([(1, 0), (0, 1)], ["all_sum@0"]),
+    ((0, 1, 2), None): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
+    ((0, 0, 1, 1), None): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
+    ((0, 1, 2, 3), None): (
         [(1, 0), (3, 2), (2, 0), (0, 1), (0, 2), (0, 3)],
         ["add_n@0", "add_n@2", "all_sum@0"],
     ),
-    (0, 1, 1, 2, 0): (
+    ((0, 1, 1, 2, 0), None): (
         [(1, 0), (3, 2), (4, 2), (2, 0), (0, 1), (0, 3), (1, 2)],
         ["add_n@0", "add_n@2", "all_sum@0"],
+    ),
+    ((0, 1, 2, 3), ((0, 2), (1, 3))): (
+        [(2, 0), (3, 1), (1, 0), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0", "add_n@1", "all_sum@0"],
+    ),
+    # Islands that do not follow the order of the replicas: one partial sum is copied, not inputs.
+    ((0, 1, 0, 1), ((0, 2), (1, 3))): (
+        [(1, 0), (0, 1), (1, 3)],
+        ["add_n@0", "add_n@1", "all_sum@0"],
+    ),
+    # Replica 0 is the last of its group, replica 3 the last of the other.
+    ((0, 1, 2, 3, 4), ((1, 0), (4, 3, 2))): (
+        [(1, 0), (4, 3), (2, 3), (3, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
+        ["add_n@0", "add_n@3", "all_sum@0"],
+    ),
+    ((0, 1, 2), ((), (2, 1, 0))): (
+        [(2, 0), (1, 0), (0, 1), (0, 2)],
+        ["add_n@0", "all_sum@0"],
     ),
 }
 
 
-@pytest.mark.parametrize("placement", STAGED, ids=str)
-def test_without_peers_groups_are_added_separately_and_copied(make_jobs, placement):
-    journal = journal_on(placement, make_jobs, [SMALL], peer_access=False)
-    copies, launches = STAGED[placement]
+@pytest.mark.parametrize(("placement", "groups"), STAGED, ids=str)
+def test_without_peers_groups_are_added_separately_and_copied(make_jobs, placement, groups):
+    journal = journal_on(placement, make_jobs, [SMALL], peer_access=False, groups=groups)
+    copies, launches = STAGED[placement, groups]
     assert directions(journal) == copies
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
     assert all(record.nbytes == 4 * SMALL for record in journal.of("copy"))

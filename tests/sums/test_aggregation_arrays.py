@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from sums.test_aggregation import TREE, reference
@@ -13,20 +11,7 @@ from support.meshes import refused, unchanged
 
 import gradreduce as gr
 
-IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 SHAPES = [(), (1,), (0,), (3, 0, 2), (1, 1, 1), (7, 13), (16_385,)]
-
-
-@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
-def mesh(request) -> Iterator[gr.Mesh]:
-    with gr.open_mesh(2, backend="sim", kernels=request.param, strict=True) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def default(mesh, monkeypatch):
-    """The mesh for host arrays."""
-    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
 
 
 # what -> the call, and the method whose order of additions it has

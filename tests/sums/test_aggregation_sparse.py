@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,19 +14,6 @@ import gradreduce as gr
 
 METHODS = [0, 1, 2, None]
 ROWS, WIDTH = 7, 5
-
-
-@pytest.fixture(scope="module", params=["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def mesh(request) -> Iterator[gr.Mesh]:
-    """Two devices on one physical device, and a third on another."""
-    with gr.open_mesh([0, 0, 1], backend="sim", kernels=request.param, strict=True) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def default(mesh, monkeypatch):
-    """The mesh for host arrays."""
-    monkeypatch.setattr("gradreduce.backends._default", [mesh])
 
 
 def slices_of(indices, *, dtype="float32", dense_shape=(ROWS, WIDTH), seed=0, make=exact_data):

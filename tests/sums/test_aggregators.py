@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from sums.test_aggregation import ADD_N, METHODS, NAMES, TREE, reference
+from sums.test_aggregation import ADD_N, TREE, reference
 from support.exact_data import exact_data, random_data, same
 
 import gradreduce as gr
@@ -17,23 +16,6 @@ from gradreduce.device import Buffer, accumulate_dtype
 
 ACCUMULATE_N = 2
 SIZE = 40
-
-
-@pytest.fixture(scope="module", params=["numpy", pytest.param("exact", marks=pytest.mark.host)])
-def mesh(request) -> Iterator[gr.Mesh]:
-    with gr.open_mesh([0, 0, 1, 2], backend="sim", kernels=request.param, strict=True) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def default(mesh, monkeypatch):
-    """The mesh for host arrays."""
-    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
-
-
-@pytest.fixture(params=METHODS, ids=NAMES.get)
-def method(request) -> int:
-    return request.param
 
 
 def arrays(count: int, dtype="float32") -> list[np.ndarray]:
