@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 import pytest
 from support.hanging_devices import TEST_TIMEOUT, wait_for_failure
+from support.reduction_calls import dense
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -96,6 +97,29 @@ def noted(monkeypatch, owner, name: str, calls: list[str]) -> None:
         return call(*arguments, **options)
 
     monkeypatch.setattr(owner, name, note)
+
+
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_a_step_makes_its_gpu_the_current_one_once(new_machine, monkeypatch, form):
+    new_machine(0)
+    switched, switch = [], cupy.cuda.runtime.setDevice
+
+    def counted(number):
+        switched.extend([number] * (number != cupy.cuda.runtime.getDevice()))
+        switch(number)
+
+    cupy.cuda.Device(0).use()  # to which a call returns
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", counted)
+    with gr.open_mesh([1, 1, 1], backend="cuda") as mesh:
+        values = [dense(mesh, (7,), dtype, 0) for dtype in ("float32", "int16")]
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+        step = getattr(ops, form)(gr.ReduceOp.SUM, [(value, value) for value in values])
+        step()
+        with mesh.journal() as journal:
+            switched.clear()
+            step()
+        assert switched == [1, 0]
+        assert journal.launches > 1
 
 
 def test_gpus_are_named_by_their_uuid(new_machine, monkeypatch):
