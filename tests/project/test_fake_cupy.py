@@ -21,7 +21,13 @@ PLAIN = f"{MARKED} and not slow"
 TESTS = ROOT / "tests"
 FILES = [
     str(TESTS / name)
-    for name in ("backends/cuda", "end_to_end/test_legal_orders.py", "reduce/test_profile.py")
+    for name in (
+        "backends/cuda",
+        "end_to_end/test_compiled_first.py",
+        "end_to_end/test_legal_orders.py",
+        "end_to_end/test_steady_state.py",
+        "reduce/test_profile.py",
+    )
 ]
 
 

@@ -19,7 +19,6 @@ SHARED = {
         "arrays",
         "capture",
         "capture_conflicts",
-        "digits",
         "gradients",
         "jax",
         "ops",

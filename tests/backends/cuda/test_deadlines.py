@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from fake_cupy import nccl
-from fake_cupy.machine import Fault, Machine
+from fake_cupy.machine import Machine
 from fake_cupy.surface import CUDARuntimeError
 from support.exact_data import same
 from support.hanging_devices import TEST_TIMEOUT, clock, no_thread_starts, wait_for_failure
@@ -452,21 +452,3 @@ def test_a_failed_mesh_whose_queues_have_ended_is_freed(here):
         wait_for_failure(mesh)
         assert len(cuda._RETAINED) == 2
     assert not cuda._RETAINED
-
-
-def test_the_fake_finds_a_wait_that_would_hang(here, mesh):
-    stall_queue(here, mesh.devices[0])
-    buffer = mesh.devices[0].upload(np.ones(9, np.float32))
-    with pytest.raises(Fault, match="would hang: the host waits for"):
-        buffer.numpy()
-    here.faults.clear()
-    here.stuck.clear()
-
-
-def test_the_fake_finds_a_clique_that_is_aborted_in_part(here):
-    pair = nccl.NcclCommunicator.initAll([0, 1])
-    pair[0].abort()
-    with pytest.raises(Fault, match="of one clique some are aborted only"):
-        here.settle()
-    here.faults.clear()
-    pair[1].abort()

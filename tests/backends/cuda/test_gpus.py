@@ -52,3 +52,17 @@ def test_a_trace_shows_labels_as_nvtx_ranges(new_machine):
                 ops.all_reduce([[np.ones(3)] for _ in mesh])
     assert surface.RANGES[0] == "+pack 1 of 1 (tensor 0)"
     assert surface.RANGES.count("-") * 2 == len(surface.RANGES)
+
+
+def test_a_benchmark_names_gpus_and_versions(new_machine):
+    new_machine()
+    options = ("--backend", "cuda", "--devices", "0,0,1", "--iterations", "1", "--max-bytes", "1K")
+    result = CliRunner().invoke(command, ["bench", "all-reduce", *options, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["wrong"] for row in found["rows"]] == [0]
+    machine = found["machine"]
+    assert machine["gpus"] == ["Fake GPU"] * 2
+    assert "CuPy" in machine["versions"]
+    assert machine["versions"]["CUDA driver"] == "13.1"
+    assert "threads" not in machine
