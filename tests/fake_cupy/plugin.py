@@ -1,7 +1,7 @@
 """A pytest plugin that replaces CuPy by the fake: ``-p fake_cupy.plugin``.
 
 Each test module has one machine, because meshes may live as long. After every test its queues are
-run and its faults raised. The fixture ``new_machine`` makes another one for a test.
+run and its faults raised. The fixture ``gpus`` (``support/gpus.py``) makes another one for a test.
 """
 
 from __future__ import annotations
@@ -230,9 +230,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         other = nextitem is None or nextitem.path != item.path
         if here.faults or other:
             fresh()
-
-
-@pytest.fixture
-def new_machine():
-    """Makes a machine for this test: ``new_machine(seed, num_gpus=…, peers=…)``."""
-    return fresh

@@ -26,6 +26,7 @@ FILES = [
         "end_to_end/test_compiled_first.py",
         "end_to_end/test_legal_orders.py",
         "end_to_end/test_steady_state.py",
+        "reduce/test_arrays_in_place.py",
         "reduce/test_profile.py",
     )
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import permutations, starmap
+from unittest.mock import patch
 
 import numpy as np
 from optim.agn.team import Own, Worker
@@ -20,8 +21,9 @@ from support.implementations import segment_sum
 from support.reduction_calls import arrays_of, dense, everything
 
 import gradreduce as gr
-from gradreduce.device import Buffer, Mesh
+from gradreduce.device import Buffer, Mesh, as_dtype, mean_dtype
 from gradreduce.ops import plan_segments
+from gradreduce.reduce import pipeline
 from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.packing import plan_packing
@@ -104,6 +106,17 @@ def shares(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
     return read(kept)
 
 
+def in_place(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
+    """Twice, in stages: a later stage is packed before an earlier one is unpacked."""
+    cross = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=mesh)
+    columns = [on_each(mesh, shape, seed=place) for place, shape in enumerate(SHAPES)]
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    with patch.object(pipeline, "STAGE_BYTES", 100):
+        for _ in range(2):
+            cross.all_reduce(rows, out=rows)
+    return read(buffer for row in rows for buffer in row)
+
+
 FEW = [((6, 5), "float32")] * 2
 MANY = [((40, 7), "float32"), ((9,), "int16"), ((20_000,), "float32"), ((33,), "bfloat16"),
                *[((5,), "float32")] * 90]  # fmt: skip  # too many for an inline table
@@ -114,7 +127,8 @@ def repeated(
 ) -> list[np.ndarray]:
     """Calls of a step without a wait between them. The results of each stay on the devices.
 
-    One value goes to one device: the others get no result, so that nothing makes them wait.
+    One value goes to one device: the others get no result, so that nothing makes them wait. With
+    packs, results are written into memory of the caller.
     A step is captured only if all GPUs access each other's memory.
     """
     if not all(starmap(mesh.mesh_state.peers, permutations(mesh.by_physical, 2))):
@@ -122,7 +136,12 @@ def repeated(
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
     cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
     targets = [*values[:-1], [mesh.devices[-1]]]
-    step = getattr(cross, form)(MEAN, list(zip(values, targets, strict=True)))
+    outs = None
+    if num_packs:
+        homes = [mesh] * (len(shapes) - 1) + [mesh[-1:]]
+        outs = [on_each(home, shape, mean_dtype(as_dtype(dtype)))
+                for home, (shape, dtype) in zip(homes, shapes, strict=True)]  # fmt: skip
+    step = getattr(cross, form)(MEAN, list(zip(values, targets, strict=True)), out=outs)
     kept = []
     for turn in range(3):
         for place, value in enumerate(values):
@@ -515,6 +534,7 @@ def _by_algorithm() -> dict[str, Program]:
     for each in ALGORITHMS:
         made[f"every reduction, {each}"] = partial(everything, algorithm=each, rounds=1)
         made[f"every dtype, {each}"] = partial(every_dtype, each)
+        made[f"in place, {each}"] = partial(in_place, each)
         made[f"shares, {each}"] = partial(shares, each)
         made[f"jobs, {each}"] = partial(jobs_alone, each)
         for num_packs, method in enumerate(gr.AggregationMethod):

@@ -9,9 +9,15 @@ marked ``fake_cupy`` and collected only where the fake is in CuPy's place:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.gpus import FAKE
+
+from gradreduce.backends import open_mesh
+from gradreduce.device import Mesh
 
 SHARED = {
     f"test_{name}.py"
@@ -32,3 +38,15 @@ collect_ignore = [
 ]
 if FAKE:
     collect_ignore = []
+
+
+@pytest.fixture(params=range(4))
+def here(request, gpus) -> Any:
+    """Three GPUs; on the fake, its machine with another order for each seed."""
+    return gpus(request.param, num_gpus=3)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made

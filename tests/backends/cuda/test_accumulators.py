@@ -37,13 +37,6 @@ def refuse(monkeypatch):
     return inject_error
 
 
-@pytest.fixture
-def mesh(new_machine):
-    new_machine(0, num_gpus=2)
-    with gr.open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
-
-
 def check_refused(acc, refuse, kernel, call, *arguments, **options):
     before = frozen(acc)
     refuse(kernel)

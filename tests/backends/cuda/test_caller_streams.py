@@ -28,7 +28,6 @@ from fake_cupy.caller_tensors import (
     overwrite,
 )
 from fake_cupy.foreign import Tensor
-from fake_cupy.machine import Machine
 from support.exact_data import same
 
 import gradreduce as gr
@@ -41,13 +40,7 @@ from gradreduce.device import Device, Mesh
 from gradreduce.reduce import prepared
 
 pytestmark = pytest.mark.fake_cupy
-SEEDS = (0, 1, 2)
 torch = foreign.torch
-
-
-@pytest.fixture(params=SEEDS)
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param, num_gpus=2)
 
 
 @pytest.fixture
@@ -93,9 +86,7 @@ def test_copied_inputs_may_be_overwritten_at_once(mesh, torch):
 
 
 def records(here, call) -> int:
-    before = here.counts.get("record", 0)
-    call()
-    return here.counts.get("record", 0) - before
+    return here.counted(call)["record"]
 
 
 def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):

@@ -30,9 +30,9 @@ def summed(mesh: gr.Mesh, algorithm: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
-def test_a_mesh_makes_contexts_on_its_own_gpus_only(new_machine, algorithm):
+def test_a_mesh_makes_contexts_on_its_own_gpus_only(gpus, algorithm):
     """Neither do the threads that wait, make communicators, abort them and write records."""
-    here = new_machine(2, num_gpus=4)
+    here = gpus(2, num_gpus=4)
     with gr.open_mesh([1, 2], backend="cuda") as mesh:
         assert (summed(mesh, algorithm) == 2 * GRAD).all()
         with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
@@ -50,9 +50,9 @@ def test_a_mesh_makes_contexts_on_its_own_gpus_only(new_machine, algorithm):
     assert here.contexts == {1, 2}
 
 
-def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(new_machine):
+def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(gpus):
     """Each thread of this test is a process, whose current GPU is 0 at first."""
-    here = new_machine(2, num_gpus=4)
+    here = gpus(2, num_gpus=4)
 
     def work(group):
         with gr.open_mesh([group.rank + 1], backend="cuda", process_group=group) as mesh:
@@ -63,8 +63,8 @@ def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(new_machine):
     assert here.contexts == {1, 2}
 
 
-def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(new_machine):
-    here = new_machine(2, num_gpus=3)
+def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(gpus):
+    here = gpus(2, num_gpus=3)
     with gr.open_mesh([1], backend="cuda") as mesh:
         mesh.devices[0].upload(GRAD)
         assert (here.contexts, cupy.cuda.runtime.getDevice()) == ({1}, 1)
@@ -73,9 +73,9 @@ def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(new_machine):
         assert cupy.cuda.runtime.getDevice() == 2
 
 
-def test_a_new_thread_sets_its_gpu_before_its_first_launch(new_machine, monkeypatch):
+def test_a_new_thread_sets_its_gpu_before_its_first_launch(gpus, monkeypatch):
     """Also if it is GPU 0, which is current anyway: a launch needs a context of the thread."""
-    new_machine(2, num_gpus=1)
+    gpus(2, num_gpus=1)
     calls = []
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         value = gr.PerReplica([device.upload(GRAD) for device in mesh], mesh)
@@ -100,8 +100,8 @@ def noted(monkeypatch, owner, name: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
-def test_a_step_makes_its_gpu_the_current_one_once(new_machine, monkeypatch, form):
-    new_machine(0)
+def test_a_step_makes_its_gpu_the_current_one_once(gpus, monkeypatch, form):
+    gpus(0)
     switched, switch = [], cupy.cuda.runtime.setDevice
 
     def counted(number):
@@ -122,9 +122,9 @@ def test_a_step_makes_its_gpu_the_current_one_once(new_machine, monkeypatch, for
         assert journal.launches > 1
 
 
-def test_gpus_are_named_by_their_uuid(new_machine, monkeypatch):
+def test_gpus_are_named_by_their_uuid(gpus, monkeypatch):
     """Two hosts may have the same name, and containers of one host have different names."""
-    new_machine(num_gpus=2)
+    gpus(num_gpus=2)
     with gr.open_mesh(2, backend="cuda") as mesh:
         assert [device._hardware_name() for device in mesh] == [
             "GPU-ab000000-0000-0000-0000-000000000000",

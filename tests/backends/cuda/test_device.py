@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import cupy
 import numpy as np
 import pytest
 from device.contract import FLOAT, SIZE, add, data, uploaded
 from fake_cupy import surface
-from fake_cupy.machine import Machine
 from support.exact_data import exact_data, same
 from support.implementations import INLINE_ROWS
 
@@ -23,18 +21,6 @@ from gradreduce.device import Mesh
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
-SEEDS = (0, 1, 2, 3)
-
-
-@pytest.fixture(params=SEEDS)
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param, num_gpus=3)
-
-
-@pytest.fixture
-def mesh(here) -> Iterator[Mesh]:
-    with open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
 
 
 def on_gpu(physical: int, values: np.ndarray):
@@ -58,9 +44,9 @@ def test_pinned_memory_is_reused(mesh, here):
 
 
 @pytest.mark.parametrize("wait", ["_synchronize", "_abandon"])
-def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatch, wait):
+def test_an_upload_during_a_wait_keeps_its_pinned_memory(gpus, monkeypatch, wait):
     """An upload of another thread, while this one waits in the driver."""
-    here = new_machine(0, num_gpus=1)
+    here = gpus(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device, made = mesh.devices[0], []
 
@@ -85,9 +71,9 @@ def test_trim_gives_free_memory_back(mesh, here):
     assert here.counts["free_all_blocks"] == 3
 
 
-def test_trim_returns_deferred_memory_after_its_users(new_machine):
+def test_trim_returns_deferred_memory_after_its_users(gpus):
     """Also users on another GPU, for which CUDA does not wait before it frees."""
-    here = new_machine(0, num_gpus=2)
+    here = gpus(0, num_gpus=2)
     with open_mesh([0, 1], backend="cuda") as mesh:
         near, far = mesh.devices
         source, read = uploaded(near, 1), far.empty((SIZE,), FLOAT)
@@ -101,8 +87,8 @@ def test_trim_returns_deferred_memory_after_its_users(new_machine):
         assert same(read.numpy(), data((SIZE,), seed=1))
 
 
-def test_trim_leaves_a_callers_memory_deferred(new_machine):
-    new_machine(0, num_gpus=1)
+def test_trim_leaves_a_callers_memory_deferred(gpus):
+    gpus(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device = mesh.devices[0]
         out, theirs = device.empty((SIZE,), FLOAT), on_gpu(0, data((SIZE,)))
@@ -115,9 +101,9 @@ def test_trim_leaves_a_callers_memory_deferred(new_machine):
         assert same(out.numpy(), data((SIZE,)))
 
 
-def test_a_closed_mesh_has_no_work_left(new_machine):
+def test_a_closed_mesh_has_no_work_left(gpus):
     """Otherwise its memory would be freed, which the queue of another GPU still reads."""
-    machine = new_machine(0)
+    machine = gpus(0)
     mesh = open_mesh([0, 1], backend="cuda")
     here, there = mesh.devices
     source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
@@ -145,10 +131,10 @@ def own_gpus() -> list[int]:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, monkeypatch, rank):
+def test_one_of_several_processes_has_the_gpu_of_its_local_rank(gpus, monkeypatch, rank):
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
-    new_machine(0, num_gpus=3)
+    gpus(0, num_gpus=3)
     assert own_gpus() == [0, 1, 2]  # one process
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RuntimeError, match="processes='none'"):
@@ -164,12 +150,12 @@ def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, mon
         own_gpus()
     monkeypatch.setenv(rank, "2")
     assert own_gpus() == [2]
-    new_machine(0, num_gpus=1)  # the launcher hides the others
+    gpus(0, num_gpus=1)  # the launcher hides the others
     assert own_gpus() == [0]
 
 
-def test_the_local_rank_of_torchrun_comes_first(new_machine, monkeypatch):
-    new_machine(0, num_gpus=4)
+def test_the_local_rank_of_torchrun_comes_first(gpus, monkeypatch):
+    gpus(0, num_gpus=4)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for value, name in enumerate(reversed(RANKS)):
         monkeypatch.setenv(name, str(value))
@@ -190,32 +176,32 @@ def test_a_missing_gpu_or_driver_raises(monkeypatch):
         gr.open_mesh(backend="cuda")
 
 
-def test_peer_access_is_enabled_where_there_is_any(new_machine, monkeypatch):
+def test_peer_access_is_enabled_where_there_is_any(gpus, monkeypatch):
     pairs = {(0, 1), (1, 0)}
     assert streams.enable_peer_access([0, 1]) == pairs
     assert streams.enable_peer_access([0, 1]) == pairs  # a second mesh
-    new_machine(3, peers=False)
+    gpus(3, peers=False)
     assert streams.enable_peer_access([0, 1]) == set()
 
     def refuses(device) -> None:
         raise surface.CUDARuntimeError("cudaErrorUnknown: unknown error")
 
-    new_machine(3)
+    gpus(3)
     monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "deviceEnablePeerAccess", refuses)
     with pytest.raises(surface.CUDARuntimeError, match="unknown error"):
         streams.enable_peer_access([0, 1])
 
 
-def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
-    here = new_machine(3, num_gpus=4, most_peers=2)
+def test_a_gpu_with_too_many_peers_copies_from_the_others(gpus):
+    here = gpus(3, num_gpus=4, most_peers=2)
     with open_mesh(4, backend="cuda") as mesh:
         pairs = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)}
         assert mesh.mesh_state.peer_access == here.peers == pairs
         assert summed(mesh) == [10] * 4
 
 
-def test_peer_access_that_corrupts_data_is_not_used(new_machine, monkeypatch, caplog):
-    here = new_machine(3, num_gpus=3)
+def test_peer_access_that_corrupts_data_is_not_used(gpus, monkeypatch, caplog):
+    here = gpus(3, num_gpus=3)
     here.corrupt = {(0, 2), (2, 1)}
     monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
     with open_mesh(3, backend="cuda") as mesh:
@@ -235,8 +221,8 @@ def summed(mesh: Mesh) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(new_machine, seed):
-    machine = new_machine(seed)
+def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(gpus, seed):
+    machine = gpus(seed)
     mesh = open_mesh([0, 1], backend="cuda")
     here, there = mesh.devices
     source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
@@ -295,7 +281,7 @@ def test_a_large_table_is_uploaded_once_and_a_small_one_never(mesh):
 
 
 @pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
-def test_a_launch_has_the_shape_that_the_gpu_asks_for(new_machine, monkeypatch, threads, block):
+def test_a_launch_has_the_shape_that_the_gpu_asks_for(gpus, monkeypatch, threads, block):
     """The largest blocks that fit its multiprocessors, smaller for little work; one per chunk."""
     attributes = {**surface.Device(0).attributes, "MaxThreadsPerMultiProcessor": threads}
     monkeypatch.setattr(surface.Device, "attributes", attributes)
@@ -306,7 +292,7 @@ def test_a_launch_has_the_shape_that_the_gpu_asks_for(new_machine, monkeypatch, 
         call(self, grid, block, *arguments, **options)
 
     monkeypatch.setattr(cupy.cuda.Function, "__call__", noted)
-    new_machine(5)
+    gpus(5)
     with open_mesh([0], backend="cuda") as made:
         device = made.devices[0]
         for size in (8, 200_000):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
 import cupy
@@ -11,33 +10,19 @@ import pytest
 from device.contract import data
 from fake_cupy import foreign
 from fake_cupy.foreign import Tensor, made_on
-from fake_cupy.machine import Machine
 from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import to_buffer
 from gradreduce.arrays.outputs import as_out, release_outputs
-from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
-SEEDS = (0, 1, 2, 3)
 SHAPES = [(7, 30), (5,)] * 3
 SUM = gr.ReduceOp.SUM
 torch = foreign.torch
-
-
-@pytest.fixture(params=SEEDS)
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param, num_gpus=2)
-
-
-@pytest.fixture
-def mesh(here) -> Iterator[Mesh]:
-    with open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
 
 
 def fill(rows, add: int) -> None:
@@ -86,11 +71,9 @@ def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
         with mesh.journal() as journal:
             reduced = ops.all_reduce(tensors, SUM)
         assert [record.name for record in journal.records] == ["all_sum"]
-        before = here.counts["record"]
         with mesh.journal() as journal:
-            flat.zero()
+            assert here.counted(flat.zero)["record"] == 2  # one for inputs, one for results
         assert [record.kind for record in journal.records] == ["fill", "fill"]
-        assert here.counts["record"] - before == 2  # one for inputs, one for results
         with torch.stream:
             for tensor, expected in zip(reduced[1], sums(2, turn), strict=True):
                 assert same(tensor.array.get(), expected)
@@ -220,11 +203,8 @@ def test_outs_are_written_in_place_in_the_order_of_their_streams(here, mesh, tor
         for out in outs:
             values = data((7, 30), seed=9).astype(out.buffer.dtype)
             device.copy(out.buffer, device.upload(values))
-        before = here.counts["record"]
-        waits = here.counts["wait"]
-        release_outputs(outs)
-        assert here.counts["record"] - before == 1  # both streams wait for it
-        assert here.counts["wait"] - waits == 2
+        found = here.counted(lambda: release_outputs(outs))
+        assert (found["record"], found["wait"]) == (1, 2)  # both streams wait for one event
         assert same(cupys.get(), data((7, 30), seed=9))
     with torch.stream:
         for tensor in tensors:

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.fake_cupy
 
 
 @pytest.fixture
-def here(new_machine) -> Machine:
-    return new_machine(3)
+def here(gpus) -> Machine:
+    return gpus(3)
 
 
 @pytest.fixture

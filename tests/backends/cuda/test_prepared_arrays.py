@@ -17,17 +17,6 @@ SHAPES = [(5, 3), (400,), (7,)]
 SUM = gr.ReduceOp.SUM
 
 
-@pytest.fixture(params=range(4))
-def here(request, new_machine):
-    return new_machine(request.param, num_gpus=2)
-
-
-@pytest.fixture
-def mesh(here):
-    with gr.open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
-
-
 class Library:
     """CuPy, or the fake of PyTorch, with a current stream on each GPU."""
 
@@ -138,8 +127,8 @@ def test_outs_are_ordered_with_the_streams_current_at_the_call(library, mesh, wa
 
 
 @pytest.mark.parametrize("way", ["prepare", "capture"])
-def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(new_machine, way):
-    new_machine(0)
+def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(gpus, way):
+    gpus(0)
     with gr.open_mesh([0] * 4, backend="cuda") as mesh:
         values = [
             gr.PerReplica([cupy.asarray(np.zeros(4, np.float32)) for _ in pair], devices=pair)
@@ -155,27 +144,8 @@ def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(new_m
             assert all(same(each.get(), np.full(4, 2 * turn, np.float32)) for each in found)
 
 
-def test_a_call_fences_each_stream_once(here, mesh):
-    library = Library("cupy")
-
-    def records(num_tensors):
-        arrays = [[library.during(d.physical, lambda: cupy.asarray(np.ones(4, np.float32)))
-                   for d in mesh] for _ in range(num_tensors)]  # fmt: skip
-
-        def made():
-            values = [gr.PerReplica(row, mesh) for row in arrays]
-            return gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
-
-        step = library.call(made)
-        before = here.counts.get("record", 0)
-        library.call(step)
-        return here.counts["record"] - before
-
-    assert records(1) == records(20)
-
-
-def test_a_step_looks_at_arrays_that_were_dropped_once(new_machine):
-    new_machine(1)
+def test_a_step_looks_at_arrays_that_were_dropped_once(gpus):
+    gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
 
         def value():

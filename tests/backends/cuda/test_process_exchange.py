@@ -30,8 +30,8 @@ DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.int16, np.int64)
 
 
 @pytest.fixture
-def here(request, new_machine) -> Iterator[Machine]:
-    made = new_machine(getattr(request, "param", 3))
+def here(request, gpus) -> Iterator[Machine]:
+    made = gpus(getattr(request, "param", 3))
     nccl.library.patience = 10.0
     yield made
     made.settle()
@@ -279,8 +279,7 @@ def test_a_first_exchange_that_does_not_end_ends_the_opening(here):
     def work(group):
         mesh = opened(group, 1)
         mesh.synchronize()
-        with here.lock:
-            here.stuck.add(here.queues[mesh[0]._stream("compute").ptr])
+        here.stall(mesh[0])
         with pytest.raises(CollectiveError, match=r"passed: cuda:0 has not finished its queues"):
             connect_gpus(mesh, group, time.monotonic() + 0.2)
         mesh.close()
@@ -288,8 +287,7 @@ def test_a_first_exchange_that_does_not_end_ends_the_opening(here):
     try:
         run_all(2, work, timeout=20.0)
     finally:
-        with here.lock:
-            here.stuck.clear()
+        here.resume()
 
 
 def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -303,32 +301,6 @@ def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
         calls.append(lambda pairs=pairs, **options: ops.batch_reduce(SUM, pairs, **options))
     mesh.synchronize()
     return calls[0], calls[1]
-
-
-def test_a_process_that_does_not_come_is_named_and_the_communicator_aborted(here):
-    over = threading.Event()
-
-    def work(group):
-        mesh = opened(group, 1)
-        call, _ = two_calls(mesh)
-        if group.rank == 1:
-            assert over.wait(10)
-            mesh.close()
-            return ""
-        with pytest.raises(CollectiveError) as caught:
-            call(deadline=0.3)
-            mesh.synchronize()
-        over.set()
-        assert mesh.mesh_state.library_finished(10)
-        mesh.close()
-        return str(caught.value)
-
-    said, _ = run_all(2, work)
-    assert "the deadline of 0.3 s for" in said
-    assert "pack 1 of 1 (tensors 0 to 1)" in said
-    assert "process 1 of 2 has not come to call 2 (reduction, tensors: float32[6], " in said
-    assert "end the processes and start them again" in said
-    assert [each._ended for each in nccl.library.made] == ["abort"] * 2
 
 
 def test_the_timeout_of_the_mesh_ends_an_exchange(here):
@@ -544,8 +516,9 @@ def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
     run_torch(2, work, "cuda:nccl")
 
 
-def test_a_group_of_pytorch_is_not_aborted(torch_here):
-    """PyTorch must end its own exchange; the error is raised anyway."""
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])
+def test_a_process_that_does_not_come_is_named(torch_here, is_ours):
+    """Our communicator is aborted; PyTorch must end its own exchange."""
     over = threading.Event()
 
     def work(group):
@@ -559,12 +532,16 @@ def test_a_group_of_pytorch_is_not_aborted(torch_here):
             call(deadline=0.3)
             mesh.synchronize()
         over.set()
+        assert not is_ours or mesh.mesh_state.library_finished(10)
         mesh.close()
         return str(caught.value)
 
-    said, _ = run_torch(2, work, "cuda:nccl")
+    said, _ = run_all(2, work) if is_ours else run_torch(2, work, "cuda:nccl")
+    assert "the deadline of 0.3 s for" in said
     assert "pack 1 of 1 (tensors 0 to 1)" in said
     assert "process 1 of 2 has not come to call 2 (reduction, tensors: float32[6], " in said
-    assert [each._ended for each in nccl.library.made] == ["", ""]
-    for each in nccl.library.made:  # like PyTorch's watchdog
-        each.abort()
+    assert "end the processes and start them again" in said
+    assert [each._ended for each in nccl.library.made] == ["abort" if is_ours else ""] * 2
+    for each in nccl.library.made:
+        if not is_ours:
+            each.abort()  # like PyTorch's watchdog
