@@ -16,6 +16,7 @@ import numpy as np
 from optim.agn.team import Own, Worker
 from optim.test_update_rules import RULES
 from support.all_reduce_jobs import pack, reduce_jobs
+from support.captures import captured
 from support.exact_data import DTYPES, FLOATS, exact_data, random_data
 from support.implementations import segment_sum
 from support.reduction_calls import arrays_of, dense, everything
@@ -50,6 +51,11 @@ def on_each(mesh: Mesh, shape, dtype="float32", seed: int = 0) -> list[Buffer]:
 def on_one_gpu(mesh: Mesh) -> Mesh:
     """The devices of the GPU that has the most."""
     return mesh[list(max(mesh.by_physical.values(), key=len))]
+
+
+def has_peers(mesh: Mesh) -> bool:
+    """Whether all GPUs access each other's memory, which a capture needs."""
+    return all(starmap(mesh.mesh_state.peers, permutations(mesh.by_physical, 2)))
 
 
 # -- reductions -----------------------------------------------------------------------------------
@@ -128,10 +134,9 @@ def repeated(
     """Calls of a step without a wait between them. The results of each stay on the devices.
 
     One value goes to one device: the others get no result, so that nothing makes them wait. With
-    packs, results are written into memory of the caller.
-    A step is captured only if all GPUs access each other's memory.
+    packs, results are written into memory of the caller. Without peers no step is captured.
     """
-    if not all(starmap(mesh.mesh_state.peers, permutations(mesh.by_physical, 2))):
+    if not has_peers(mesh):
         form = "prepare"
     values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
     cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
@@ -158,6 +163,26 @@ def repeated(
     with mesh.journal() as journal:
         step()
     assert (journal.uploads, journal.syncs) == (0, 0)
+    return read(kept)
+
+
+def captured_copies(mesh: Mesh) -> list[np.ndarray]:
+    """Two graphs of different devices; later copies and uploads on either queue wait for them."""
+    first, second, third = mesh.devices[0], mesh.devices[1], mesh.devices[-1]
+    source, out, other = (device.zeros((300,), "float32") for device in (first, second, third))
+    steps = [partial(second.copy, out, source, queue="transfer"), partial(third.copy, other, out)]
+    if has_peers(mesh):
+        steps = [captured(mesh.devices, step).submit for step in steps]
+    kept = []
+    for turn in range(1, 4):
+        first.upload(np.full(300, turn, np.float32), out=source)
+        for step in steps:
+            step()
+        near = [second.empty((300,), "float32"), first.empty((300,), "float32")]
+        second.copy(near[0], out)
+        first.copy(near[1], other)
+        second.upload(np.full(300, -1, np.float32), out=out, queue="transfer")
+        kept += near
     return read(kept)
 
 
@@ -549,6 +574,7 @@ PROGRAMS: dict[str, Program] = {
     "prepared, many": partial(repeated, "prepare", "hierarchical_copy", 0, MANY),
     "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY),
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
+    "captured copies": captured_copies,
     "reduction groups": in_groups,
     "gathered by nccl": gathered,
     "broadcast by nccl": spread,

@@ -313,3 +313,38 @@ def test_results_of_a_prepared_step_belong_to_the_stream_that_used_them_last(mes
         fresh = [device.upload(np.zeros(SHAPE, "float32")) for _ in range(4)]
         assert same(kept.get(), data(SHAPE) * 3)
     assert same(fresh[0].numpy(), np.zeros(SHAPE, "float32"))
+
+
+class Used:
+    """A caller's array on the first GPU of a mesh, which its stream writes and the other reads."""
+
+    def __init__(self, mesh):
+        _, self.near, self.away = mesh.devices
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        with self.stream:
+            self.array = cupy.asarray(data((400,)))
+        self.buffer = self.near.adopt(self.array, self.stream)
+        self.out = self.away.upload(data((400,)))
+
+    def read(self):
+        self.away.copy(self.out, self.buffer)
+
+    def overwrite(self):
+        address, nbytes = self.array.data.ptr, self.array.nbytes
+        cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
+
+
+def test_a_stream_waits_for_another_gpu_that_reads_its_memory(mesh):
+    used = Used(mesh)
+    used.read()
+    used.near.block_stream(used.stream)
+    used.overwrite()
+
+
+def test_another_gpu_waits_for_a_stream_that_wrote_its_memory_again(mesh):
+    used = Used(mesh)
+    used.read()
+    used.near.block_stream(used.stream)
+    used.overwrite()
+    used.near.wait_for_stream(used.stream)
+    used.read()
