@@ -17,7 +17,7 @@ from optim.agn.team import Own, Worker
 from optim.test_update_rules import RULES
 from support.all_reduce_jobs import pack, reduce_jobs
 from support.captures import captured
-from support.exact_data import DTYPES, FLOATS, exact_data, random_data
+from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.implementations import segment_sum
 from support.reduction_calls import arrays_of, dense, everything
 
@@ -112,15 +112,20 @@ def shares(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
     return read(kept)
 
 
-def in_place(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
-    """Twice, in stages: a later stage is packed before an earlier one is unpacked."""
-    cross = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=mesh)
-    columns = [on_each(mesh, shape, seed=place) for place, shape in enumerate(SHAPES)]
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    with patch.object(pipeline, "STAGE_BYTES", 100):
-        for _ in range(2):
-            cross.all_reduce(rows, out=rows)
-    return read(buffer for row in rows for buffer in row)
+def in_stages(algorithm: str, num_packs: int, mesh: Mesh) -> list[np.ndarray]:
+    """The bits of one stage, also in place: a stage is packed before the last one is unpacked."""
+    found = []
+    for stage_bytes in (100, 1 << 40):
+        cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+        columns = [on_each(mesh, shape, seed=place) for place, shape in enumerate(SHAPES)]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        with patch.object(pipeline, "STAGE_BYTES", stage_bytes):
+            kept = cross.all_reduce(rows)
+            for _ in range(2):
+                cross.all_reduce(rows, out=rows)
+        found.append(read(buffer for row in (*kept, *rows) for buffer in row))
+    assert all(map(same, *found))
+    return found[0]
 
 
 FEW = [((6, 5), "float32")] * 2
@@ -557,9 +562,9 @@ def _agn_gradients(worker: Worker, mesh: Mesh, dtype: str, seed: int) -> dict:
 def _by_algorithm() -> dict[str, Program]:
     made: dict[str, Program] = {}
     for each in ALGORITHMS:
-        made[f"every reduction, {each}"] = partial(everything, algorithm=each, rounds=1)
+        made[f"every reduction, {each}"] = partial(everything, algorithm=each)
         made[f"every dtype, {each}"] = partial(every_dtype, each)
-        made[f"in place, {each}"] = partial(in_place, each)
+        made[f"stages, {each}"] = partial(in_stages, each, 3)
         made[f"shares, {each}"] = partial(shares, each)
         made[f"jobs, {each}"] = partial(jobs_alone, each)
         for num_packs, method in enumerate(gr.AggregationMethod):
@@ -570,6 +575,7 @@ def _by_algorithm() -> dict[str, Program]:
 
 PROGRAMS: dict[str, Program] = {
     **_by_algorithm(),
+    "stages without packs": partial(in_stages, "hierarchical_copy", 0),
     "prepared": partial(repeated, "prepare", "hierarchical_copy", 0, FEW),
     "prepared, many": partial(repeated, "prepare", "hierarchical_copy", 0, MANY),
     "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fake_cupy import distributed, nccl
 from fake_cupy.machine import Machine
+from support.exact_data import same
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -49,10 +50,6 @@ def run_all(size: int, work: Callable[[ProcessGroup], Any], **options: Any) -> l
 def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
     pairs = zip(mesh, arrays, strict=True)
     return gr.PerReplica([device.upload(array) for device, array in pairs], mesh)
-
-
-def same(wanted: np.ndarray, found: np.ndarray) -> bool:
-    return wanted.dtype == found.dtype and wanted.tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
