@@ -1,14 +1,14 @@
 """Tests of the CUDA backend: on real GPUs, and on the fake CuPy in a separate pytest process.
 
-The files in ``SHARED`` hold bodies for both, marked by the GPUs that they need, as everywhere; in
-a run without a GPU they skip. What looks into the fake, or needs a machine that is not there, is
-marked ``fake_cupy`` and collected only where the fake is in CuPy's place:
+Bodies for both are marked by the GPUs that they need, as everywhere; in a run without a GPU they
+skip. What looks into the fake, or needs a machine that is not there, is marked ``fake_cupy``:
 ``PYTHONPATH=tests python -m pytest -p fake_cupy.plugin tests/backends/cuda``.
 ``tests/project/test_fake_cupy.py`` starts that process from the plain test command.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,15 @@ from support.gpus import FAKE
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh
 
-SHARED = {
-    f"test_{name}.py"
-    for name in (
-        "arrays",
-        "capture",
-        "capture_conflicts",
-        "gradients",
-        "jax",
-        "ops",
-        "out_of_memory",
-        "sparse",
-    )
-}
-# The other files import the fake, or CuPy, when they are collected.
+# Files that import CuPy, or the fake, when they are collected.
+NEEDS_CUPY = re.compile(
+    r"^(import cupy|from (fake_cupy|gradreduce\.backends\.cuda|backends\.cuda)\b)", re.MULTILINE
+)
 collect_ignore = [
-    path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in SHARED
+    path.name
+    for path in Path(__file__).parent.glob("test_*.py")
+    if not FAKE and NEEDS_CUPY.search(path.read_text(encoding="utf-8"))
 ]
-if FAKE:
-    collect_ignore = []
 
 
 @pytest.fixture(params=range(4))
