@@ -22,7 +22,6 @@ from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.backends.cuda import nccl as cuda_nccl
 from gradreduce.device import Mesh
-from gradreduce.device.failure.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -42,6 +41,7 @@ def here(request, gpus) -> Iterator[Machine]:
 def mesh(here):
     with open_mesh([0, 1, 1, 2], backend="cuda") as made:
         yield made
+        here.resume()  # a test that failed may have left a queue stalled
 
 
 def reduced(mesh: Mesh, algorithm: str = "nccl", **options) -> list:
@@ -134,23 +134,6 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     mesh.reset(timeout=TEST_TIMEOUT)
     assert same(buffer.numpy(), np.ones(9, np.float32))
     assert not device._staging
-
-
-def test_ctrl_c_does_not_free_memory_that_a_download_still_writes(gpus, monkeypatch):
-    def interrupted(self, done):
-        raise KeyboardInterrupt
-
-    gpus(0, num_gpus=1)
-    with open_mesh(1, backend="cuda") as mesh:
-        device = mesh.devices[0]
-        buffer = device.upload(np.ones(9, np.float32))
-        device.synchronize(deadline=TEST_TIMEOUT)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(WaitPolicy, "until", interrupted)
-            buffer.numpy()
-        other = device.upload(np.zeros(9, np.float32))
-        assert same(other.numpy(), np.zeros(9, np.float32))
-        assert not device._staging
 
 
 def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):
