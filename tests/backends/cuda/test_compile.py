@@ -28,8 +28,8 @@ MISSING = r"\(Failure finding \"libnvrtc[^\n]*\); pip install 'gradreduce\[cuda1
 
 
 @pytest.fixture
-def mesh(new_machine) -> Iterator[Mesh]:
-    new_machine(2, num_gpus=3)
+def mesh(gpus) -> Iterator[Mesh]:
+    gpus(2, num_gpus=3)
     with open_mesh([0, 0, 1], backend="cuda") as made:
         yield made
 
@@ -153,8 +153,8 @@ def test_a_compile_error_points_into_the_source_file(mesh, cache, monkeypatch):
     assert files(cache) == []
 
 
-def test_a_missing_nvrtc_is_named(new_machine, cache):
-    new_machine(2, nvrtc=False)
+def test_a_missing_nvrtc_is_named(gpus, cache):
+    gpus(2, nvrtc=False)
     with open_mesh(1, backend="cuda") as mesh:
         with pytest.raises(BackendUnavailableError, match=MISSING):
             prepare(mesh)

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.fake_cupy
 ILLEGAL = "cudaErrorIllegalAddress: an illegal memory access was encountered"
 
 
-@pytest.fixture(params=[0, 1, 2])
-def here(request, new_machine):
-    return new_machine(request.param, num_gpus=2)
-
-
 def kill(here, gpu: int, status: int = 700) -> None:
     here.freed[gpu] = surface.CUDARuntimeError(ILLEGAL, status)
 
@@ -73,8 +68,8 @@ PASSING = (2, 46, 701, 704, 711, 712, 713, 720, 801)
 
 
 @pytest.mark.parametrize("use", ["launch", "mark"])
-def test_sticky_errors_fail_the_gpu_and_other_errors_do_not(new_machine, use):
-    here = new_machine(1, num_gpus=1)
+def test_sticky_errors_fail_the_gpu_and_other_errors_do_not(gpus, use):
+    here = gpus(1, num_gpus=1)
     for status in (*STICKY, *PASSING):
         with open_mesh(1, backend="cuda") as mesh:
             buffer = uploaded(mesh.devices[0], 1)
