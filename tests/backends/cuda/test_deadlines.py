@@ -100,6 +100,7 @@ def test_a_reset_does_not_wait_for_a_full_queue(here, mesh, clock):
     with pytest.raises(CollectiveError, match="cuda:3 has not joined"):
         results[0][0].numpy()
     wait_for_failure(mesh)
+    assert mesh.mesh_state.library_finished(TEST_TIMEOUT)  # a thread aborts the communicators
     here.queue_size = len(here.queues[device._stream("compute").ptr].waiting)
     with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
         mesh.reset(timeout=0.02)
