@@ -38,7 +38,7 @@ from gradreduce.arrays.convert import (
 from gradreduce.arrays.convert_gpu import as_tensor
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
+from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copy_to
 from gradreduce.errors import about, brief, listed
 from gradreduce.npz_file import check_disjoint, read_array
 
@@ -172,7 +172,7 @@ def mapped(
 
 def copied(buffer: Buffer) -> Buffer:
     """Queues a copy on the device: all of a state is from one time."""
-    return copied_to(buffer.device, buffer)
+    return copy_to(buffer.device, buffer)
 
 
 def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:

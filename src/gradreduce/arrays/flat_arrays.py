@@ -152,7 +152,7 @@ class _AttachedGradients:
             for parameter, view in zip(parameters, views, strict=True)
         ]
 
-    def replaced(self) -> list[tuple[int, Any, Any]]:
+    def find_replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is not in their view; see ``Attached``."""
         found = []
         for tensor, (owner, address) in enumerate(self._rows):  # runs in each replay
@@ -220,7 +220,7 @@ def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
         BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
-    found = [(block, each, each.replaced()) for block, each in attached]
+    found = [(block, each, each.find_replaced()) for block, each in attached]
     if keeps_none:
         found = [
             (block, each, [row for row in rows if row[2] is not None])

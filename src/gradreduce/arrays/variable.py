@@ -26,7 +26,7 @@ from gradreduce.device import (
     Mesh,
     as_dtype,
     as_flag,
-    copied_to,
+    copy_to,
     overlap,
 )
 from gradreduce.errors import NotCopied, about, brief, listed
@@ -234,7 +234,7 @@ class Variable(NotCopied, Traceable):
         if reader is not None:
             return reader.read(self, current, output_type)
         with StreamScope():
-            return from_buffer(copied_to(current.device, current), kind)
+            return from_buffer(copy_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
@@ -299,7 +299,7 @@ class Variable(NotCopied, Traceable):
     def _ready_add(self, delta: Any) -> Callable[[], None]:
         """Checks, copies and compiles for ``assign_add``; returns a function that launches."""
         accessible = [
-            source if source.device is buffer.device else copied_to(buffer.device, source)
+            source if source.device is buffer.device else copy_to(buffer.device, source)
             for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
         ]
         compile_rows("sums", ops.add_to_rows, {(self.dtype, self.dtype)}, self.devices[0])
@@ -379,7 +379,7 @@ class Variable(NotCopied, Traceable):
         begin_writes([self])
         sources = [self._checked(value, buffer) for buffer in self._buffers]
         return [
-            copied_to(source.device, source)
+            copy_to(source.device, source)
             if any(overlap(source, buffer) for buffer in self._buffers)
             else source
             for source in sources
@@ -628,4 +628,4 @@ def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     wait_for_inputs([source])
     if source.dtype != dtype:
         source = device.upload(converted(source.numpy(), dtype))
-    return copied_to(device, source)
+    return copy_to(device, source)

@@ -159,7 +159,7 @@ class DryRunDevice(Device):
     def _trim(self) -> None:
         """Does nothing, like the methods below that would write or wait."""
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None: ...
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 
@@ -168,7 +168,7 @@ class DryRunDevice(Device):
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,

@@ -88,7 +88,7 @@ def _exchange_on_gpu(
         return
     what = group.called if label is None else str(label)
     pending = PendingExchange(what, seconds_of(mesh_state, group), device, group)
-    with _failing(mesh_state, group, label), mesh_state.watched(pending):
+    with _failing(mesh_state, group, label), mesh_state.enforce_deadline(pending):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)
 

@@ -22,7 +22,7 @@ from gradreduce.errors import (
 )
 
 from .failure.pending_calls import WaitPolicy, as_deadline
-from .failure.waiting import acquired_in_time
+from .failure.waiting import call_under_lock
 from .log.op_log import QUEUES, Record
 from .memory.buffer import Buffer, Mark, Queue, Row, Stream, handle_of
 from .memory.dtypes import as_dtype
@@ -251,14 +251,14 @@ class Device(NotCopied, Backend):
         if not checked:
             self.check_stream(stream)
         freed = [
-            (each, each._deferred_free.used_by(stream))
+            (each, each._deferred_free.find_used_by(stream))
             for each in self.mesh.devices
             if each.freed and each.physical == self.physical
         ]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
-        self.mesh_state.order.waited_for_caller(self.compute)
+        self.mesh_state.order.note_wait_for_caller(self.compute)
         for each, users in freed:
-            each._deferred_free.passed(users)
+            each._deferred_free.remove_users(users)
             if len(each.freed) > MANY_FREED:  # otherwise each step would look at all of them again
                 each.drain()
 
@@ -331,7 +331,7 @@ class Device(NotCopied, Backend):
         log = self.mesh_state.log
         generation = self.mesh_state.generation
         ordered = partial(self._order, lambda: None, Work(self.compute, [(buffer,)], 0))
-        look = partial(acquired_in_time, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
+        look = partial(call_under_lock, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
         if not wait_policy.polls:
             ordered()
         elif not wait_policy.until(look):
@@ -485,12 +485,12 @@ class Device(NotCopied, Backend):
         mesh_state = self.mesh_state
         mesh_state.check_usable(self)
         if (kernel, template) not in mesh_state.compiled:
-            self._prepare(kernel, template)
+            self._compile_kernel(kernel, template)
             usable = [each for each in self.mesh.devices if each.physical not in mesh_state.failed]
             for device in {each.physical: each for each in [*reversed(usable), self]}.values():
                 if device is not self:
                     with suppress(BackendUnavailableError):  # this call does not need that device
-                        device._prepare(kernel, template)
+                        device._compile_kernel(kernel, template)
             mesh_state.compiled[kernel, template] = None
 
     def queue_mark(self, queue: Queue = "compute") -> Mark:
@@ -504,8 +504,8 @@ class Device(NotCopied, Backend):
             mark = Mark(self, queue, self.mesh_state.order.mark(self.queues[queue]).event)
         else:
             mark = Mark(self, queue, self._mark(queue))
-            command_list.marked(mark)
-        self.mesh_state.log.marked(mark)
+            command_list.note_mark(mark)
+        self.mesh_state.log.note_mark(mark)
         return mark
 
     def queue_wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
@@ -521,7 +521,7 @@ class Device(NotCopied, Backend):
         waiting.submitted += 1
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
-            command_list.waited(self, mark, queue)
+            command_list.note_wait(self, mark, queue)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
         """Blocks the host until both queues are empty.
@@ -592,7 +592,7 @@ class Device(NotCopied, Backend):
             self.prepare(kernel, template)
         queue, rows = work.queue, work.rows
         record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
-        command, table = self._resolved(kernel, template, rows, scalars, queue.name)
+        command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
         if table is not None and queue is not self.compute:
             work = work._replace(also_read=(table,))
         self._submit(command, record, work)

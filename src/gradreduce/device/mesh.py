@@ -18,7 +18,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopie
 from .device import Device
 from .failure.pending_calls import as_deadline
 from .log.op_log import FlightEntry, Journal
-from .log.trace import trace_path, traced
+from .log.trace import trace_path, write_trace
 from .memory.dtypes import as_flag
 from .memory.peers import by_physical
 from .mesh_reset import reset
@@ -159,7 +159,7 @@ class Mesh(NotCopied):
         names = {device.index: device.name for device in self.devices[0].mesh.devices}
         before, state.log.ranges = state.log.ranges, ranges or state.log.ranges
         try:
-            with traced(state.log, target, names) as journal:
+            with write_trace(state.log, target, names) as journal:
                 yield journal
         finally:
             state.log.ranges = before

@@ -244,7 +244,7 @@ class MeshState:
             return self.watchdog
 
     @contextmanager
-    def watched(self, pending_call: PendingCall) -> Iterator[None]:
+    def enforce_deadline(self, pending_call: PendingCall) -> Iterator[None]:
         """Context manager: if work submitted inside misses its deadline, the mesh fails."""
         for device in pending_call.devices:
             self.check_usable(device)

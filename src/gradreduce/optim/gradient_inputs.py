@@ -13,7 +13,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_ind
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.comm.process_group import ProcessGroup, group_of
-from gradreduce.device import Device, copied_to
+from gradreduce.device import Device, copy_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -177,7 +177,7 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
 
 
 def _copied(grad: Part, device: Device) -> Part:
-    made = copied_to(device, buffer_of(grad))
+    made = copy_to(device, buffer_of(grad))
     if isinstance(grad, IndexedSlices):
         return IndexedSlices.of(made, grad.indices, grad.dense_shape)
     return made

@@ -14,7 +14,7 @@ from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, checked, downloader, some_of
-from gradreduce.device import Buffer, Device, as_dtype, copied_to
+from gradreduce.device import Buffer, Device, as_dtype, copy_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
 from gradreduce.optim.agn.checkpoint import queued_center, ready_center
 from gradreduce.optim.agn.local_step import rehearse_push
@@ -382,7 +382,7 @@ class CenterShardState(ShardState):
         held = [*self._center.variables.values(), *self._center.slot_variables()]
         for each in held if addresses else ():
             if each.buffers[0].address in addresses:
-                each._buffers = (copied_to(self._device, each.buffers[0]),)
+                each._buffers = (copy_to(self._device, each.buffers[0]),)
 
     def shards(self) -> dict[str, int]:
         """Returns the shard of each variable of the center, by name."""

@@ -149,7 +149,7 @@ class FlatBuffer:
         """
         names = self.names.copy()
         made = flat_arrays.attached(self.views, parameters, names)
-        replaced = [each.replaced() for each in made]
+        replaced = [each.find_replaced() for each in made]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         self._kinds.add("torch")

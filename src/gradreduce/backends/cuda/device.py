@@ -206,7 +206,7 @@ class CudaDevice(Device):
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
-    def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
+    def _capture(self, devices: Sequence[Device], command_list: CommandList) -> Command:
         queues = {
             queue: each.gpu
             for each in cast("Sequence[CudaDevice]", devices)
@@ -344,7 +344,7 @@ class CudaDevice(Device):
             if not self._endless.polls:
                 with self.gpu:
                     event.synchronize()
-            elif not self._endless.until(partial(self._reached, event)):
+            elif not self._endless.until(partial(self._is_done, event)):
                 raise self.mesh_state.abort_wait("an upload", self, self._endless)
             self._drop_staging()
 
@@ -420,11 +420,11 @@ class CudaDevice(Device):
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
         with self.gpu:
             load_kernel(kernel, template, self.physical, self._geometry.threads)
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,
@@ -463,8 +463,8 @@ class CudaDevice(Device):
         held = self.upload(words)
         return held.address, held
 
-    def _reached(self, event: Any) -> bool:
-        """See ``Backend._reached``; marks a GPU as failed after a fatal error."""
+    def _is_done(self, event: Any) -> bool:
+        """See ``Backend._is_done``; marks a GPU as failed after a fatal error."""
         with self.gpu:  # CUDA makes a context on the current GPU, whatever the event's
             return self._is_over(runtime.eventQuery(event.ptr))
 
@@ -489,7 +489,7 @@ class CudaDevice(Device):
             return True
         with self.gpu:
             events = [self.gpu.event(stream) for stream in streams]
-        return wait_policy.until(lambda: all(self._reached(event) for event in events))
+        return wait_policy.until(lambda: all(self._is_done(event) for event in events))
 
     def _is_idle(self, *, in_finalizer: bool = False) -> bool:
         """Whether all queues are empty; in a finalizer events may be destroyed already."""

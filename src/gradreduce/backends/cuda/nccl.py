@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from gradreduce.device import ELEMENT_OF, Buffer, Collective, DeferInterrupts, Device, Done
-from gradreduce.device.failure.waiting import acquired_in_time, run_in_thread
+from gradreduce.device.failure.waiting import call_under_lock, run_in_thread
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.processes import Parcel
 from gradreduce.device.run.collective import CollectiveCall
@@ -414,7 +414,7 @@ class NcclCollective(Collective):
         # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
         # wait for that thread (no other can enter). If it does not return in time it hangs, and
         # only the abort can end it.
-        acquired_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
+        call_under_lock(cliques.lock, INSIDE_SECONDS, lambda: None)
         while cliques.asked:
             time.sleep(_ASKED_SECONDS)
         communicators = []

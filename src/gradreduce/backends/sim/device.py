@@ -184,12 +184,12 @@ class SimDevice(Device):
         if self.defers:  # else two processes may wait for each other
             self.scheduler.finish((self.physical, queue))
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
         build = self.options.build
         if build is not None:
             host_kernel(kernel, build)
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,

@@ -217,13 +217,13 @@ class OpLog:
     @contextmanager
     def journal(self) -> Iterator[Journal]:
         """Opens a journal of all threads' work until the block ends."""
-        with self._opened(Journal()) as journal:
+        with self._open(Journal()) as journal:
             yield journal
 
     @contextmanager
     def timed_journal(self, records: list[Record]) -> Iterator[Journal]:
         """Like ``journal``, for a list that stores times; submissions store when they begin."""
-        with self._opened(Journal(records)) as journal:
+        with self._open(Journal(records)) as journal:
             with self._lock:
                 self.num_traces += 1
             try:
@@ -233,7 +233,7 @@ class OpLog:
                     self.num_traces -= 1
 
     @contextmanager
-    def _opened(self, journal: Journal) -> Iterator[Journal]:
+    def _open(self, journal: Journal) -> Iterator[Journal]:
         with self._lock:
             self._journals = (*self._journals, journal)
         try:
@@ -285,7 +285,7 @@ class OpLog:
             key = device.physical, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
-    def marked(self, mark: Mark) -> None:
+    def note_mark(self, mark: Mark) -> None:
         """Records a mark that has just been made."""
         if self.ring:
             self._marks.append((self.ring[-1][0], mark))
@@ -301,7 +301,7 @@ class OpLog:
         submitted = sorted(self.ring.copy())  # by their numbers
         if fresh and submitted:
             self._query_marks(devices)
-        reached = self._reached()
+        reached = self._last_done()
         return [
             FlightEntry(
                 sequence=number,
@@ -329,11 +329,11 @@ class OpLog:
     def drop(self) -> None:
         """For a reset: entries that are not known to be done now never become done."""
         entries = self.entries((), fresh=False)
-        self._over = self._reached()
+        self._over = self._last_done()
         self._dropped = {each.sequence for each in entries if not each.done}
         self._marks.clear()
 
-    def _reached(self) -> dict[_QueueOf, int]:
+    def _last_done(self) -> dict[_QueueOf, int]:
         """Returns the number of the last operation that each queue is known to have done."""
         reached = dict(self._over)
         for last, mark in self._marks.copy():

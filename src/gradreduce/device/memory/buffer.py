@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Attached(Protocol):
     """Parameters whose gradients share one block; made by ``FlatBuffer.attach``."""
 
-    def replaced(self) -> list[Any]:
+    def find_replaced(self) -> list[Any]:
         """Returns parameters whose ``.grad`` is not their view; raises if one does not fit."""
 
     def attach_again(self, block: Block, replaced: list[Any]) -> None:
@@ -247,7 +247,7 @@ class Mark(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether the queue is known to have passed this position; does not wait."""
-        return self.device._reached(self.event)
+        return self.device._is_done(self.event)
 
 
 Row = Sequence[Buffer]

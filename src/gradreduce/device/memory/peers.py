@@ -86,15 +86,15 @@ def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") 
     if can_access(device, buffer):
         check_accessible(device, buffer)  # its device may have failed
         return buffer
-    return copied_to(device, buffer, queue)
+    return copy_to(device, buffer, queue)
 
 
 def to_local(device: Device, buffer: Buffer) -> Buffer:
     """Like ``ensure_accessible``, but also copies a peer's memory."""
-    return buffer if buffer.device.physical == device.physical else copied_to(device, buffer)
+    return buffer if buffer.device.physical == device.physical else copy_to(device, buffer)
 
 
-def copied_to(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+def copy_to(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     """Returns a copy on ``device``."""
     copied = device.empty(buffer.shape, buffer.dtype)
     device.copy(copied, buffer, queue=queue)

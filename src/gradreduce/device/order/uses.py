@@ -135,7 +135,7 @@ class Uses:
             other is queue for _, wrote, read in ranges for other in (*wrote, *read)
         ):
             return queue
-        return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_joined(ranges)])
+        return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_merge(ranges)])
 
     def counts(self) -> SubmitCounts:
         """Returns the queues that used the block last, each with the count of its last use."""
@@ -160,7 +160,7 @@ def _cut(ranges: list[_Range], at: int) -> int:
     return index
 
 
-def _joined(ranges: Iterable[_Range]) -> _Range:
+def _merge(ranges: Iterable[_Range]) -> _Range:
     """Returns one range for all bytes, with the last use of each queue."""
     writes: dict[DeviceQueue, Use] = {}
     reads: dict[DeviceQueue, Use] = {}

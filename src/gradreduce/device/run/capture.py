@@ -93,7 +93,7 @@ class Capture:
         try:
             with no_collection, self._mesh_state.recording_commands(None):
                 self._mesh_state.capturing.add(threading.get_ident())
-                self._run = self._device._captured(self._devices, command_list)
+                self._run = self._device._capture(self._devices, command_list)
         finally:
             self._mesh_state.capturing.discard(threading.get_ident())
             thread.pending_call = pending_call

@@ -13,7 +13,7 @@ from gradreduce.accumulator.state import (
 )
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, accumulate_dtype, copied_to
+from gradreduce.device import Buffer, accumulate_dtype, copy_to
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 # In the accumulate dtype: an array on each device of the variable, or rows on its first device.
@@ -37,7 +37,7 @@ def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[B
             (device.zeros if fill else device.empty)(var.shape, dtype) for device in var.devices
         )
     (whole,) = densified([merged_rows(var.shape, total)])
-    return (whole, *(copied_to(device, whole) for device in var.devices[1:]))
+    return (whole, *(copy_to(device, whole) for device in var.devices[1:]))
 
 
 def merged_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:

@@ -14,7 +14,7 @@ from typing import Any
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, PackInfo, copied_to, deadline_scope
+from gradreduce.device import Buffer, Device, PackInfo, copy_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
@@ -150,7 +150,7 @@ class Worker:
         for var in variables if self.config.gamma is not None else ():
             # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
-                self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
+                self.variables.pulled[var] = copy_to(var.devices[0], var.buffers[0])
 
     # -- a communication --------------------------------------------------------------------------
 
