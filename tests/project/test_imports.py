@@ -175,7 +175,7 @@ LATE = {
     "gradreduce.__main__": {"main"},
     "gradreduce.backends": {"_cuda_backend", "_open_sim"},
     "gradreduce.backends.cuda.nccl": {"_nccl"},
-    "gradreduce.comm.launchers": {"_imported"},
+    "gradreduce.comm.launchers": {"_import"},
     "gradreduce.cli.pictures": {"new_figure"},
     "gradreduce.device.mesh": {"flat_buffer"},
     "gradreduce.comm.description": {"digest_of"},

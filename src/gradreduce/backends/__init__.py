@@ -150,7 +150,9 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             except BackendUnavailableError as error:
                 raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
         else:
-            named = devices if devices_per_process is None else _checked_number(devices_per_process)
+            named = (
+                devices if devices_per_process is None else _validate_number(devices_per_process)
+            )
             mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
     try:
         join_processes(mesh, processes, process_group, communicator, seconds)
@@ -246,7 +248,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     if devices is None:
         devices = own = _own_gpus(num_gpus)
         if per_process is not None:  # several GPUs are assigned in turn
-            devices = [own[index % len(own)] for index in range(_checked_number(per_process))]
+            devices = [own[index % len(own)] for index in range(_validate_number(per_process))]
     placement = _placement(devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
@@ -265,7 +267,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
             device.close()
         collective.close()
 
-    return Mesh(made, mesh_state, collective.loaded, close)
+    return Mesh(made, mesh_state, collective.load, close)
 
 
 def _mesh_state(kind: BackendKind, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
@@ -384,7 +386,7 @@ def _warn_once(why: str) -> None:
     )
 
 
-def _checked_number(devices_per_process: int) -> int:
+def _validate_number(devices_per_process: int) -> int:
     """Returns the number of devices as an integer.
 
     Raises:

@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def opened_cache(*, plain_path: bool = False) -> Iterator[Path]:
+def open_cache(*, plain_path: bool = False) -> Iterator[Path]:
     """Opens the cache folder by a path that stays valid when folders are renamed.
 
     Args:

@@ -41,7 +41,7 @@ class Description(NamedTuple):
         return cls(digest_of(digested.encode()), text)
 
     @lru_cache(KNOWN_CALLS)  # noqa: B019  # the descriptions of known calls are kept anyway
-    def joined(self, settings: tuple[tuple[str, object], ...]) -> Description:
+    def with_settings(self, settings: tuple[tuple[str, object], ...]) -> Description:
         """Returns the description of the same call with more values, by name."""
         what = {**json.loads(self.text), **dict(settings)}
         return Description(digest_of(f"{self.digest} {settings}".encode()), json.dumps(what))
@@ -58,11 +58,11 @@ def digest_of(content: bytes | memoryview) -> str:
 def summary(description: Description) -> str:
     """Returns the name of a call and its first tensors."""
     what = json.loads(description.text)
-    tensors = _named(what)
+    tensors = _describe_tensors(what)
     return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
 
 
-def _named(what: Mapping[str, Any]) -> list[str]:
+def _describe_tensors(what: Mapping[str, Any]) -> list[str]:
     """Returns texts for the tensors of a call: name (if any), dtype and shape."""
     tensors, names = what["tensors"], what.get("names")
     if not names:
@@ -103,7 +103,7 @@ def describe_difference(ours: str, theirs: str | None, rank: int, other: int) ->
     index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
     place: Any = index
     if names != other_names:
-        mine, others = _named(here), _named(there)
+        mine, others = _describe_tensors(here), _describe_tensors(there)
     elif names:
         place = names[index]
     return (

@@ -139,7 +139,7 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
     except BaseException as error:  # Ctrl-C too: the other processes wait for data that is not sent
         mesh_state.raise_failure(error)
         what = group.called if label is None else f"the exchange of {label}"
-        mesh_state.fail_all(stopped(what, error))
+        mesh_state.fail_all(describe_stop(what, error))
         raise
 
 
@@ -173,7 +173,7 @@ class PendingExchange(PendingCall):
         return None if reason is None else f"{self.call}: {reason}"
 
 
-def stopped(what: str, error: BaseException) -> str:
+def describe_stop(what: str, error: BaseException) -> str:
     """Returns why the mesh has failed; other processes write this process's name before it."""
     return f"stopped in {what}: {error!r}"
 

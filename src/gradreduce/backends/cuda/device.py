@@ -47,9 +47,9 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel
 from .geometry import Geometry
-from .graph import captured_graph, recording
+from .graph import capture_graph, recording
 from .libcuda import is_of_cuda_malloc, uuid_of
-from .staging import CHUNK, SMALL, PinnedStaging, chunks_of, pinned_memory
+from .staging import CHUNK, SMALL, PinnedStaging, allocate_pinned, chunks_of
 from .streams import FATAL, GpuScope
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
@@ -212,7 +212,7 @@ class CudaDevice(Device):
             for each in cast("Sequence[CudaDevice]", devices)
             for queue in each.queues.values()
         }
-        return captured_graph(command_list, queues, self._streams["compute"])
+        return capture_graph(command_list, queues, self._streams["compute"])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class CudaDevice(Device):
             if nbytes >= SMALL:
                 self._limit_pinned()
             with DeferInterrupts(), self.gpu:
-                pinned = pinned_memory(nbytes, self.name)
+                pinned = allocate_pinned(nbytes, self.name)
                 staged = np.frombuffer(pinned, np.uint8, nbytes)
                 staged.view(dst.dtype).reshape(chunk.shape)[...] = chunk
                 command = partial(self._upload_pinned, dst.address + offset, pinned, nbytes, queue)
@@ -359,7 +359,7 @@ class CudaDevice(Device):
             return self._download_beside(buffer, wait_policy)
         with DeferInterrupts(), self.gpu:
             if polls:  # a copy to pageable memory waits in the driver
-                pinned = pinned_memory(max(1, nbytes), self.name)
+                pinned = allocate_pinned(max(1, nbytes), self.name)
                 host = np.frombuffer(pinned, np.uint8, nbytes)
             else:
                 host = np.empty(nbytes, np.uint8)

@@ -23,7 +23,7 @@ IN_FLIGHT, SMALL = 128 << 20, 1 << 20
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-def pinned_memory(nbytes: int, name: str) -> Any:
+def allocate_pinned(nbytes: int, name: str) -> Any:
     """Returns CuPy's pinned memory.
 
     Args:

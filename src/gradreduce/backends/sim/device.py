@@ -136,7 +136,7 @@ class SimDevice(Device):
     def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:
             raw, block = buffer.block.raw, buffer.block
-            whole = raw.exported(block) if block.owned else raw.reshape(-1).view(np.uint8)
+            whole = raw.export(block) if block.owned else raw.reshape(-1).view(np.uint8)
             buffer.array = np.ndarray(buffer.shape, buffer.dtype, whole, buffer.offset)
         array: np.ndarray = buffer.array
         return array

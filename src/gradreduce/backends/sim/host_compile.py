@@ -25,7 +25,7 @@ from typing import Any
 
 from gradreduce.backends.kernel_cache import (
     file_name,
-    opened_cache,
+    open_cache,
     read_entry,
     warn_not_cached,
     write_entry,
@@ -157,7 +157,7 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
     key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
     entry = file_name(f"{name}-{build}", key, ".so")
     # The sanitizer opens the file by its path when it reports an error.
-    opened = partial(opened_cache, plain_path=build == "sanitized")
+    opened = partial(open_cache, plain_path=build == "sanitized")
     with suppress(OSError), opened() as folder:
         if read_entry(folder / entry, key) is not None:
             return ctypes.CDLL(str(folder / entry))

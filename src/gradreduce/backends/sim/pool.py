@@ -50,7 +50,7 @@ class Memory:
         self.elements = self.bytes
         self._exported: Callable[[], np.ndarray | None] = lambda: None
 
-    def exported(self, owner: object) -> np.ndarray:
+    def export(self, owner: object) -> np.ndarray:
         """Returns all bytes as an array that keeps ``owner`` alive; reused while it lives."""
         found = self._exported()
         if found is None:
