@@ -28,8 +28,8 @@ from numpy.lib.npyio import NpzFile
 
 from gradreduce.arrays.convert import (
     as_result_kind,
+    cast_array,
     check_memory,
-    converted,
     host_array,
     is_array,
     kind_of,
@@ -202,7 +202,7 @@ def downloader(
     def download(buffer: Buffer) -> Any:
         seconds = None if end is None else max(end - time.monotonic(), 1e-6)
         array, dtype = buffer.numpy(deadline=seconds), accumulate_dtype(buffer.dtype)
-        return array if array.dtype == dtype else converted(array, dtype)
+        return array if array.dtype == dtype else cast_array(array, dtype)
 
     def as_output(_: str, leaf: Any) -> Any:
         if callable(leaf):
@@ -427,7 +427,7 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
 
 def uploaded(value: Any, variable: Variable) -> Buffer:
     """Uploads a validated host array to the first device of a variable, in its dtype."""
-    return variable.devices[0].upload(converted(value, variable.dtype))
+    return variable.devices[0].upload(cast_array(value, variable.dtype))
 
 
 def ready_values(

@@ -19,7 +19,7 @@ from typing import Any
 from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, densified
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, to_dense_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -32,7 +32,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.sums.aggregation import known_shape
+from gradreduce.sums.aggregation import require_shape
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -54,7 +54,7 @@ class DenseStorage(Storage):
             check_dtype(state, grad.dtype, cast)
             if grad.dense_shape is None and wanted and None not in wanted:
                 grad = IndexedSlices(grad.values, grad.indices, [each or 0 for each in wanted])
-            shape = known_shape(grad, alone=True)
+            shape = require_shape(grad, alone=True)
         else:
             known = kind_of(grad) in ("native", "buffer")
             grad = grad if is_array(grad) else numbers(grad, state.dtype)
@@ -73,7 +73,7 @@ class DenseStorage(Storage):
             index, array = to_sum_device(state, checked)
         else:
             index, rows = to_sum_device(state, checked.values)
-            (array,) = densified([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
+            (array,) = to_dense_n([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
         return Addend(index, array, array.shape)
 
     def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesce_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -30,9 +30,9 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.ops import RowIndex, merged_row_index, plan_segments
+from gradreduce.ops import RowIndex, merge_row_index, plan_segments
 from gradreduce.reduce.one_device import copied_to
-from gradreduce.sums.aggregation import concatenated_rows
+from gradreduce.sums.aggregation import concatenate_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -107,7 +107,7 @@ class SparseStorage(Storage):
             if before is not None:
                 capacity, slots = before.values.shape[0], before.slots
             for part in each.gradients:
-                slots, into = slots.touched(part.segments.indices)
+                slots, into = slots.add_gradient(part.segments.indices)
                 steps.append((ensure_accessible(each.device, part.values), part.segments, into))
             each.steps = steps
             each.in_place = before is not None and slots.num_rows <= capacity
@@ -213,13 +213,13 @@ def _merged(state: AccumulatorState) -> tuple[Part, ...]:
     slots = [total.slots for total in totals]
     per_gradient = state.sparse_mean == "per_gradient"
     per_row = state.reduction_type == "MEAN" and not per_gradient
-    plan, divisor = merged_row_index(slots, mean=per_row)
+    plan, divisor = merge_row_index(slots, mean=per_row)
     if per_gradient:
         divisor = float(state.count)
     rows = totals[0].rows
     if len(totals) > 1 or rows.device is not home:
-        rows = concatenated_rows(home, [total.rows for total in totals])
+        rows = concatenate_rows(home, [total.rows for total in totals])
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
-    coalesced([rows], [plan], outs=[out], divisors=[divisor])
+    coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
     slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
     return copied_to(slices, state.devices, keep=True)

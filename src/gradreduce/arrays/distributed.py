@@ -121,9 +121,9 @@ class DistributedValues(NotCopied):
         """Puts each value on its device."""
         order = common_order(values)
         if order is None:
-            self._own = self._placed(values)
+            self._own = self._put_on_devices(values)
         else:
-            self._own = self._placed([in_order(value, order) for value in values])
+            self._own = self._put_on_devices([in_order(value, order) for value in values])
             self._form, self._values = order, values
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
@@ -132,7 +132,7 @@ class DistributedValues(NotCopied):
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
-    def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
+    def _put_on_devices(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
             try:
@@ -229,7 +229,7 @@ class DistributedValues(NotCopied):
                 with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
             with StreamScope(reads=False):
-                copies = self._copies = self._placed(arrays)
+                copies = self._copies = self._put_on_devices(arrays)
         return copies
 
     def _discard_copies(self) -> None:
@@ -241,17 +241,17 @@ class DistributedValues(NotCopied):
 
     def _in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order, without copies."""
-        return self._changed(_form=None, _kept=None)
+        return self._replace(_form=None, _kept=None)
 
-    def _changed(self, **attributes: Any) -> Self:
+    def _replace(self, **attributes: Any) -> Self:
         """Returns a value that differs in these attributes."""
         made = type(self).__new__(type(self))
         vars(made).update(vars(self), **attributes)
         return made
 
-    def _renamed(self, name: str, key: str | None) -> Self:
+    def _with_name(self, name: str, key: str | None) -> Self:
         """Returns the same value by another name; processes compare it if ``key`` is not None."""
-        return self._changed(_name=name, _key=key)
+        return self._replace(_name=name, _key=key)
 
     def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""

@@ -23,7 +23,7 @@ from .convert import (
 from .convert_gpu import wait_for_current_stream
 
 
-def shared(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list[list[Any]]:
+def share_arrays(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list[list[Any]]:
     """See ``FlatBuffer.arrays``."""
     device = buffers[0][0].device if buffers and buffers[0] else None
     kind = as_view_kind(output_type, device, "filled in place")
@@ -44,13 +44,13 @@ def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
             hand_over(buffer, as_result_kind(output_type, "native"))
 
 
-def attached(
+def attach_grads(
     views: Sequence[Sequence[Buffer]], parameters: Iterable[Any], names: list[str]
 ) -> list[Attached]:
     """See ``FlatBuffer.attach``; replaces the names if the parameters have some."""
     rows, named = [], []
     for index, row in enumerate(parameters):
-        own_names, own = _named(row, index)
+        own_names, own = _split_names(row, index)
         rows.append(own)
         named.append(own_names)
     counts, wanted = [len(row) for row in rows], [len(row) for row in views]
@@ -79,7 +79,7 @@ def attached(
     ]
 
 
-def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
+def _split_names(row: Any, index: int) -> tuple[list[str], list[Any]]:
     """Returns the names (if any) and the parameters of a device."""
     if is_module(type(row)):
         row = row.named_parameters()

@@ -70,7 +70,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         rows = _as_indices(indices)
         if isinstance(values, IndexedSlices):
-            values, rows = values.values, _looked_up(values, rows)
+            values, rows = values.values, _look_up_indices(values, rows)
         if kind_of(values) == "native" and not is_array(values):
             values = host_array(values)
         shape, self._dtype = shape_and_dtype(values)
@@ -176,7 +176,7 @@ class IndexedSlices:
         """
         kind = as_result_kind(output_type, self.kind)
         segments = plan_segments(self._indices)
-        (rows,) = coalesced([self._in_buffer().values], [segments])
+        (rows,) = coalesce_n([self._in_buffer().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
     @StreamScope()
@@ -199,7 +199,7 @@ class IndexedSlices:
             array([2., 0., 5., 0.])
         """
         kind = as_result_kind(output_type, self.kind)
-        return from_buffer(densified([self._in_buffer()])[0], kind)
+        return from_buffer(to_dense_n([self._in_buffer()])[0], kind)
 
     def _in_buffer(self) -> IndexedSlices:
         """Puts the rows into a Buffer, on the device of ``gr.replica``, else the first."""
@@ -257,7 +257,7 @@ def as_slices(tensor: Any) -> Any:
     return made
 
 
-def coalesced(
+def coalesce_n(
     values: Sequence[Buffer],
     segments: Sequence[Segments],
     *,
@@ -291,7 +291,7 @@ def coalesced(
     return list(outs)
 
 
-def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
+def to_dense_n(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     """Makes the whole arrays of many IndexedSlices of Buffers, in new Buffers.
 
     Raises:
@@ -306,7 +306,7 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
     into = [plan.indices for plan in segments]
-    return coalesced([each.values for each in slices], segments, outs=outs, into=into)
+    return coalesce_n([each.values for each in slices], segments, outs=outs, into=into)
 
 
 def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:
@@ -339,7 +339,7 @@ def _as_indices(value: Any) -> Indices:
     return made
 
 
-def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
+def _look_up_indices(inner: IndexedSlices, outer: Indices) -> Indices:
     """Returns the row numbers of nested IndexedSlices: their indices are positions in ``outer``."""
     if inner.dense_shape is not None and inner.dense_shape[0] not in (UNKNOWN, len(outer)):
         raise InvalidArgumentError(

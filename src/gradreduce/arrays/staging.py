@@ -32,7 +32,7 @@ class HostStaging(threading.local):
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
 
-    def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
+    def upload(self, arrays: Sequence[Any]) -> list[Buffer] | None:
         """Returns NumPy arrays as Buffers, small ones copied; None if one cannot be staged.
 
         The next call in this thread overwrites the Buffers, in the order of the compute queues.

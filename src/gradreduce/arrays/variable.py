@@ -36,7 +36,7 @@ from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
     as_view_kind,
-    converted,
+    cast_array,
     from_buffer,
     is_array,
     kind_of,
@@ -47,7 +47,7 @@ from .convert import (
 from .convert_gpu import on_gpu_of, wait_for_inputs
 from .outputs import count_writes
 from .replica_context import current_replica
-from .trace_context import check_unread, current_reader, make_like, named_arguments
+from .trace_context import bind_arguments, check_unread, current_reader, make_like
 from .types import OutputType
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Variable(NotCopied, Traceable):
         device: DeviceLike | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
-        wanted = _wanted_dtype(initial_value, dtype, devices[0])
+        wanted = _choose_dtype(initial_value, dtype, devices[0])
         trainable = as_flag("trainable", trainable)
         if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
@@ -123,10 +123,10 @@ class Variable(NotCopied, Traceable):
         number = next(_numbers)
         self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
         self.trainable = trainable
-        self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
+        self._buffers = tuple(_copy_to_new(initial_value, device, wanted) for device in devices)
 
     @classmethod
-    def _filled_like(
+    def _full_like(
         cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
     ) -> Variable:
         """Makes a slot: a non-trainable Variable like another one, filled with one number.
@@ -138,7 +138,7 @@ class Variable(NotCopied, Traceable):
             dtype: the dtype. Default: that of ``variable``.
         """
         dtype = variable.dtype if dtype is None else dtype
-        buffers = [_filled(device, variable.shape, dtype, value) for device in variable.devices]
+        buffers = [_full(device, variable.shape, dtype, value) for device in variable.devices]
         return cls._on_buffers(buffers, name, trainable=False)
 
     @classmethod
@@ -338,7 +338,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._make_like(function, args, kwargs)
-        named = named_arguments(function, args, kwargs)
+        named = bind_arguments(function, args, kwargs)
         in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
         _check_written([*args, *kwargs.values()][0] if in_place else named.get("out"))
         return _call(function, args, kwargs)
@@ -354,7 +354,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         """Runs PyTorch functions on the value as a tensor."""
         kwargs = kwargs or {}
-        _check_written(_written_tensor(function, args, kwargs))
+        _check_written(_find_output(function, args, kwargs))
         named = {name: _read(each, "torch") for name, each in kwargs.items()}
         return function(*[_read(each, "torch") for each in args], **named)
 
@@ -377,7 +377,7 @@ class Variable(NotCopied, Traceable):
         """Returns ``value`` for each copy; copied if it overlaps this variable's memory."""
         check_unread([self])
         begin_writes([self])
-        sources = [self._checked(value, buffer) for buffer in self._buffers]
+        sources = [self._to_source(value, buffer) for buffer in self._buffers]
         return [
             copy_to(source.device, source)
             if any(overlap(source, buffer) for buffer in self._buffers)
@@ -395,7 +395,7 @@ class Variable(NotCopied, Traceable):
             )
         return buffers[index]
 
-    def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+    def _to_source(self, value: Any, buffer: Buffer) -> Buffer:
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         try:
@@ -456,7 +456,7 @@ def _read(value: Any, output_type: Any) -> Any:
     return value
 
 
-def _written_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _find_output(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Returns what a PyTorch function writes: its first argument if its name ends in ``_``."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
@@ -557,7 +557,7 @@ def _make_or_find(
 ) -> Variable:
     """Makes a Variable, or finds it with ``reuse``; see ``get_variable``."""
     if reuse:
-        return reused(_by_name.get(name), name, initial_value, shape, dtype)
+        return validate_reuse(_by_name.get(name), name, initial_value, shape, dtype)
     if shape is not None:
         if not callable(initial_value):
             raise ValueError(
@@ -580,7 +580,7 @@ def _make_or_find(
     return made
 
 
-def reused(
+def validate_reuse(
     found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
 ) -> Variable:
     """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
@@ -608,24 +608,24 @@ def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[D
     return default_mesh().devices[:1] if own is None else (own,)
 
 
-def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
+def _choose_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
     if dtype is not None:
         return as_dtype(dtype)
     found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
 
 
-def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+def _full(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
     if not value:
         return device.zeros(shape, dtype)
     one = numbers(value, dtype)
     return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
-def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
+def _copy_to_new(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     source = to_buffer(value, device, dtype=dtype)
     wait_for_inputs([source])
     if source.dtype != dtype:
-        source = device.upload(converted(source.numpy(), dtype))
+        source = device.upload(cast_array(source.numpy(), dtype))
     return copy_to(device, source)

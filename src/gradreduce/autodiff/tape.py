@@ -33,7 +33,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import Traceable, holds_traceable
 from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.convert_gpu import on_gpu_of
-from gradreduce.arrays.trace_context import make_like, named_arguments, positioned
+from gradreduce.arrays.trace_context import bind_arguments, make_like, to_positional
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
@@ -259,7 +259,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not operands and not is_named:
         return function(*raw, **kwargs)
     is_ufunc = isinstance(function, np.ufunc)
-    named = kwargs if is_ufunc else named_arguments(function, args, kwargs)
+    named = kwargs if is_ufunc else bind_arguments(function, args, kwargs)
     if named.get("out") is not None:
         raise would_write(name_of(function))
     for value in (*raw, *kwargs.values()):
@@ -280,7 +280,7 @@ def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     if holds_traceable(out):
         raise would_write(name_of(function))
     named = {name: resolve(arg) for name, arg in kwargs.items() if name != "out" or out is not None}
-    return (args, named) if isinstance(function, np.ufunc) else positioned(function, args, named)
+    return (args, named) if isinstance(function, np.ufunc) else to_positional(function, args, named)
 
 
 def _recorded(

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from gradreduce import checkpoint, ops
-from gradreduce.arrays.convert import converted, is_array
+from gradreduce.arrays.convert import cast_array, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
     Check,
@@ -120,7 +120,7 @@ def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
 def _queued_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str]:
     """Queues a copy; returns a function that returns its fingerprint, see ``downloader``."""
     copy = checkpoint.copied(var.buffers[0])
-    return lambda download: digest_of(converted(download(copy), var.dtype).tobytes())
+    return lambda download: digest_of(cast_array(download(copy), var.dtype).tobytes())
 
 
 def slots_schema(slots: Slots, owners: Mapping[str, Variable]) -> dict[str, Check]:
@@ -138,7 +138,7 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
     for var, of_var in values.items():
         for name, value in of_var.items():
             slot = made[name][var] = slots.named(var, name)
-            slot.assign(converted(value, slot.dtype))
+            slot.assign(cast_array(value, slot.dtype))
     return partial(setattr, slots, "by_name", made)
 
 

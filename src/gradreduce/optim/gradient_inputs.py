@@ -9,7 +9,12 @@ from gradreduce import ops
 from gradreduce.arrays.convert import shape_and_dtype, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.indexed_slices import (
+    IndexedSlices,
+    as_slices,
+    check_indices,
+    to_dense_n,
+)
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.comm.process_group import ProcessGroup, group_of
@@ -134,7 +139,7 @@ def to_variables(
         placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
     per_replica = [
         # With a key, processes compare the names: their gradients must be of the same variables.
-        (value := grad._renamed(var.name, "" if over_processes else None), value)
+        (value := grad._with_name(var.name, "" if over_processes else None), value)
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]
@@ -260,7 +265,7 @@ def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) ->
         for part in parts
         if isinstance(part, IndexedSlices)
     }
-    dense = dict(zip(found, densified(list(found.values())), strict=True))
+    dense = dict(zip(found, to_dense_n(list(found.values())), strict=True))
     return [tuple([dense.get(id(part), part) for part in parts]) for parts in gradients]
 
 
@@ -279,7 +284,7 @@ def check_no_overlap(
     Raises:
         ValueError: they overlap.
     """
-    index = written.shared_by([buffer_of(part) for parts in gradients for part in parts])
+    index = written.find_overlap([buffer_of(part) for parts in gradients for part in parts])
     if index is not None:
         owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
         raise ValueError(

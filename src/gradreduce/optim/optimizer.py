@@ -13,7 +13,7 @@ from typing import Any, Self
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices, densified
+from gradreduce.arrays.indexed_slices import IndexedSlices, to_dense_n
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
@@ -590,7 +590,7 @@ def gradients_like(
         IndexedSlices(var.buffers[0].view(0, (len(indices), 2)), indices, var.shape)
         for var in variables
     ]
-    return [*(densified(slices) if optimizer._densifies else slices)]
+    return [*(to_dense_n(slices) if optimizer._densifies else slices)]
 
 
 def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -> None:

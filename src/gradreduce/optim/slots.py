@@ -114,7 +114,7 @@ class Slots:
             index = self.names.index(name)
             last = f"_{index}" if index else ""
         whole = f"{var.name}/{self.owner}{last}"
-        return Variable._filled_like(var, whole, value, dtype=self.state_dtype(var))
+        return Variable._full_like(var, whole, value, dtype=self.state_dtype(var))
 
     def of(self, var: Variable) -> list[Variable]:
         """Returns the existing slots of a variable."""

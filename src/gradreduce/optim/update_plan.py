@@ -122,7 +122,7 @@ class Plan:
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
                 # A Python rule may keep its arguments, so they must not be in reused memory.
-                return self._staging.staged(gradients) if self.rule is not None else None
+                return self._staging.upload(gradients) if self.rule is not None else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
             is_external = is_external or grad.array_owner is not None

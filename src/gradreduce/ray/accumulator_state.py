@@ -16,7 +16,7 @@ from gradreduce.accumulator.conditional import (
 from gradreduce.accumulator.multi import apply_grads, take_grads
 from gradreduce.accumulator.state import LAST_STEP, AccumulatorState
 from gradreduce.accumulator.take_queue import missing
-from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType, SparseMean
@@ -210,7 +210,7 @@ class AccumulatorSetState(ShardState):
                 "number": number,
                 "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
-                "arrays": [converted(each, accumulate_dtype(each.dtype)) for each in arrays],
+                "arrays": [cast_array(each, accumulate_dtype(each.dtype)) for each in arrays],
             }
             for caller, (number, kinds, arrays) in self._taken.items()
         }
@@ -226,7 +226,7 @@ class AccumulatorSetState(ShardState):
             _ready(each.accumulator_ref, saved, "state")()
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
-            arrays = [converted(array, as_dtype(name)) for array, name in pairs]
+            arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
             self._taken[caller] = (saved["number"], saved["kinds"], arrays)
 
 

@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 
 from gradreduce.accumulator.sparse_storage import SPARSE
-from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, checked, downloader, some_of
 from gradreduce.device import Buffer, Device, as_dtype, copy_to
@@ -461,7 +461,7 @@ class CenterShardState(ShardState):
         for name, (shape, dtype) in state["specs"].items():
             self._specs[name] = (tuple(shape), as_dtype(dtype))
         for name, value in state["center"]["variables"].items():
-            array = converted(value, self._specs[name][1])
+            array = cast_array(value, self._specs[name][1])
             self._center.variable_for(name, Variable(array, name, device=self._device))
         self._saved_optimizer = state["center"]["optimizer"]
 

@@ -111,7 +111,7 @@ class FlatBuffer:
                 GPUs, ``"cupy"`` on the simulation, an unknown name, or a library that is not
                 imported.
         """
-        made: list[list[Any]] = flat_arrays.shared(self.views, output_type)
+        made: list[list[Any]] = flat_arrays.share_arrays(self.views, output_type)
         self._kinds.add(output_type)
         return made
 
@@ -148,7 +148,7 @@ class FlatBuffer:
             BackendUnavailableError: the mesh is closed, or a device failed.
         """
         names = self.names.copy()
-        made = flat_arrays.attached(self.views, parameters, names)
+        made = flat_arrays.attach_grads(self.views, parameters, names)
         replaced = [each.find_replaced() for each in made]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)

@@ -13,7 +13,7 @@ from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesce_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -24,7 +24,7 @@ from gradreduce.device import (
     to_local,
 )
 from gradreduce.ops import plan_segments
-from gradreduce.sums.aggregation import joined, with_dense
+from gradreduce.sums.aggregation import concatenate_slices, with_dense
 
 Accumulate = Callable[[list[Any]], Any]
 
@@ -130,11 +130,11 @@ def copied_to(
 def _rows_on(
     device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool, counts: bool
 ) -> IndexedSlices:
-    rows = joined(parts, device)
+    rows = concatenate_slices(parts, device)
     values, indices, first = rows.values, rows.indices, 1 if counts else divisor
     if coalesce:
         segments = plan_segments(indices)
-        (values,), indices = coalesced([values], [segments], divisors=[first]), segments.indices
+        (values,), indices = coalesce_n([values], [segments], divisors=[first]), segments.indices
     elif first != 1:
         ops.all_sum([[values]], [[values]], divisor=first, device=device)
     if counts:

@@ -254,7 +254,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or group_of(requests[0].devices[0]).size == 1:
         return requests
     values = [
-        request.value._changed(
+        request.value._replace(
             _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
         )
         if _is_dense(request)

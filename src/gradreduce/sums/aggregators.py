@@ -56,7 +56,7 @@ class AddN(Aggregator):
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
         if len(self._terms) == 1:
-            return _rounded(self._terms[0], dtype)
+            return _round_to(self._terms[0], dtype)
         return ops.add_into_new(self._terms, dtype)
 
 
@@ -101,7 +101,7 @@ class Tree(Aggregator):
         for older in left[1:]:
             ops.accumulate_n([older], [[total]])
             total = older
-        return _rounded(total, dtype)
+        return _round_to(total, dtype)
 
 
 class OneBuffer(Tree):
@@ -257,7 +257,7 @@ def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
     return total
 
 
-def _rounded(total: Buffer, dtype: DType) -> Buffer:
+def _round_to(total: Buffer, dtype: DType) -> Buffer:
     if total.dtype == dtype:
         return total
     made = _empty_like(total, dtype)
