@@ -19,10 +19,10 @@ from gradreduce.backends import default_mesh
 from gradreduce.device import DType, Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
-from gradreduce.reduce.arguments import check_op, checked_mesh
+from gradreduce.reduce.arguments import check_op, validate_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.nests import key_of
-from gradreduce.reduce.presets import shared_ops
+from gradreduce.reduce.presets import default_ops
 
 __all__ = ["all_reduce"]
 
@@ -144,12 +144,12 @@ def _checked_ops(
             f"wire_dtype={brief(wire_dtype)} cannot be combined with cross_device_ops: pass it to "
             "that object"
         )
-    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    ops = default_ops() if cross_device_ops is None else cross_device_ops
     if wire_dtype is not None:
         ops = AllReduceCrossDeviceOps(wire_dtype=wire_dtype)
     if not isinstance(ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
-    mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
+    mesh = validate_mesh(mesh) or ops.mesh or default_mesh()
     if ops.mesh not in (None, mesh):
         raise ValueError(
             f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"

@@ -19,7 +19,7 @@ from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_dea
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.reduce.presets import shared_ops
+from gradreduce.reduce.presets import default_ops
 
 from .checkpoint import ready_state, saved_state
 from .state import AccumulatorState, Storage
@@ -255,7 +255,7 @@ def create_state(  # noqa: PLR0913  # options of one call
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
     wanted = None if shape is None else as_shape(shape)
-    reducer = shared_ops() if cross_device_ops is None else cross_device_ops
+    reducer = default_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)

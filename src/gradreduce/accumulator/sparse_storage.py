@@ -31,7 +31,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merge_row_index, plan_segments
-from gradreduce.reduce.one_device import copied_to
+from gradreduce.reduce.one_device import copy_to_each
 from gradreduce.sums.aggregation import concatenate_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
@@ -222,4 +222,4 @@ def _merged(state: AccumulatorState) -> tuple[Part, ...]:
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
     coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
     slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
-    return copied_to(slices, state.devices, keep=True)
+    return copy_to_each(slices, state.devices, keep=True)

@@ -38,14 +38,14 @@ from gradreduce.errors import brief
 from .arguments import (
     Request,
     as_reduced,
-    checked_mesh,
-    checked_requests,
     destination_devices,
-    named_mesh,
+    find_mesh,
+    make_requests,
     single_value,
+    validate_mesh,
     with_outs,
 )
-from .one_device import Accumulate, added_on, copied_to, quotients
+from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pipeline import copy_to_out, label_of, names_of, reduce_to_one, rehearse_alone
 from .process_values import broadcast_from
 
@@ -112,7 +112,7 @@ class CheckedCall:
         return self.results(reduced)
 
 
-def checked_call(
+def validate_call(
     requests: list[Request],
     reduce_op: ReduceOp,
     output_type: str | None,
@@ -286,7 +286,7 @@ class CrossDeviceOps(ABC):
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
-            call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+            call = self._validate_call(reduce_op, value_destination_pairs, output_type, out)
             with call.running("batch_reduce", deadline):
                 with SuspendedScope():  # may run code of a caller's subclass
                     reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
@@ -294,7 +294,7 @@ class CrossDeviceOps(ABC):
                     reduced = copy_to_out(call.requests, reduced)
             return call.finish(reduced)
 
-    def _checked(
+    def _validate_call(
         self,
         reduce_op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
@@ -302,10 +302,10 @@ class CrossDeviceOps(ABC):
         out: Any = None,
     ) -> CheckedCall:
         """Checks the arguments of ``batch_reduce``; launches nothing."""
-        requests = checked_requests(
+        requests = make_requests(
             pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
         )
-        return checked_call(requests, reduce_op, output_type, out)
+        return validate_call(requests, reduce_op, output_type, out)
 
     @StreamScope()
     def broadcast(
@@ -361,7 +361,7 @@ class CrossDeviceOps(ABC):
         if bools:  # which are not added, so no kernel knows them
             tensors, out = _as_bytes(tensors, bools), _as_bytes(out, bools)
         requests = self._to_copy(tensors, destinations, out, many=many)
-        call = checked_call(requests, ReduceOp.SUM, output_type, out)
+        call = validate_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         rank = as_count("process=", process)
         with call.running("broadcast", deadline):
@@ -370,12 +370,12 @@ class CrossDeviceOps(ABC):
                 rehearse_alone(
                     request,
                     "broadcast",
-                    lambda dry, _: copied_to(dry.value.parts[0], dry.devices, dry.out),
+                    lambda dry, _: copy_to_each(dry.value.parts[0], dry.devices, dry.out),
                 )
             for index, part in enumerate(_from_process(rank, call.requests)):
                 request = call.requests[index]
                 with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
-                    copied.append(copied_to(part, request.devices, request.out))
+                    copied.append(copy_to_each(part, request.devices, request.out))
         made = call.finish(copied)
         for index in bools:
             if made[index].kind != "buffer":
@@ -391,7 +391,7 @@ class CrossDeviceOps(ABC):
         requests = []
         for index, tensor in enumerate(tensors):
             name = f"tensor[{index}]" if many else "tensor"
-            replicas = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            replicas = single_value(tensor, name, self.mesh or find_mesh(destinations))
             devices = destination_devices(destinations, 0, replicas.mesh)
             value, form = as_reduced(replicas, index, out)
             requests.append(Request(value, devices, None, form))
@@ -467,7 +467,7 @@ class CrossDeviceOps(ABC):
         def work(dry_run: DryRunMesh) -> None:
             here = dry_run.devices_like(devices)
             row = [device.empty((1,), dtype) for device in here]
-            sums = map(buffer_of, copied_to(added_on(here[0], row), here, keep=True))
+            sums = map(buffer_of, copy_to_each(sum_on(here[0], row), here, keep=True))
             quotients([*sums], 1, [out_dtype] * len(here))
 
         compile_ahead(devices, ("sums on one device", dtype, out_dtype), work)
@@ -516,7 +516,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self._elementwise = accumulation_fn is None
-        self.mesh = checked_mesh(mesh)
+        self.mesh = validate_mesh(mesh)
 
     def _repr_fields(self) -> list[str]:
         where, how = self.reduce_to_device, self.accumulation_fn

@@ -23,7 +23,7 @@ from gradreduce.errors import brief, listed
 
 from .all_reduce_ops import AllReduceCrossDeviceOps
 from .prepared import PreparedStep
-from .presets import shared_ops
+from .presets import default_ops
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -182,7 +182,7 @@ class FlatBuffer:
             BackendUnavailableError, CollectiveError: what ``AllReduceCrossDeviceOps.prepare``
                 raises.
         """
-        ops = shared_ops() if cross_device_ops is None else cross_device_ops
+        ops = default_ops() if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, AllReduceCrossDeviceOps):
             raise ValueError(
                 f"cross_device_ops={brief(ops)} cannot prepare a step: pass an "

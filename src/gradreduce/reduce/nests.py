@@ -66,20 +66,20 @@ class Nests:
         found = self._alike([self._grads[0], *out], names, check_none=False)
         return [column[1:] for column in found.values() if column[0] is not None]
 
-    def nested(self, results: Iterable[Sequence[Any]]) -> Any:
+    def nest_results(self, results: Iterable[Sequence[Any]]) -> Any:
         """Nests the results of ``pairs``, ``[tensor][device]``, like the gradients."""
         found = iter(results)
         by_path = {
             path: column if column[0] is None else next(found)
             for path, column in self._columns.items()
         }
-        made = [self._nested(entry, by_path, index, ()) for index, entry in enumerate(self._grads)]
+        made = [self._nest(entry, by_path, index, ()) for index, entry in enumerate(self._grads)]
         return _like(self._grads, made)
 
-    def _nested(
+    def _nest(
         self, like: Any, results: Mapping[Path, Sequence[Any]], device: int, path: Path
     ) -> Any:
-        container = self._opened(like, "", is_entry=not path)
+        container = self._open(like, "", is_entry=not path)
         assert container is not None
         parts = []
         for key, part in _items_of(container):
@@ -87,7 +87,7 @@ class Nests:
             if inner in results:
                 parts.append(results[inner][device])
             else:
-                parts.append(self._nested(container[key], results, device, inner))
+                parts.append(self._nest(container[key], results, device, inner))
         return _like(container, parts)
 
     def _alike(
@@ -109,7 +109,7 @@ class Nests:
         where = f"[{key_of(path)!r}]" if path else ""
         opened: list[Container] = []
         for entry, name in zip(entries, names, strict=True):
-            container = self._opened(entry, f"{name}{where}", is_entry=not path)
+            container = self._open(entry, f"{name}{where}", is_entry=not path)
             if container is None:
                 raise ValueError(
                     f"{name}{where} must be a list, tuple or dict of arrays, or a PyTorch module, "
@@ -125,7 +125,7 @@ class Nests:
             if set(map(_form_of, types)) != {"array"}:
                 where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
-                if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
+                if any([self._open(each, f"{name}{where}") is not None for each, name in pairs]):
                     found |= self._alike(column, names, inner, check_none=check_none)
                     continue
             if check_none and NoneType in types and len(types) > 1:
@@ -133,7 +133,7 @@ class Nests:
             found[inner] = column
         return found
 
-    def _opened(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
+    def _open(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
         """Returns a container (a dict for modules and iterators), or None for an array.
 
         Args:
@@ -157,7 +157,7 @@ class Nests:
 _NestForm = Literal["dict", "list", "module", "iterator", "array"]
 
 
-def _found_form(cls: type) -> _NestForm:
+def _find_form(cls: type) -> _NestForm:
     """Returns the form of a class's objects, as far as the class determines it."""
     if issubclass(cls, dict):
         return "dict"
@@ -168,9 +168,7 @@ def _found_form(cls: type) -> _NestForm:
     return "iterator" if issubclass(cls, Iterator) else "array"
 
 
-_form_of: Callable[[type], _NestForm] = lru_cache(maxsize=256)(
-    _found_form
-)  # called for each tensor
+_form_of: Callable[[type], _NestForm] = lru_cache(maxsize=256)(_find_form)  # called for each tensor
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:

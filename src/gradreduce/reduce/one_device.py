@@ -29,7 +29,7 @@ from gradreduce.sums.aggregation import concatenate_slices, with_dense
 Accumulate = Callable[[list[Any]], Any]
 
 
-def added_on(
+def sum_on(
     device: Device,
     parts: Sequence[Part],
     *,
@@ -63,7 +63,7 @@ def added_on(
         buffers = [ensure_accessible(device, buffer) for buffer in dense]
     else:  # the caller's function may launch anything
         local = [to_local(device, buffer) for buffer in dense]
-        buffers = [_accumulated(device, local, accumulate, kind)]
+        buffers = [_call_accumulate(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     ops.all_sum([[total]], [buffers], divisor=1 if counts else divisor, device=device)
     return quotients([total], divisor)[0] if counts else total
@@ -97,7 +97,7 @@ def quotients(
     return outs
 
 
-def copied_to(
+def copy_to_each(
     part: Part,
     devices: Sequence[Device],
     out: Sequence[Buffer] | None = None,
@@ -110,7 +110,7 @@ def copied_to(
     itself. With ``keep`` the result on the device of ``part`` is ``part`` itself.
     """
     if isinstance(part, IndexedSlices):
-        copies = copied_to(part.values, devices, keep=keep)  # all share the read-only indices
+        copies = copy_to_each(part.values, devices, keep=keep)  # all share the read-only indices
         return tuple([part._with_values(rows) for rows in copies])
     outs = out or [
         part if keep and device is part.device else device.empty(part.shape, part.dtype)
@@ -142,7 +142,7 @@ def _rows_on(
     return IndexedSlices.of(values, indices, rows.dense_shape)
 
 
-def _accumulated(
+def _call_accumulate(
     device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
 ) -> Buffer:
     """Calls the caller's function; returns its sum in memory that ``device`` can read."""

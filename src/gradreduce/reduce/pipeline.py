@@ -29,7 +29,7 @@ from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
-from .one_device import Accumulate, added_on, copied_to, quotients
+from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
@@ -38,7 +38,7 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, slices_of_all
+from .process_values import describe_batch, slices_of_all
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -142,7 +142,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         (replicas[0].size // cut, dtype, out_dtype)
         for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
     ]
-    what = described(
+    what = describe_batch(
         settings, gradients, 1 if counts else divisor, out_dtypes,
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared,
@@ -229,7 +229,7 @@ def reduce_requests(
         )
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
-        return _copied_to_devices(requests, found_alike)
+        return _copy_to_devices(requests, found_alike)
     results: dict[int, tuple[Part, ...]] = {}
     for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
         out = None  # all kernels are compiled
@@ -269,7 +269,7 @@ def _is_dense(request: Request) -> bool:
     return any([isinstance(part, Buffer) for part in request.value.parts])
 
 
-def _copied_to_devices(
+def _copy_to_devices(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results to the devices of their requests."""
@@ -279,7 +279,7 @@ def _copied_to_devices(
         here = next((part for part in parts if buffer_of(part).device is home), parts[0])
         with home.mesh_state.pack_scope(label_of(requests, [index])):
             home.mesh_state.thread.phase = "unpack"
-            copied.append(copied_to(here, request.devices, keep=True))
+            copied.append(copy_to_each(here, request.devices, keep=True))
     return copied
 
 
@@ -388,11 +388,11 @@ def reduce_to_one(
             home, sparse, mean=mean, coalesce=coalesce,
             names=[value._name] * bool(value._name), compared=value._key is not None,
         )  # fmt: skip
-    total = added_on(
+    total = sum_on(
         home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind
     )
     thread.phase = "unpack"
-    return copied_to(total, request.devices, keep=True)
+    return copy_to_each(total, request.devices, keep=True)
 
 
 def reduce_batch(

@@ -43,7 +43,7 @@ from gradreduce.reduce.pipeline import (
     reduce_batch,
     rehearse_reduction,
 )
-from gradreduce.reduce.process_values import described
+from gradreduce.reduce.process_values import describe_batch
 
 from .scaling import GradientScaling
 
@@ -259,7 +259,7 @@ class OptimizerShards(CrossDeviceOps):
         whole = [self._whole[index].buffers for index in indices]
         name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
         names = tuple([self._whole[index].name for index in indices])
-        what = described(
+        what = describe_batch(
             self._ops.settings, whole, divisor, None,
             counts=False, call=name, names=names,
         )  # fmt: skip
