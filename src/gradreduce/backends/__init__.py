@@ -1,18 +1,6 @@
 """Opens meshes: picks the backend and the devices.
 
-Environment variables that it reads:
-
-* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``; the default of ``open_mesh(backend=)``.
-* ``GRADREDUCE_SIM_DEVICES``: the default number of simulated devices (4 if not set).
-* ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_FLIGHT_RECORD``: a path such as ``flight.json``. When a mesh fails, its flight record
-  is written to ``flight.<process>-<mesh>.json`` in the same folder. If the path is a device or a
-  FIFO, such as ``/dev/stderr``, the record is written to it.
-* ``GRADREDUCE_SIM_THREADS``: the number of host threads that run simulated launches (default: the
-  number of cores).
-* Variables that launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``,
-  Open MPI ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI
-  ``PMI_SIZE`` and ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
+``docs/environment.md`` lists the environment variables that it reads.
 """
 
 from __future__ import annotations

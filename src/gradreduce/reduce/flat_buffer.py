@@ -119,18 +119,10 @@ class FlatBuffer:
         """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
         Existing gradients are copied into the views. Where ``.grad`` is None, the view becomes
-        zero. If a ``.grad`` is replaced later, ``zero()`` and each call of a prepared or captured
-        step over this memory copy it and set the view again, before they launch anything. So
-        ``optimizer.zero_grad()`` is allowed, but it costs an allocation and a copy for each
-        parameter; ``zero()`` and ``zero_grad(set_to_none=False)`` keep the views.
+        zero. Parameters are held weakly. Attaching other parameters replaces them.
 
-        A parameter without a gradient contributes zero. Its ``.grad`` becomes the view, so momentum
-        and weight decay still change it, unless it is frozen (``requires_grad`` is False): then
-        ``.grad`` stays None.
-
-        Parameters are held weakly. Attaching other parameters replaces them.
-
-        Example: see ``docs/pytorch.md``.
+        ``docs/pytorch.md`` has an example, and says what happens to a ``.grad`` that is missing or
+        replaced.
 
         Args:
             parameters: ``parameters[device][tensor]``: tensors of the shapes and dtype of this flat
@@ -145,7 +137,6 @@ class FlatBuffer:
                 a gradient raise the same error before they change anything.
             TypeError: ``parameters`` is not a list of PyTorch tensors for each device.
             DeviceMismatchError: a parameter is on another device than its view.
-            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         names = self.names.copy()
         made = flat_arrays.attach_grads(self.views, parameters, names)
@@ -211,7 +202,6 @@ class FlatBuffer:
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed. Nothing was cleared.
-            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is not a number above 0, or an attached gradient does not fit;
                 see ``attach``.
         """
@@ -236,9 +226,6 @@ class FlatBuffer:
 
         Call it after filling the arrays and before reading their ``views``. It is not needed before
         a call that takes the arrays themselves, or a prepared step: they do it.
-
-        Raises:
-            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
@@ -255,8 +242,6 @@ class FlatBuffer:
             deadline: seconds from now; if the devices take longer, the mesh fails.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or a device failed.
-            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is not a number above 0.
         """
         seconds = as_deadline(deadline)

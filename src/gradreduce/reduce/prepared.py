@@ -122,23 +122,10 @@ class SharedArrays(Protocol):
 class PreparedStep(NotCopied):
     """A reduction that is planned once and repeated on the same arrays.
 
-    Made by ``AllReduceCrossDeviceOps.prepare``. A call allocates no memory, checks no argument and
-    does no work for each tensor; its launches and copies are those of ``batch_reduce``.
-
-    Each call reads the same arrays again: fill them in place. **Each call returns the same
-    arrays**, and overwrites the results of the previous call. Any thread may call; calls run one
-    after the other.
-
-    Arrays of other libraries on GPUs are read in the order of their library's current stream at the
-    call. Later work on that stream sees the results, and may fill the arrays again. If results are
-    in host memory (NumPy or PyTorch on simulated devices), the call returns when they are written.
-
-    With ``out`` the results are the arrays of ``out``, written in the order of their library's
-    current stream.
-
-    If the step uses a flat buffer with attached parameters (``FlatBuffer.attach``), a call first
-    attaches replaced gradients again, and runs in the order of PyTorch's current stream, whatever
-    kind of arrays was passed.
+    Made by ``AllReduceCrossDeviceOps.prepare``. Each call reads the same arrays again: fill them in
+    place. **Each call returns the same arrays**, and overwrites the results of the previous call.
+    Any thread may call; calls run one after the other. ``docs/cuda_graphs.md`` says in which order
+    a call reads and writes the arrays of other libraries.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -199,7 +186,6 @@ class PreparedStep(NotCopied):
             ``results``, whose memory is overwritten in the order of their devices' queues.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or one of its devices has failed.
             CollectiveError: the mesh has failed; after ``mesh.reset()`` the step works again.
             ValueError: ``deadline`` is not a number above 0, or the ``.grad`` of an attached
                 parameter has another shape or dtype. Nothing was changed.
