@@ -268,7 +268,6 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
             its memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
         ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
             numbers do not fit ``dtype``.
-        BackendUnavailableError: the process was forked after the mesh was opened.
     """
     device.mesh_state.check_process()  # what the library of ``value`` does might hang in the child
     kind = kind_of(value)

@@ -217,7 +217,6 @@ def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
 
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
-        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
     found = [(block, each, each.find_replaced()) for block, each in attached]

@@ -30,9 +30,7 @@ def compile_ahead(
         work: launches on a dry-run copy of the whole mesh, and changes nothing else.
 
     Raises:
-        BackendUnavailableError: the mesh is closed, a device has failed, or the compiler is
-            missing.
-        CollectiveError: the mesh has failed.
+        BackendUnavailableError: the compiler is missing.
     """
     mesh_state = devices[0].mesh_state
     for device in devices:
@@ -65,7 +63,7 @@ def compile_rows(
         device: a device of the mesh.
 
     Raises:
-        BackendUnavailableError, CollectiveError: see ``compile_ahead``.
+        BackendUnavailableError: the compiler is missing.
     """
 
     def work(dry_run: DryRunMesh) -> None:

@@ -46,13 +46,11 @@ class Device(NotCopied, Backend):
     """One logical device: memory, and the two queues of its physical device.
 
     Several logical devices may share a physical one, and then share its queues ``compute`` and
-    ``transfer``. Most users pass devices on and do not call
-    their methods. A backend implements the methods of ``Backend``. Checks, waits between queues
-    (``order.py``) and records are the same code for all backends.
+    ``transfer``. Most users pass devices on and do not call their methods. A backend implements
+    the methods of ``Backend``. Checks, waits between queues (``order.py``) and records are the same
+    code for all backends.
 
-    Methods that allocate memory or queue work raise ``BackendUnavailableError`` if the device has
-    failed or the mesh is closed, and ``CollectiveError`` if the mesh has failed. The host waits
-    only where a method says so.
+    The host waits only where a method says so.
 
     Attributes:
         mesh_state: the state that the devices of a mesh share.
@@ -321,8 +319,6 @@ class Device(NotCopied, Backend):
 
         Raises:
             DeviceMismatchError: this device cannot access the Buffer.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
@@ -530,8 +526,6 @@ class Device(NotCopied, Backend):
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
@@ -555,10 +549,6 @@ class Device(NotCopied, Backend):
         """Gives the pool's unused memory back to the system; Buffers keep theirs.
 
         On a GPU the host may wait for queued work.
-
-        Raises:
-            BackendUnavailableError: the device has failed, or the mesh is closed.
-            CollectiveError: the mesh has failed.
         """
         self.mesh_state.check_usable(self)
         self.drop_free_memory()

@@ -262,9 +262,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: another number of entries than devices, entries of different length or
                 keys, or a tensor that is None on some devices only.
             TypeError: an iterator that is not that of ``named_parameters()``.
-            ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
-                raises, about ``grads[device]['layers.0.weight']``: by the path of the tensor. The
-                processes of a mesh must agree in paths, too.
+            ValueError, TypeError: what ``batch_reduce`` raises, about
+                ``grads[device]['layers.0.weight']``: by the path of the tensor. The processes of a
+                mesh must agree in paths, too.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -302,7 +302,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             shares the memory of the arrays where possible.
 
         Raises:
-            ValueError, TypeError, BackendUnavailableError: what ``all_reduce`` raises.
+            ValueError, TypeError: what ``all_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -365,7 +365,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 ``all_reduce`` raises. Nothing was launched.
             TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that cannot
                 be added.
-            BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -422,7 +421,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: a tensor is a scalar; and what ``all_reduce`` raises. Nothing was launched.
             TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that is not
                 supported.
-            BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")

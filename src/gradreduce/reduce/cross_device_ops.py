@@ -266,11 +266,9 @@ class CrossDeviceOps(ABC):
                 ``deadline`` is wrong, or replicas differ in shape or dtype. Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are on different meshes.
             TypeError: a dtype cannot be added.
-            BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs, or
-                the mesh was closed. Nothing was launched.
-            CollectiveError: NCCL failed, or the mesh has failed already. If this call's own
-                deadline passes, the call has usually returned: then waiting for its results raises
-                this error, and so does every later call.
+            BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs.
+                Nothing was launched.
+            CollectiveError: NCCL failed.
             MemoryError, BackendUnavailableError: memory ran out or a device failed half way. Then
                 ``out`` may contain a part of the results; a note of the error says so. Without
                 ``out`` none of the caller's arrays was written.
@@ -346,8 +344,6 @@ class CrossDeviceOps(ABC):
                 tensor is not an array. Nothing was launched.
             DeviceMismatchError: destinations or arrays of ``out`` are on other devices or meshes.
             TypeError: a dtype cannot be added.
-            BackendUnavailableError: the mesh was closed.
-            CollectiveError: the mesh has failed.
 
         Example:
             >>> mesh = gr.open_mesh(3, backend="sim")

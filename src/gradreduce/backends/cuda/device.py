@@ -334,12 +334,7 @@ class CudaDevice(Device):
         self._staging.add(pinned, nbytes, self.gpu.event(stream))
 
     def _limit_pinned(self) -> None:
-        """Waits while too much pinned memory is in use.
-
-        Raises:
-            BackendUnavailableError: the device has failed meanwhile.
-            CollectiveError: the mesh has failed meanwhile.
-        """
+        """Waits while too much pinned memory is in use."""
         while (event := self._staging.oldest()) is not None:
             if not self._endless.polls:
                 with self.gpu:

@@ -77,7 +77,6 @@ class Capture:
 
     Raises:
         CaptureError: CUDA cannot make a graph of the commands.
-        BackendUnavailableError: the mesh is closed, or a device has failed.
     """
 
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
