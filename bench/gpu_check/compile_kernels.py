@@ -28,7 +28,7 @@ def compile_some(first: int, step: int, most: int | None = None) -> int:
     chosen = templates[first::step][:most]
     with gr.open_mesh(1, backend="cuda") as mesh:
         for kernel, template in chosen:
-            mesh.devices[0].prepare(kernel, template)
+            mesh.devices[0].compile_kernel(kernel, template)
     return len(chosen)
 
 

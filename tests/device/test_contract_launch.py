@@ -389,7 +389,7 @@ def test_what_is_prepared_is_not_compiled_again(one_gpu_mesh, monkeypatch):
     kernel = replace(ADD_N, templates=(("float32", "float32", 1),))  # a new one
     out, term = device.empty((SIZE,), FLOAT), uploaded(device, 1)
     with one_gpu_mesh.journal() as journal:
-        device.prepare(kernel, kernel.templates[0])
+        device.compile_kernel(kernel, kernel.templates[0])
     assert journal.records == []
 
     def compiles(*_) -> None:

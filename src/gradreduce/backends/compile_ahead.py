@@ -82,7 +82,7 @@ def _compile(device: Device, kernels: Collection[tuple[Kernel, Template]]) -> No
             if errors:
                 return
             try:
-                device.prepare(kernel, template)
+                device.compile_kernel(kernel, template)
             except BaseException as error:
                 errors.append(error)
 

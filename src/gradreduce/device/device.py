@@ -470,7 +470,7 @@ class Device(NotCopied, Backend):
             work = Work(self.compute, [row], kernel.num_written(scalars))
             self._launch(kernel, template, work, scalars, 0)
 
-    def prepare(self, kernel: Kernel, template: Template) -> None:
+    def compile_kernel(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel for all devices of the mesh before its first launch.
 
         ``kernel`` and ``template`` are those of ``launch``. The host waits for the compiler.
@@ -579,7 +579,7 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Queues a kernel whose operands are checked, and logs it."""
         if self.compiles and (kernel, template) not in self.mesh_state.compiled:
-            self.prepare(kernel, template)
+            self.compile_kernel(kernel, template)
         queue, rows = work.queue, work.rows
         record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
         command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
