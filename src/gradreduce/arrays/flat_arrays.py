@@ -154,7 +154,7 @@ class _AttachedGradients:
 
     def find_replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is not in their view; see ``Attached``."""
-        found = []
+        replaced = []
         for tensor, (owner, address) in enumerate(self._rows):  # runs in each replay
             parameter = owner()
             if parameter is not None:
@@ -164,13 +164,13 @@ class _AttachedGradients:
                         continue
                 except (AttributeError, RuntimeError):  # None, or it has no own memory
                     pass
-                found.append((tensor, parameter, grad))
-        for tensor, parameter, grad in found:
+                replaced.append((tensor, parameter, grad))
+        for tensor, parameter, grad in replaced:
             name = _name_of(self._replica, tensor, self._names)
             self._check(tensor, parameter, name)
             if grad is not None:
                 self._check(tensor, grad, f"{name}.grad")
-        return found
+        return replaced
 
     def _check(self, tensor: int, grad: Any, name: str) -> None:
         """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
@@ -219,14 +219,16 @@ def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
-    found = [(block, each, each.find_replaced()) for block, each in attached]
+    replaced_rows = [
+        (block, parameters, parameters.find_replaced()) for block, parameters in attached
+    ]
     if keeps_none:
-        found = [
-            (block, each, [row for row in rows if row[2] is not None])
-            for block, each, rows in found
+        replaced_rows = [
+            (block, parameters, [row for row in rows if row[2] is not None])
+            for block, parameters, rows in replaced_rows
         ]
-    rest = [each for each in found if each[2]]
+    rest = [each for each in replaced_rows if each[2]]
     for block, _, _ in rest:
         block.device.mesh_state.check_usable(block.device)
-    for block, each, replaced in rest:
-        each.attach_again(block, replaced)
+    for block, parameters, replaced in rest:
+        parameters.attach_again(block, replaced)

@@ -98,11 +98,11 @@ class IndexedSlices:
             indices: a NumPy array of int64, which is made read-only.
             dense_shape: a tuple or None.
         """
-        made = cls.__new__(cls)
+        slices = cls.__new__(cls)
         indices.flags.writeable = False
-        made._values, made._indices, made._dense_shape = values, indices, dense_shape
-        _, made._dtype = shape_and_dtype(values)
-        return made
+        slices._values, slices._indices, slices._dense_shape = values, indices, dense_shape
+        _, slices._dtype = shape_and_dtype(values)
+        return slices
 
     def _with_values(self, values: Any) -> IndexedSlices:
         """Returns the same rows in another array or Buffer."""
@@ -329,14 +329,14 @@ def _as_indices(value: Any) -> Indices:
         raise TypeError(f"indices must be integers, got {indices.dtype}")
     if indices.ndim != 1:
         raise InvalidArgumentError(f"indices must be a vector, got shape {list(indices.shape)}")
-    made = indices.astype("int64")
-    if len(made) and made.min() < 0:  # uint64 above int64 has become negative
-        index = int(made.argmin())
+    numbers = indices.astype("int64")
+    if len(numbers) and numbers.min() < 0:  # uint64 above int64 has become negative
+        index = int(numbers.argmin())
         raise InvalidArgumentError(
             f"indices[{index}] = {indices[index]} is negative, or too large for int64"
         )
-    made.flags.writeable = False
-    return made
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _look_up_indices(inner: IndexedSlices, outer: Indices) -> Indices:

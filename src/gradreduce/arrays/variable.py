@@ -111,11 +111,11 @@ class Variable(NotCopied, Traceable):
         device: DeviceLike | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
-        wanted = _choose_dtype(initial_value, dtype, devices[0])
+        own_dtype = _choose_dtype(initial_value, dtype, devices[0])
         trainable = as_flag("trainable", trainable)
-        if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+        if trainable and own_dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
-                f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
+                f"Invalid type {own_dtype} of a trainable variable: allowed are float16, bfloat16, "
                 "float32 and float64; trainable=False takes any"
             )
         if name is not None and not isinstance(name, str):  # TensorFlow's second is trainable
@@ -123,7 +123,7 @@ class Variable(NotCopied, Traceable):
         number = next(_numbers)
         self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
         self.trainable = trainable
-        self._buffers = tuple(_copy_to_new(initial_value, device, wanted) for device in devices)
+        self._buffers = tuple(_copy_to_new(initial_value, device, own_dtype) for device in devices)
 
     @classmethod
     def _full_like(
@@ -534,12 +534,12 @@ def get_variable(
         return _make_or_find(name, initial_value, trainable=trainable, **others)
     if not callable(custom_getter):
         raise TypeError(f"custom_getter={brief(custom_getter)} is not callable")
-    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
-    if not isinstance(made, Variable):
+    variable = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
+    if not isinstance(variable, Variable):
         raise TypeError(
-            f"custom_getter={brief(custom_getter)} returned {brief(made)}; return a Variable"
+            f"custom_getter={brief(custom_getter)} returned {brief(variable)}; return a Variable"
         )
-    return made
+    return variable
 
 
 _by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
@@ -571,20 +571,20 @@ def _make_or_find(
         initial_value = initial_value()
     elif initial_value is None:
         raise ValueError(f"initial_value of {name!r} is missing: pass an array or a callable")
-    made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
-    if shape is not None and made.shape != shape:
+    variable = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
+    if shape is not None and variable.shape != shape:
         raise ValueError(
-            f"the initializer of {name!r} returned shape {made.shape}; expected shape={shape}"
+            f"the initializer of {name!r} returned shape {variable.shape}; expected shape={shape}"
         )
-    _by_name[name] = made
-    return made
+    _by_name[name] = variable
+    return variable
 
 
 def validate_reuse(
-    found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
+    variable: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
 ) -> Variable:
-    """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
-    if found is None:
+    """Checks shape and dtype of the Variable to reuse, and returns it."""
+    if variable is None:
         raise ValueError(
             f"reuse=True: get_variable has made no {name!r} that still exists; create it first"
         )
@@ -592,13 +592,15 @@ def validate_reuse(
         initial = shape_and_dtype(initial_value)
         shape = initial[0] if shape is None else shape
         dtype = initial[1] if dtype is None else dtype
-    if shape is not None and tuple(shape) != found.shape:
-        raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
-    if dtype is not None and as_dtype(dtype) != found.dtype:
+    if shape is not None and tuple(shape) != variable.shape:
         raise ValueError(
-            f"reuse=True: {brief(found)} has dtype {found.dtype}, not {as_dtype(dtype)}"
+            f"reuse=True: {brief(variable)} has shape {variable.shape}, not {tuple(shape)}"
         )
-    return found
+    if dtype is not None and as_dtype(dtype) != variable.dtype:
+        raise ValueError(
+            f"reuse=True: {brief(variable)} has dtype {variable.dtype}, not {as_dtype(dtype)}"
+        )
+    return variable
 
 
 def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:

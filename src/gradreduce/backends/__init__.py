@@ -247,15 +247,17 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
     mesh_state.nvtx = streams.NvtxRanges()
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
-    made = [cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)]
+    cuda_devices = [
+        cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)
+    ]
     collective = nccl.NcclCollective(mesh_state)
 
     def close() -> None:
-        for device in made:
+        for device in cuda_devices:
             device.close()
         collective.close()
 
-    return Mesh(made, mesh_state, collective.load, close)
+    return Mesh(cuda_devices, mesh_state, collective.load, close)
 
 
 def _mesh_state(kind: BackendKind, peer_access: bool | Set[tuple[int, int]]) -> MeshState:

@@ -59,14 +59,14 @@ def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
     if not isinstance(value, str) and not _is_torch(value):
         raise TypeError(f"{label}{brief(value)} is not {_DEVICE}")
     whole = (default_mesh() if mesh is None else mesh).devices[0].mesh
-    found = (
+    device = (
         _find_device(value, label, whole) if isinstance(value, str) else _torch_device(value, whole)
     )
-    if found is None:
+    if device is None:
         raise ValueError(
             f"{label}{brief(value)} is not a device of {whole}, which has {len(whole)}"
         )
-    return found
+    return device
 
 
 def as_devices(value: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:

@@ -95,12 +95,12 @@ class DryRunMesh:
         ``original`` must stay alive.
         """
         block = original.block
-        made = self._blocks.get(id(block))
-        if made is None:
-            made = self._blocks[id(block)] = self._devices[original.device.index].block(
+        copy = self._blocks.get(id(block))
+        if copy is None:
+            copy = self._blocks[id(block)] = self._devices[original.device.index].block(
                 block.nbytes, start=block.address % ALIGNMENT, peer_mapped=block.peer_mapped
             )
-        return Buffer(made, original.offset, original.shape, original.dtype)
+        return Buffer(copy, original.offset, original.shape, original.dtype)
 
 
 class DryRunDevice(Device):

@@ -90,8 +90,8 @@ def describe_difference(ours: str, theirs: str | None, rank: int, other: int) ->
     if len(mine) != len(others):
         alone = [
             f" ({listed(missing)} only in process {number})"
-            for number, own, theirs in ((rank, names, other_names), (other, other_names, names))
-            if (missing := [name for name in own if name not in theirs])
+            for number, own, elsewhere in ((rank, names, other_names), (other, other_names, names))
+            if (missing := [name for name in own if name not in elsewhere])
         ]
         counts = f"{len(mine)} in process {rank}, {len(others)} in process {other}"
         return differ + counts + "".join(alone)

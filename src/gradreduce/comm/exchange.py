@@ -110,7 +110,7 @@ def batches(
     Returns:
         The sends and receives of each group, in order.
     """
-    found: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
+    by_place: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
     for side, parcels in enumerate((sends, receives)):
         counts = [0] * size
         for parcel in parcels:
@@ -118,8 +118,8 @@ def batches(
             distance = (other - rank if side == 0 else rank - other) % size
             place = (distance - 1) // _GROUP_DISTANCES, counts[other] // _GROUP_PARCELS
             counts[other] += 1
-            found.setdefault(place, ([], []))[side].append(parcel)
-    return [found[place] for place in sorted(found)]
+            by_place.setdefault(place, ([], []))[side].append(parcel)
+    return [by_place[place] for place in sorted(by_place)]
 
 
 @contextmanager

@@ -249,9 +249,9 @@ class Device(NotCopied, Backend):
         if not checked:
             self.check_stream(stream)
         freed = [
-            (each, each._deferred_free.find_used_by(stream))
-            for each in self.mesh.devices
-            if each.freed and each.physical == self.physical
+            (device, device._deferred_free.find_used_by(stream))
+            for device in self.mesh.devices
+            if device.freed and device.physical == self.physical
         ]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
         self.mesh_state.order.note_wait_for_caller(self.compute)

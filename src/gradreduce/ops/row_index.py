@@ -72,14 +72,14 @@ class RowIndex:
         rows = np.empty_like(indices)
         rows[known] = self.rows[at[known]]
         rows[fresh] = np.arange(self.num_rows, self.num_rows + num_fresh)
-        found, sum_rows = self.indices, self.rows
+        sum_indices, sum_rows = self.indices, self.rows
         if num_fresh:
-            found = np.insert(found, at[fresh], indices[fresh])
+            sum_indices = np.insert(sum_indices, at[fresh], indices[fresh])
             sum_rows = np.insert(sum_rows, at[fresh], rows[fresh])
         counts, touches = self.counts, (*self.touches, rows)
         if len(touches) > MAX_TOUCHES:
-            counts, touches = _count_touches(counts, touches, found.size), ()
-        return type(self)(found, sum_rows, counts, touches), np.where(known, ~rows, rows)
+            counts, touches = _count_touches(counts, touches, sum_indices.size), ()
+        return type(self)(sum_indices, sum_rows, counts, touches), np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
         """Returns the number of gradients that touched each index, in the order of ``indices``."""

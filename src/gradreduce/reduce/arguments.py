@@ -252,8 +252,8 @@ def _list_arrays(request: Request, entry: Any) -> Sequence[Any]:
     """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
         entry = entry._in_memory_order() if request.form else entry  # its order is the same
-        found = dict(zip(entry.devices, entry.buffers, strict=True))
-        if set(found) != set(request.devices):
+        by_device = dict(zip(entry.devices, entry.buffers, strict=True))
+        if set(by_device) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]
             raise ValueError(f"it is on {names[0]}, but the result is on {names[1]}")
         if entry.kind == "jax":
@@ -264,7 +264,7 @@ def _list_arrays(request: Request, entry: Any) -> Sequence[Any]:
                 "contiguous or not aligned), so you would not see the results: pass a list of the "
                 "arrays"
             )
-        return [found[device] for device in request.devices]
+        return [by_device[device] for device in request.devices]
     if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
         count = len(request.devices)
         found_count = f" of {len(entry)}" if isinstance(entry, list | tuple) else ""
@@ -292,16 +292,16 @@ def _outs_of(
         raise about(value._name_of(index, of="out"), error) from None
     first = value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
-    made = []
+    outs = []
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
         try:
             turned = None if isinstance(array, Buffer) else request.form
-            made.append(as_out(array, device, shape or first.shape, dtype, turned))
+            outs.append(as_out(array, device, shape or first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(value._name_of(index, replica, "out"), error) from None
     if isinstance(entry, DistributedValues):  # its arrays have this kind
-        made = [each._replace(kind=entry.kind) for each in made]
-    return made
+        outs = [each._replace(kind=entry.kind) for each in outs]
+    return outs
 
 
 def _check_overlap(
@@ -469,13 +469,13 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
                 break
         else:
             return
-    wanted = _describe_part(first, value)
+    expected = _describe_part(first, value)
     for replica, part in enumerate(parts):
-        found, name = _describe_part(part, value), value._name_of(index, replica)
-        if found != wanted:
+        actual, name = _describe_part(part, value), value._name_of(index, replica)
+        if actual != expected:
             other = value._name_of(index, 0).rpartition(": ")[2]
             raise ValueError(
-                f"{name} is {found}, {other} is {wanted}; replicas must agree in shape and dtype"
+                f"{name} is {actual}, {other} is {expected}; replicas must agree in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
             try:
@@ -526,9 +526,9 @@ def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Devic
 
 def find_mesh(destination: Any) -> Mesh | None:
     """Returns the mesh of an unchecked destination; None if it has only names of devices."""
-    for each in destination if isinstance(destination, list | tuple) else [destination]:
-        if isinstance(each, DistributedValues | Variable | Mesh):
-            return next(iter(each.devices)).mesh
-        if isinstance(each, Device):
-            return each.mesh
+    for place in destination if isinstance(destination, list | tuple) else [destination]:
+        if isinstance(place, DistributedValues | Variable | Mesh):
+            return next(iter(place.devices)).mesh
+        if isinstance(place, Device):
+            return place.mesh
     return None

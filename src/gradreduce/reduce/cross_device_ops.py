@@ -96,14 +96,14 @@ class CheckedCall:
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
         """Returns arrays of ``kinds``: those of ``out``, or arrays on ``reduced``."""
-        made = [
+        results = [
             Mirrored.of(parts, kind, request.form, request.devices)
             for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
         ]
-        for result, row in zip(made, self.outs, strict=bool(self.outs)):
+        for result, row in zip(results, self.outs, strict=bool(self.outs)):
             if row[0].kind == "buffer" or not isinstance(row[0].array, Buffer):
                 result._keep_arrays([each.array for each in row])
-        return made
+        return results
 
     def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
         """Returns the results; users of the results wait for all launched work."""
@@ -196,7 +196,7 @@ class CrossDeviceOps(ABC):
             >>> gr.HierarchicalCopyAllReduce().reduce(gr.ReduceOp.MEAN, value, "sim:1").values
             (array([3.]),)
         """
-        (made,) = self.batch_reduce(
+        (result,) = self.batch_reduce(
             reduce_op,
             [(per_replica_value, destinations)],
             coalesce=coalesce,
@@ -204,7 +204,7 @@ class CrossDeviceOps(ABC):
             out=None if out is None else [out],
             deadline=deadline,
         )
-        return made
+        return result
 
     def batch_reduce(
         self,
@@ -372,13 +372,13 @@ class CrossDeviceOps(ABC):
                 request = call.requests[index]
                 with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
                     copied.append(copy_to_each(part, request.devices, request.out))
-        made = call.finish(copied)
+        results = call.finish(copied)
         for index in bools:
-            if made[index].kind != "buffer":
-                made[index]._keep_arrays(
-                    [bool_view(each, as_bytes=False) for each in made[index].values]
+            if results[index].kind != "buffer":
+                results[index]._keep_arrays(
+                    [bool_view(each, as_bytes=False) for each in results[index].values]
                 )
-        return made if many else made[0]
+        return results if many else results[0]
 
     def _to_copy(
         self, tensors: Sequence[Any], destinations: Any, out: Any, *, many: bool
@@ -538,13 +538,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
             with home.mesh_state.pack_scope(label_of(requests, [index])):
                 try:
-                    each = reduce_to_one(
+                    reduced = reduce_to_one(
                         reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
                     )
                 except Exception as error:
                     error.add_note(f"It was about {request.value._name_of(index)}.")
                     raise
-            results.append(each)
+            results.append(reduced)
         return results
 
     def _home(self, request: Request, index: int) -> Device:
@@ -564,14 +564,14 @@ def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
     """
     if not isinstance(entries, list | tuple):
         return entries
-    made = list(entries)
-    for index in [each for each in bools if each < len(made)]:
-        entry = made[index]
+    as_numbers = list(entries)
+    for index in [each for each in bools if each < len(as_numbers)]:
+        entry = as_numbers[index]
         if isinstance(entry, list | tuple):
-            made[index] = _as_bytes(entry, range(len(entry)))
+            as_numbers[index] = _as_bytes(entry, range(len(entry)))
         elif is_bool(entry):
-            made[index] = bool_view(entry, as_bytes=True)
-    return made
+            as_numbers[index] = bool_view(entry, as_bytes=True)
+    return as_numbers
 
 
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:

@@ -75,21 +75,21 @@ class FlatBuffer:
     @classmethod
     def on(cls, devices: Sequence[Device], shapes: Any, dtype: DTypeLike) -> Self:
         """Makes a flat buffer of zeros; see ``Mesh.flat_buffer``."""
-        found = as_dtype(dtype)
+        own_dtype = as_dtype(dtype)
         names: list[str] = []
         if isinstance(shapes, Mapping):
             names, shapes = [str(name) for name in shapes], list(shapes.values())
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
         inside = [_as_shape(shape, index) for index, shape in enumerate(shapes)]
-        sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
+        sizes, itemsize = [math.prod(shape) for shape in inside], own_dtype.itemsize
         layout = flat_layout(sizes, itemsize)
         gaps = {
             (start + size) * itemsize: (span - size) * itemsize
             for start, size, span in zip(layout.offsets, sizes, layout.spans, strict=True)
             if size
         }
-        buffers = tuple(device.zeros((layout.size,), found) for device in devices)
+        buffers = tuple(device.zeros((layout.size,), own_dtype) for device in devices)
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
             flat.block.gaps = gaps

@@ -158,11 +158,11 @@ def _reduce_in_steps(
     """
     slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
     for _ in range(3):
-        for each in slices:
-            next(each)
+        for steps in slices:
+            next(steps)
         yield
-    for each in slices:
-        next(each, None)
+    for steps in slices:
+        next(steps, None)
 
 
 def _steps_of_slice(

@@ -48,15 +48,15 @@ class Nests:
     @property
     def pairs(self) -> list[tuple[PerReplica, PerReplica]]:
         """Pairs of value and destination, twice the same, of the tensors that are not None."""
-        found: list[tuple[PerReplica, PerReplica]] = []
+        pairs: list[tuple[PerReplica, PerReplica]] = []
         for path, column in self._columns.items():
             if column[0] is not None:
                 key = key_of(path)
-                number = len(found)
+                number = len(pairs)
                 name = key if isinstance(key, str) else "" if key == number else str(key)
                 value = PerReplica.of_grads(column, key, name, self._mesh)
-                found.append((value, value))
-        return found
+                pairs.append((value, value))
+        return pairs
 
     def outs_of(self, out: Any) -> list[list[Any]]:
         """Returns the arrays of ``out`` for each of ``pairs``, after checking its nesting."""
@@ -117,7 +117,7 @@ class Nests:
                 )
             opened.append(container)
             _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
-        found: dict[Path, list[Any]] = {}
+        columns: dict[Path, list[Any]] = {}
         for key, part in _items_of(opened[0]):
             column = [container[key] for container in opened]
             types = set(map(type, column))
@@ -126,12 +126,12 @@ class Nests:
                 where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
                 if any([self._open(each, f"{name}{where}") is not None for each, name in pairs]):
-                    found |= self._alike(column, names, inner, check_none=check_none)
+                    columns |= self._alike(column, names, inner, check_none=check_none)
                     continue
             if check_none and NoneType in types and len(types) > 1:
                 _raise_missing(column, names, inner)
-            found[inner] = column
-        return found
+            columns[inner] = column
+        return columns
 
     def _open(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
         """Returns a container (a dict for modules and iterators), or None for an array.
@@ -197,20 +197,20 @@ def _is_named(value: Any) -> bool:
 def _gradients_of(value: Any, name: str) -> dict[str, Any]:
     """Returns the gradients of a module or of named parameters, by name."""
     nn = getattr(sys.modules.get("torch"), "nn", None)
-    made = {}
-    for each in value.named_parameters() if _form_of(type(value)) == "module" else value:
-        if nn is None or not _is_pair(each) or not isinstance(each[1], nn.Parameter):
+    gradients = {}
+    for entry in value.named_parameters() if _form_of(type(value)) == "module" else value:
+        if nn is None or not _is_pair(entry) or not isinstance(entry[1], nn.Parameter):
             raise TypeError(
-                f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
+                f"{name} is an iterator or list of {brief(entry)}: pass a PyTorch module or its "
                 "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
             )
-        if each[0] in made:
+        if entry[0] in gradients:
             raise ValueError(
-                f"{name} has two parameters named {each[0]!r}: pass a dict of the modules that "
+                f"{name} has two parameters named {entry[0]!r}: pass a dict of the modules that "
                 "they belong to"
             )
-        made[each[0]] = each[1].grad
-    return made
+        gradients[entry[0]] = entry[1].grad
+    return gradients
 
 
 def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
@@ -226,15 +226,15 @@ def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
         ValueError: the names differ, or one is repeated.
         TypeError: an iterator is not the result of ``named_parameters()``.
     """
-    found = terms
+    by_name = terms
     if _is_named(terms):
         pairs = _gradients_of(terms, where).items()
-        found = {name: None if each is None else [each] for name, each in pairs}
-        for name in [name for name, each in found.items() if each is None and name not in names]:
-            del found[name]  # a frozen parameter
-    if isinstance(found, dict):
-        _check_alike(where, dict(found), "the variables", dict.fromkeys(names))
-        return [found[name] for name in names]
+        by_name = {name: None if each is None else [each] for name, each in pairs}
+        for name in [name for name, each in by_name.items() if each is None and name not in names]:
+            del by_name[name]  # a frozen parameter
+    if isinstance(by_name, dict):
+        _check_alike(where, dict(by_name), "the variables", dict.fromkeys(names))
+        return [by_name[name] for name in names]
     return terms
 
 

@@ -147,12 +147,12 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared,
     )  # fmt: skip
-    made = plan_shares(
+    plan = plan_shares(
         settings, devices, [share] * num_shares, what,
         call=call, divisor=divisor, counts=counts, names=names,
     )  # fmt: skip
-    remember(plans, key, made)
-    return made
+    remember(plans, key, plan)
+    return plan
 
 
 def plan_shares(  # noqa: PLR0913  # all of it determines the plan
@@ -205,11 +205,11 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     )
 
 
-def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
+def remember(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
     """Keeps a plan of a mesh; at most ``MOST_PLANS`` of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    plans[key] = made
+    plans[key] = plan
 
 
 def reduce_requests(
@@ -219,8 +219,8 @@ def reduce_requests(
 
     Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
-    found, others = batches_of(requests, reduce_op)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
+    dense_batches, others = batches_of(requests, reduce_op)
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in dense_batches]
     for index in others:
         rehearse_alone(
             requests[index],
@@ -231,7 +231,7 @@ def reduce_requests(
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
         return _copy_to_devices(requests, found_alike)
     results: dict[int, tuple[Part, ...]] = {}
-    for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
+    for (indices, counts), (gradients, plan) in zip(dense_batches, batches, strict=True):
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
@@ -609,14 +609,14 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.reduction_groups,
         tuple([device.index for device in devices]),
     )
-    found: Algorithm | None = plans.get(key)
-    if found is None:
+    instance: Algorithm | None = plans.get(key)
+    if instance is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
         replicas = Replicas(devices)
         is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(replicas.counts)
-        found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
-        remember(plans, key, found)
-    return found
+        instance = (algorithm if is_alone else AcrossProcesses)(devices, groups)
+        remember(plans, key, instance)
+    return instance

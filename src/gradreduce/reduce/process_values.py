@@ -60,17 +60,17 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
         "process": rank,
         "tensors": [_describe_part(part) for part in parts],
     }
-    found: list[Part] = []
+    values: list[Part] = []
     with Replicas([device]).call(Description.of(what, names, compared=False)):
         for part in parts:
             if isinstance(part, IndexedSlices):
-                found.append(_exchange_slices(part.values.device, [part], [1] * group.size)[rank])
+                values.append(_exchange_slices(part.values.device, [part], [1] * group.size)[rank])
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
             Replicas([home]).send_to_all([(rank, made)])
-            found.append(made)
-    return found
+            values.append(made)
+    return values
 
 
 def _describe_part(part: Part) -> str:

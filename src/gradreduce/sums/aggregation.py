@@ -568,16 +568,16 @@ def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
 def _alone(term: Any, output_type: str | None) -> Any:
     """Returns a single term itself, or a copy if ``output_type`` is another kind."""
     kind = kind_of_term(term)
-    wanted = as_result_kind(output_type, kind)
-    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+    result_kind = as_result_kind(output_type, kind)
+    if result_kind == kind or (kind == "native" and result_kind == "numpy" and is_array(term)):
         return term._as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
-        return concatenate([term], wanted)
+        return concatenate([term], result_kind)
     with StreamScope():
         (buffer,) = on_current_devices([term])
-        made = buffer.device.empty(buffer.shape, buffer.dtype)
-        buffer.device.copy(made, buffer)
-        return from_buffer(made, wanted)
+        copy = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(copy, buffer)
+        return from_buffer(copy, result_kind)
 
 
 def _push(total: MultiDeviceSum, term: Any) -> None:
@@ -623,15 +623,15 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 def _check_inputs(inputs: Any, what: str) -> None:
     """Raises ``ValueError`` unless this is a list of terms without None."""
     if not isinstance(inputs, list | tuple):
-        found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
+        actual = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
     elif not inputs:
-        found = "none"
+        actual = "none"
     elif missing := [index for index, term in enumerate(inputs) if term is None]:
-        found = f"None at {listed(missing)}"
+        actual = f"None at {listed(missing)}"
     else:
         return
     raise ValueError(
-        f"inputs must be a list of at least one {what} with the same dtype and shape, got {found}"
+        f"inputs must be a list of at least one {what} with the same dtype and shape, got {actual}"
     )
 
 

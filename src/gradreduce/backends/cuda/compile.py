@@ -58,19 +58,19 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
         RuntimeError: NVRTC cannot compile the text; its messages name lines of the ``.cu`` file.
     """
     key = (kernel, template, ordinal)
-    found = _functions.get(key)
-    if found is None:
+    loaded = _functions.get(key)
+    if loaded is None:
         with _lock.lock:
             own = _locks.setdefault((kernel, template), threading.RLock())
         with own:
-            found = _functions.get(key)
-            if found is None:
+            loaded = _functions.get(key)
+            if loaded is None:
                 function = _load(kernel, template, ordinal)
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     function.ptr, threads, 0
                 )
-                found = _functions[key] = LoadedKernel(function, blocks)
-    return found
+                loaded = _functions[key] = LoadedKernel(function, blocks)
+    return loaded
 
 
 def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
@@ -99,16 +99,16 @@ def _code(kernel: Kernel, expression: str, ordinal: int) -> bytes:
     key = "\0".join([text, *OPTIONS, expression, capability, compiler]).encode()
     entry = file_name(f"{kernel.name}-sm_{capability}", key, ".cubin")
     with suppress(OSError), open_cache() as folder:
-        found = read_entry(folder / entry, key)
-        if found is not None:
-            return found
-    made = compile_code(text, expression)
+        cached = read_entry(folder / entry, key)
+        if cached is not None:
+            return cached
+    compiled = compile_code(text, expression)
     try:
         with open_cache() as folder:
-            write_entry(folder / entry, key, made)
+            write_entry(folder / entry, key, compiled)
     except OSError as error:
         warn_not_cached(error)
-    return made
+    return compiled
 
 
 def compile_code(text: str, expression: str) -> bytes:

@@ -208,9 +208,9 @@ class CudaDevice(Device):
 
     def _capture(self, devices: Sequence[Device], command_list: CommandList) -> Command:
         queues = {
-            queue: each.gpu
-            for each in cast("Sequence[CudaDevice]", devices)
-            for queue in each.queues.values()
+            queue: device.gpu
+            for device in cast("Sequence[CudaDevice]", devices)
+            for queue in device.queues.values()
         }
         return capture_graph(command_list, queues, self._streams["compute"])
 
@@ -491,12 +491,14 @@ class CudaDevice(Device):
         try:
             with self.gpu:
                 if in_finalizer:
-                    found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+                    statuses = [
+                        runtime.streamQuery(stream.ptr) for stream in self._streams.values()
+                    ]
                 else:
-                    found = [self._query(queue) for queue in self.queues.values()]
+                    statuses = [self._query(queue) for queue in self.queues.values()]
         except BackendUnavailableError:  # the GPU has failed
             return False
-        return all([self._is_over(status) for status in found])
+        return all([self._is_over(status) for status in statuses])
 
     def _query(self, queue: DeviceQueue) -> int:
         """Returns CUDA's status of all work of a queue: 0 if it is done.

@@ -384,23 +384,26 @@ class NcclCollective(Collective):
         NCCL's own threads write (NVIDIA/nccl#1797).
         """
         name = f"initialisation of GPUs {listed(ranks.gpus.values(), 8)}"
-        made: list[Any] = []
+        communicators: list[Any] = []
         try:
             identity = ranks.identity or self._run(name, self._nccl.get_unique_id)
             with self._in_group(name):
                 for rank, gpu in ranks.gpus.items():
                     with CurrentGpu(gpu):
                         arguments = ranks.size, identity, rank
-                        made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
+                        communicators.append(
+                            self._run(name, self._nccl.NcclCommunicator, *arguments)
+                        )
         except Exception as error:
             failed.append(error)
-            self._abort(made)  # else CuPy would call destroy, which incomplete ones do not support
+            # Otherwise CuPy would call destroy, which incomplete ones do not support.
+            self._abort(communicators)
             return
         # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
         # before this line does not see these.
-        is_second = cliques.made.setdefault(key, made) is not made
+        is_second = cliques.made.setdefault(key, communicators) is not communicators
         if is_second or (cliques.aborted and cliques.made.pop(key, None) is not None):
-            self._abort(made)
+            self._abort(communicators)
 
     def _check_async(self, communicator: Any) -> None:
         """Raises on an asynchronous NCCL error, except "in progress"."""

@@ -182,14 +182,14 @@ class RandomScheduler(Scheduler):
 
     def is_waiting(self, queue: Hashable) -> bool:
         """See ``Scheduler.is_waiting``; False if another thread holds the lock too long."""
-        found: list[bool] = []
+        answer: list[bool] = []
 
         def look() -> None:
             pending = self._queues.get(queue, deque())
-            found.append(len(pending) > 0 and not self._can_run(pending))
+            answer.append(len(pending) > 0 and not self._can_run(pending))
 
         call_under_lock(self._lock, _PROGRESS_SECONDS, look)
-        return True in found
+        return True in answer
 
     def drop(self) -> None:
         """See ``Scheduler.drop``; no queue is stalled afterwards."""

@@ -98,15 +98,15 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
     if type(dtype).__module__ == "torch":  # by name: does not import PyTorch
         dtype = str(dtype).removeprefix("torch.")
     try:
-        found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
+        result = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype") from None
-    if found not in ELEMENT_OF:
+    if result not in ELEMENT_OF:
         raise TypeError(
-            f"dtype {found} cannot be added; supported are integers, float16, bfloat16, float32, "
+            f"dtype {result} cannot be added; supported are integers, float16, bfloat16, float32, "
             "float64, complex64 and complex128"
         )
-    return _CANONICAL[found]
+    return _CANONICAL[result]
 
 
 def as_index(value: Any) -> int:

@@ -113,12 +113,12 @@ class DeferredFree:
         if not self.freed or handle_of(stream) == PER_THREAD:
             return []
         handle = handle_of(stream)
-        found = []
+        freed_users = []
         for freed in self.freed.copy():
             users = [each for each in list(freed.streams) if handle_of(each[1]) == handle]
             if users:
-                found.append((freed, users))
-        return found
+                freed_users.append((freed, users))
+        return freed_users
 
     def remove_users(self, freed_users: Iterable[tuple[FreedBlock, _Streams]]) -> None:
         """Removes a stream from the users, after the compute queue has waited for it.

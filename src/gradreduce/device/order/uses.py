@@ -113,13 +113,13 @@ class Uses:
 
         That excludes reads of a failed device: nobody uses their results, and they may never end.
         """
-        found: list[Use] = []
+        uses: list[Use] = []
         first, last = bisect_left(self.ranges, (start + 1,)) - 1, bisect_left(self.ranges, (stop,))
         for _, wrote, read in self.ranges[first:last]:
-            found += wrote.values()
+            uses += wrote.values()
             if is_written:
-                found += [use for use in read.values() if not use.queue.has_failed]
-        return found
+                uses += [use for use in read.values() if not use.queue.has_failed]
+        return uses
 
     def after(self, start: int, stop: int, use: Use, *, is_written: bool) -> Uses | DeviceQueue:
         """Returns the uses after an operation on these bytes, which waits as ``before`` says."""
