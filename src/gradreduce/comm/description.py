@@ -73,11 +73,11 @@ def _describe_tensors(what: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
+def describe_difference(own_text: str, other_text: str | None, rank: int, other: int) -> str:
     """Describes the first difference between two calls."""
-    if theirs is None:
+    if other_text is None:
         return f"process {other} makes another call than process {rank}"
-    here, there = json.loads(ours), json.loads(theirs)
+    here, there = json.loads(own_text), json.loads(other_text)
     for name, value in here.items():
         if name not in ("tensors", "names") and there.get(name) != value:
             return (

@@ -152,7 +152,7 @@ def _to_distributed(
     if isinstance(entry, PerReplica):
         return entry
     if not isinstance(entry, DistributedValues):
-        return _alone(entry, f"value {index}", mesh or find_mesh(destination))
+        return _wrap_one(entry, f"value {index}", mesh or find_mesh(destination))
     is_copied = len(entry.devices) * group_of(entry.devices[0]).size > 1
     if reduce_op is ReduceOp.SUM and is_copied:
         raise ValueError(
@@ -418,7 +418,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     if isinstance(tensor, Variable):
         return PerReplica.of([tensor._current()], "native")
     if not isinstance(tensor, DistributedValues):
-        return _alone(tensor, what, mesh, also=int | float | complex)
+        return _wrap_one(tensor, what, mesh, also=int | float | complex)
     count = len(tensor.devices)
     if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
@@ -428,7 +428,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     return tensor._first_replica()
 
 
-def _alone(
+def _wrap_one(
     value: Any, what: str, mesh: Mesh | None, *, also: type | UnionType = IndexedSlices
 ) -> PerReplica:
     """Wraps an array on its device; a host array goes to ``gr.replica``'s device.

@@ -139,13 +139,13 @@ class FlatBuffer:
             DeviceMismatchError: a parameter is on another device than its view.
         """
         names = self.names.copy()
-        made = flat_arrays.attach_grads(self.views, parameters, names)
-        replaced = [each.find_replaced() for each in made]
+        attached = flat_arrays.attach_grads(self.views, parameters, names)
+        replaced = [each.find_replaced() for each in attached]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         self._kinds.add("torch")
         self.names[:] = names
-        for buffer, each, rows in zip(self.buffers, made, replaced, strict=True):
+        for buffer, each, rows in zip(self.buffers, attached, replaced, strict=True):
             buffer.block.attached = each
             each.attach_again(buffer.block, rows)
 

@@ -303,7 +303,7 @@ def add_n(
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
 
@@ -385,7 +385,7 @@ def accumulate_n(
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
 
 
@@ -459,7 +459,7 @@ def aggregate(
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return _alone(present[0], output_type)
+        return _to_result_kind(present[0], output_type)
     if all_sparse(present):
         return concatenate(present, as_result_kind(output_type, kinds[0]))
     return _aggregate(present, method, as_result_kind(output_type, kinds[0]))
@@ -547,7 +547,7 @@ def _aggregate_lazily(
             _push(total, term)
         del term  # before the next term is made
     if len(held) == 1:
-        return _alone(held[0], output_type)
+        return _to_result_kind(held[0], output_type)
     if held:
         return concatenate(held, kind)
     return from_buffer(total.result(), kind) if total.count else None
@@ -565,7 +565,7 @@ def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
         del term
 
 
-def _alone(term: Any, output_type: str | None) -> Any:
+def _to_result_kind(term: Any, output_type: str | None) -> Any:
     """Returns a single term itself, or a copy if ``output_type`` is another kind."""
     kind = kind_of_term(term)
     result_kind = as_result_kind(output_type, kind)

@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 def allocate_pinned(nbytes: int, name: str) -> Any:
-    """Returns CuPy's pinned memory.
+    """Allocates pinned memory by CuPy.
 
     Args:
         nbytes: the size in bytes.
