@@ -19,7 +19,7 @@ class MaximumStorage(Storage):
     format = "maximum 1"
     is_sparse = False
 
-    def compile(self, state, dtype):
+    def rehearse(self, state, dtype):
         """Has no kernels, and reads gradients on the host."""
 
     def checked(self, state, grad, cast):

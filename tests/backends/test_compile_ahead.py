@@ -46,7 +46,7 @@ def test_what_launches_is_compiled_once_on_each_physical_device():
 def test_nothing_runs_for_devices_that_compile_nothing():
     with MeshCase((0,)).open() as mesh:
         compile_ahead(mesh.devices, "packs", lambda dry_run: pytest.fail("it ran"))
-        assert not mesh.mesh_state.prepared
+        assert not mesh.mesh_state.compiled_keys
     with pytest.raises(BackendUnavailableError, match="closed"):
         compile_ahead(mesh.devices, "packs", packs(mesh.devices))
 

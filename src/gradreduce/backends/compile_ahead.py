@@ -38,14 +38,14 @@ def compile_ahead(
     if not devices[0].compiles:
         return
     key = (key, tuple([device.index for device in devices]))
-    if key in mesh_state.prepared:
+    if key in mesh_state.compiled_keys:
         return
     dry_run = DryRunMesh.like(devices[0].mesh, compiles=True)
     dry_state = dry_run.mesh.mesh_state
-    dry_state.prepared |= {*mesh_state.prepared, key}
+    dry_state.compiled_keys |= {*mesh_state.compiled_keys, key}
     work(dry_run)
     _compile(devices[0], dry_state.compiled)
-    mesh_state.prepared |= dry_state.prepared
+    mesh_state.compiled_keys |= dry_state.compiled_keys
 
 
 def compile_rows(
