@@ -10,29 +10,25 @@ installed. Exit status 1 if a floor is violated.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
-from measure.accumulator_peers import CYCLE, DROP, find_accumulator_peer
-from measure.case import OURS, Case
-from measure.clock import After, Call, Clock, HostClock, clock_of, host_seconds
+from measure.case import Case
+from measure.clock import After, Call, HostClock
 from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
-from measure.peers import find_peers
+from measure.peers import find_peers, in_order, peer_calls, tensorflow
 from measure.random_values import integers
-from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
-from measure.setting import IMPLEMENTATIONS, one_device
+from measure.runner import IMPLEMENTATIONS, Bench, Benchmark, named
 
 import gradreduce as gr
-from gradreduce.device import Device, Mesh
+from gradreduce.device import Device
 
 SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
-MANY_SIZE, QUICK_MANY = 16, 12
+MANY_SIZE = 16
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
 ROUNDS = 60  # on a CPU, of which the best one counts
 LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
@@ -42,64 +38,56 @@ LATE = 2**40  # a step that is never stale
 
 APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"
 MANY, SPARSE, SPARSE_TAKE = "161 accumulators", "sparse apply", "sparse take, MEAN"
+CYCLE, DROP = "tf apply + take", "tf drop"
 IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
 ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
 
 H100 = "H100, 2026-11"
+SLOWER_HOST = Decision(
+    60,
+    "the commit before the measured one took as long, in turns on one machine (55.8 and 56.2 us); "
+    "runs on machines of this kind took 49.9 to 66.3 us",
+)
+COMPILED_APPLY = Decision(1.0, "both are limited by memory; runs measured 0.81 to 1.25")
+OVER_TENSORFLOW = Decision(
+    5,
+    "TensorFlow's two calls cost 35 us each in C++; ours are about 300 calls of Python that "
+    "validate, lock, launch and log, and were 1.26 to 1.5 times as fast",
+)
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
-MEASURED = {
-    (APPLY, "numpy"): "0.77 to 1.08", (APPLY, "compiled"): "0.81 to 1.25",
-    (TAKE, "numpy"): "0.88 to 1.04", (TAKE, "compiled"): "1.04 to 1.07",
-    ("drop, us", "numpy"): "3.5", ("drop, us", "compiled"): "3.5",
-    ("apply + take, us", "numpy"): "49.9 to 56.6", ("apply + take, us", "compiled"): "52.9 to 60.9",
-    (SPARSE, "numpy"): "2.7 to 4.1", (SPARSE, "compiled"): "4.1 to 6.4",
-}  # fmt: skip
 CPU_FLOORS = (
     *(
         Floor(f"{implementation}, {name}, over {peer}", name, over_the_peer(peer, implementation),
-        "<=", most,
-              MEASURED[name, implementation])
-        for name, peer, bounds in (
-            (APPLY, IN_PLACE, (1.1, 1.25)),
-            (TAKE, SCALED, (1.2, 1.2)),
+              "<=", most, measured, decision=decision)
+        for name, peer, implementation, most, measured, decision in (
+            (APPLY, IN_PLACE, "numpy", 1.1, "0.77 to 1.08", None),
+            (APPLY, IN_PLACE, "compiled", 1.25, "0.81 to 1.25", COMPILED_APPLY),
+            (TAKE, SCALED, "numpy", 1.2, "0.88 to 1.04", None),
+            (TAKE, SCALED, "compiled", 1.2, "1.04 to 1.07", None),
         )
-        for implementation, most in zip(IMPLEMENTATIONS, bounds, strict=True)
     ),
     *(
-        Floor(f"{implementation}, {what}", SMALL, counted(f"{implementation}, {what}"), "<=", most,
-              MEASURED[what, implementation])
-        for implementation in IMPLEMENTATIONS
-        for what, most in (("drop, us", 5), ("apply + take, us", 75))
+        Floor(f"{what}, us", SMALL, counted(f"{what}, us"), "<=", most, measured, decision=decision)
+        for what, most, measured, decision in (
+            ("numpy, drop", 5, "3.5", None),
+            ("numpy, apply + take", 75, "49.9 to 56.6", SLOWER_HOST),
+            ("compiled, drop", 5, "3.5", None),
+            ("compiled, apply + take", 75, "52.9 to 60.9", SLOWER_HOST),
+        )
     ),
-    Floor("numpy, apply + take, over tf's", SMALL, counted("times tf apply + take"), ">=", 1.1,
-          "1.26 to 1.5", ("tensorflow",)),
+    Floor("numpy, apply + take, over tf's", SMALL, counted(f"times {CYCLE}"), ">=", 1.1,
+          "1.26 to 1.5", ("tensorflow",), OVER_TENSORFLOW),
     *(
         Floor(f"{implementation}, launches of a joint apply", MANY,
               counted(f"{implementation}, launches"), "<=", 1, "1")
         for implementation in IMPLEMENTATIONS
     ),
     *(
-        Floor(f"{implementation}, sparse apply over add.at", SPARSE, times_the_peer(ADD_AT,
-        implementation), ">=", 1,
-              MEASURED[SPARSE, implementation])
-        for implementation in IMPLEMENTATIONS
+        Floor(f"{implementation}, sparse apply over add.at", SPARSE,
+              times_the_peer(ADD_AT, implementation), ">=", 1, measured)
+        for implementation, measured in (("numpy", "2.7 to 4.1"), ("compiled", "4.1 to 6.4"))
     ),
 )  # fmt: skip
-SLOWER_HOST = (
-    "the commit before the measured one took as long, in turns on one machine (55.8 and 56.2 us); "
-    "runs on machines of this kind took 49.9 to 66.3 us"
-)
-DECISIONS = {
-    f"compiled, {APPLY}, over {IN_PLACE}": Decision(
-        1.0, "both are limited by memory; runs measured 0.81 to 1.25"
-    ),
-    **{f"{each}, apply + take, us": Decision(60, SLOWER_HOST) for each in IMPLEMENTATIONS},
-    "numpy, apply + take, over tf's": Decision(
-        5,
-        "TensorFlow's two calls cost 35 us each in C++; ours are about 300 calls of Python that "
-        "validate, lock, launch and log, and were 1.26 to 1.5 times as fast",
-    ),
-}
 GPU_FLOORS = (
     Floor("apply, of a copy of 3 units", APPLY, of_the_copy("cuda"), ">=", 1 / 1.1,
           f"0.99; {H100}"),
@@ -119,207 +107,182 @@ def check(name: str, found: Any, wanted: np.ndarray) -> None:
         raise AssertionError(f"{name} is not what NumPy makes it")
 
 
-class Bench:
-    """One device, its implementations, its peers, and the measurements on it."""
-
-    def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
-        self.meshes = meshes
-        self.on_gpu = "cuda" in meshes
-        self.quick = quick
-        (*_, mesh) = meshes.values()
-        best = HostClock(quick, of_rounds=min, rounds=ROUNDS)
-        self.clock: Clock = clock_of(mesh, quick=quick) if self.on_gpu else best
-        self.peers, self.absent = find_peers(on_gpu=self.on_gpu)
-        self.number = QUICK_NUMBER if quick else NUMBER
-        self.cases: dict[str, Case] = {}
-
-    def implementations(self) -> Iterator[tuple[str, Device]]:
-        """Maps the name of each implementation to its device."""
-        for implementation, mesh in self.meshes.items():
-            yield implementation, mesh.devices[0]
-
-    def operand(self, device: Device, array: np.ndarray) -> Any:
-        """Returns a gradient for a device: a NumPy array, or a Buffer on a GPU."""
-        return device.put(array) if self.on_gpu else array
-
-    def after(self, before: Call, call: Call) -> Call:
-        """Returns a call with a preparation, which a GPU clock measures too."""
-        return partial(both, before, call) if self.on_gpu else After(before, call)
-
-    def keep(self, case: Case) -> None:
-        """Prints and stores a case."""
-        case.show()
-        self.cases[case.name] = case
-
-    def large(
-        self, name: str, size: int, units: int, ours: Mapping[str, Call], peers: Mapping[str, Call]
-    ) -> None:
-        """Measures candidates and a copy that moves a multiple of the gradient's bytes."""
-        calls = {OURS + implementation: call for implementation, call in ours.items()}
-        calls |= peers
-        nbytes = units * 4 * size
-        self.keep(Case(name, f"{size} float32", nbytes, self.clock.measure(calls, nbytes)))
-
-    def peer_calls(self, operation: str, *operands: Sequence[np.ndarray]) -> dict[str, Call]:
-        """Returns the candidates of all peers for an operation."""
-        calls: dict[str, Call] = {}
-        for peer in self.peers:
-            calls |= peer.calls(operation, *operands)
-        return calls
-
-    # -- large gradients --------------------------------------------------------------------------
-
-    def apply(self, size: int) -> None:
-        """Adds a gradient to an existing sum: two reads, one write."""
-        gradient = integers(size)
-        ours: dict[str, Call] = {}
-        for implementation, device in self.implementations():
-            accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
-            mine = self.operand(device, gradient)
-            accumulator.apply_grad(mine, LATE)
-            ours[implementation] = partial(accumulator.apply_grad, mine, LATE)
-        self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [integers(size), gradient]))
-
-    def first_apply(self, size: int) -> None:
-        """Adds the first gradient after a take, which copies it to new memory."""
-        gradient, out = integers(size), np.empty(size, np.float32)
-        ours: dict[str, Call] = {}
-        for implementation, device in self.implementations():
-            accumulator = gr.ConditionalAccumulator(
-                "float32", (size,), reduction_type="SUM", device=device
-            )
-            apply = partial(accumulator.apply_grad, self.operand(device, gradient), LATE)
-            take = partial(accumulator.take_grad, 1)  # a SUM of this dtype: launches nothing
-            apply()
-            check(f"{implementation}, {FIRST}", take(output_type="buffer"), gradient)
-            apply()
-            ours[implementation] = self.after(take, apply)
-        peers = {} if self.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
-        self.large(FIRST, size, 2, ours, peers)
-
-    def take(self, size: int) -> None:
-        """Takes the mean of two gradients in place; GPU times include the applies."""
-        gradient = integers(size)
-        ours: dict[str, Call] = {}
-        for implementation, device in self.implementations():
-            accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
-            mine = self.operand(device, gradient)
-            applies = partial(repeated, partial(accumulator.apply_grad, mine, LATE), 2)
-            take = partial(accumulator.take_grad, 2)
-            applies()
-            check(f"{implementation}, {TAKE}", take(output_type="buffer"), gradient)
-            ours[implementation] = self.after(applies, take)
-        peers = {} if self.on_gpu else {SCALED: self.scaled(gradient)}
-        self.large(TAKE, size, 7 if self.on_gpu else 2, ours, peers)
-
-    def scaled(self, gradient: np.ndarray) -> Call:
-        """Returns NumPy's division of a new sum of two arrays."""
-        total = np.empty_like(gradient)
-        sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
-        return After(partial(both, *sums), partial(np.true_divide, total, np.float32(2), total))
-
-    # -- the host's time --------------------------------------------------------------------------
-
-    def small(self) -> None:
-        """Measures the host time of a call with tiny arrays."""
-        gradient = integers(1)
-        calls: dict[str, Call] = {}
-        if not self.on_gpu:
-            theirs, absent = find_accumulator_peer(gradient)
-            calls, self.absent = theirs, {**self.absent, **absent}
-        for implementation, device in self.implementations():
-            accumulator = gr.ConditionalAccumulator("float32", (1,), device=device)
-            mine = self.operand(device, gradient)
-            apply = partial(apply_next, accumulator, mine, count())
-            take = partial(accumulator.take_grad, 1)
-            calls[f"{implementation}, apply + take"] = partial(both, apply, take)
-            calls[f"{implementation}, satisfied take"] = After(apply, take)
-            kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
-            kept_sum.apply_grad(mine)
-            calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
-            calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
-        seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
-        self.settle()
-        figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
-        for theirs_, mine_ in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
-            if theirs_ in seconds:
-                figures[f"times {theirs_}"] = seconds[theirs_] / seconds[mine_]
-        self.keep(Case(SMALL, "1 float32, host us of a call", figures=figures))
-
-    def many(self) -> None:
-        """Adds all gradients of a model in one call."""
-        number = QUICK_MANY if self.quick else len(resnet50())
-        gradients = [integers(MANY_SIZE) for _ in range(number)]
-        calls: dict[str, Call] = {}
-        figures: dict[str, float] = {}
-        for implementation, device in self.implementations():
-            accumulators = [
-                gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in gradients
-            ]
-            mine = [self.operand(device, gradient) for gradient in gradients]
-            calls[f"{implementation}, apply"] = partial(gr.apply_grads, accumulators, mine, LATE)
-            joint = partial(gr.take_grads, accumulators, 1)
-            calls[f"{implementation}, apply + take"] = partial(
-                both, calls[f"{implementation}, apply"], joint
-            )
-            with self.meshes[implementation].journal() as journal:
-                gr.apply_grads(accumulators, mine, LATE)
-            figures[f"{implementation}, launches"] = journal.launches
-        seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
-        self.settle()
-        figures |= {f"{name}, us a tensor": took / number * 1e6 for name, took in seconds.items()}
-        self.keep(Case(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures=figures))
-
-    def settle(self) -> None:
-        """Waits until a GPU has done its queued work."""
-        if self.on_gpu:
-            self.meshes["cuda"].synchronize()
-
-    # -- sparse gradients -------------------------------------------------------------------------
-
-    def sparse(self, rows: int) -> None:
-        """Adds rows to existing rows, and takes their means in index order."""
-        num_indices = rows * INDICES // ROWS
-        values = integers(rows * WIDTH).reshape(rows, WIDTH)
-        indices = np.random.default_rng(1).integers(0, num_indices, rows)
-        applies: dict[str, Call] = {}
-        takes: dict[str, Call] = {}
-        for implementation, device in self.implementations():
-            slices = gr.IndexedSlices(device.put(values), indices, (num_indices, WIDTH))
-            adding, taking = (
-                gr.SparseConditionalAccumulator("float32", (num_indices, WIDTH), device=device)
-                for _ in range(2)
-            )
-            applies[implementation] = partial(adding.apply_indexed_slices_grad, slices, LATE)
-            before = partial(taking.apply_indexed_slices_grad, slices, LATE)
-            take = partial(taking.take_indexed_slices_grad, 1)
-            applies[implementation]()
-            before()
-            check(f"{implementation}, {SPARSE}", take().values, by_sorting(indices, values)[1])
-            takes[implementation] = self.after(before, take)
-        total = np.zeros((num_indices, WIDTH), np.float32)
-        peers: dict[str, Call] = {}
-        if not self.on_gpu:
-            peers[ADD_AT] = partial(np.add.at, total, indices, values)
-            peers[SORTED] = partial(add_sorted, total, indices, values)
-        size = rows * WIDTH
-        self.large(SPARSE, size, 3, applies, peers)
-        self.large(SPARSE_TAKE, size, 5 if self.on_gpu else 2, takes, {})
+def after(bench: Bench, before: Call, call: Call) -> Call:
+    """Returns a call with a preparation, which a GPU clock measures too."""
+    return partial(in_order, before, call) if bench.on_gpu else After(before, call)
 
 
-def both(first: Call, second: Call) -> None:
-    """Calls functions one after the other."""
-    first()
-    second()
+def operand(bench: Bench, device: Device, array: np.ndarray) -> Any:
+    """Returns a gradient for a device: a NumPy array, or a Buffer on a GPU."""
+    return device.put(array) if bench.on_gpu else array
 
 
-def repeated(call: Call, times: int) -> None:
-    """Calls a function a number of times."""
-    for _ in range(times):
+def compare(bench: Bench, name: str, size: int, units: int, make: Callable[[Device], Call],
+            peers: Mapping[str, Call]) -> None:  # fmt: skip
+    """Measures candidates and a copy that moves a multiple of the gradient's bytes."""
+    bench.compare(name, f"{size} float32", units * 4 * size, {**bench.ours(make), **peers})
+
+
+# -- large gradients -------------------------------------------------------------------------------
+
+
+def apply(bench: Bench, size: int) -> None:
+    """Adds a gradient to an existing sum: two reads, one write."""
+    gradient = integers(size)
+
+    def make(device: Device) -> Call:
+        accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
+        call = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
         call()
+        return call
+
+    peers = peer_calls(find_peers(bench), "accumulate", [integers(size), gradient])
+    compare(bench, APPLY, size, 3, make, peers)
 
 
-def apply_next(accumulator: gr.ConditionalAccumulator, gradient: Any, steps: Iterator[int]) -> None:
+def first_apply(bench: Bench, size: int) -> None:
+    """Adds the first gradient after a take, which copies it to new memory."""
+    gradient, out = integers(size), np.empty(size, np.float32)
+
+    def make(device: Device) -> Call:
+        accumulator = gr.ConditionalAccumulator(
+            "float32", (size,), reduction_type="SUM", device=device
+        )
+        apply = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
+        take = partial(accumulator.take_grad, 1)  # a SUM of this dtype: launches nothing
+        apply()
+        check(FIRST, take(output_type="buffer"), gradient)
+        apply()
+        return after(bench, take, apply)
+
+    peers = {} if bench.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
+    compare(bench, FIRST, size, 2, make, peers)
+
+
+def take(bench: Bench, size: int) -> None:
+    """Takes the mean of two gradients in place; GPU times include the applies."""
+    gradient = integers(size)
+
+    def make(device: Device) -> Call:
+        accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
+        apply = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
+        applies, take = partial(in_order, apply, apply), partial(accumulator.take_grad, 2)
+        applies()
+        check(TAKE, take(output_type="buffer"), gradient)
+        return after(bench, applies, take)
+
+    peers = {} if bench.on_gpu else {SCALED: scaled(gradient)}
+    compare(bench, TAKE, size, 7 if bench.on_gpu else 2, make, peers)
+
+
+def scaled(gradient: np.ndarray) -> Call:
+    """Returns NumPy's division of a new sum of two arrays."""
+    total = np.empty_like(gradient)
+    sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
+    return After(partial(in_order, *sums), partial(np.true_divide, total, np.float32(2), total))
+
+
+# -- the host's time -------------------------------------------------------------------------------
+
+
+def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]:
+    """Returns the calls of TensorFlow's conditional accumulator, called eagerly, for a gradient.
+
+    Steps and counts are Python integers, as in a training loop; the gradient is a tensor.
+    """
+    if bench.on_gpu or (tf := tensorflow(bench)) is None:
+        return {}
+    accumulator = tf.compat.v1.ConditionalAccumulator(
+        tf.as_dtype(gradient.dtype), shape=gradient.shape
+    )
+    tensor, steps = tf.constant(gradient), count()
+    apply = partial(apply_next, accumulator, tensor, steps)
+    cycle = partial(in_order, apply, partial(accumulator.take_grad, 1))
+    try:
+        cycle()
+    except RuntimeError as error:  # TensorFlow 1 has no eager accumulator
+        bench.absent["tensorflow"] = str(error).splitlines()[0]
+        return {}
+    return {CYCLE: cycle, DROP: partial(accumulator.apply_grad, tensor, -1)}
+
+
+def small(bench: Bench) -> None:
+    """Measures the host time of a call with tiny arrays."""
+    gradient = integers(1)
+    calls = find_tensorflow_calls(bench, gradient)
+    for implementation, device in bench.devices():
+        accumulator = gr.ConditionalAccumulator("float32", (1,), device=device)
+        mine = operand(bench, device, gradient)
+        apply = partial(apply_next, accumulator, mine, count())
+        take = partial(accumulator.take_grad, 1)
+        calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
+        calls[f"{implementation}, satisfied take"] = After(apply, take)
+        kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
+        kept_sum.apply_grad(mine)
+        calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
+        calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
+    us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS, loops=LOOPS)
+    figures = named(us)
+    for theirs, ours in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
+        if theirs in us:
+            figures[f"times {theirs}"] = us[theirs] / us[ours]
+    bench.keep(Case(SMALL, "1 float32, host us of a call", figures=figures))
+
+
+def many(bench: Bench) -> None:
+    """Adds all gradients of a model in one call."""
+    number = len(resnet50(bench.quick))
+    gradients = [integers(MANY_SIZE) for _ in range(number)]
+    calls: dict[str, Call] = {}
+    figures: dict[str, float] = {}
+    for implementation, device in bench.devices():
+        accumulators = [
+            gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in gradients
+        ]
+        mine = [operand(bench, device, gradient) for gradient in gradients]
+        apply = partial(gr.apply_grads, accumulators, mine, LATE)
+        calls[f"{implementation}, apply"] = apply
+        take = partial(gr.take_grads, accumulators, 1)
+        calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
+        figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
+    us = bench.host_us(calls, 1, rounds=ROUNDS, loops=LOOPS)
+    figures |= named({name: taken / number for name, taken in us.items()}, "us a tensor")
+    words = f"{number} x {MANY_SIZE} float32 in one call"
+    bench.keep(Case(MANY, words, figures=figures))
+
+
+# -- sparse gradients ------------------------------------------------------------------------------
+
+
+def sparse(bench: Bench, rows: int) -> None:
+    """Adds rows to existing rows, and takes their means in index order."""
+    shape = (rows * INDICES // ROWS, WIDTH)
+    values = integers(rows * WIDTH).reshape(rows, WIDTH)
+    indices = np.random.default_rng(1).integers(0, shape[0], rows)
+
+    def calls_of(device: Device) -> tuple[Call, Call]:
+        """Returns an apply, and a take of 1."""
+        accumulator = gr.SparseConditionalAccumulator("float32", shape, device=device)
+        slices = gr.IndexedSlices(device.put(values), indices, shape)
+        apply = partial(accumulator.apply_indexed_slices_grad, slices, LATE)
+        apply()
+        return apply, partial(accumulator.take_indexed_slices_grad, 1)
+
+    def make_take(device: Device) -> Call:
+        apply, take = calls_of(device)
+        check(SPARSE, take().values, by_sorting(indices, values)[1])
+        return after(bench, apply, take)
+
+    total = np.zeros(shape, np.float32)
+    peers: dict[str, Call] = {}
+    if not bench.on_gpu:
+        peers[ADD_AT] = partial(np.add.at, total, indices, values)
+        peers[SORTED] = partial(add_sorted, total, indices, values)
+    compare(bench, SPARSE, rows * WIDTH, 3, lambda device: calls_of(device)[0], peers)
+    compare(bench, SPARSE_TAKE, rows * WIDTH, 5 if bench.on_gpu else 2, make_take, {})
+
+
+def apply_next(accumulator: Any, gradient: Any, steps: Iterator[int]) -> None:
     """Applies with increasing steps, like a loop that takes after each gradient."""
     accumulator.apply_grad(gradient, next(steps))
 
@@ -338,44 +301,21 @@ def add_sorted(total: np.ndarray, indices: np.ndarray, values: np.ndarray) -> No
     total[places] += rows
 
 
-def all_cases(bench: Bench) -> list[Callable[[], None]]:
-    """Returns the cases in order; each frees its arrays when it ends."""
-    size = QUICK_SIZE if bench.quick else GPU_SIZE if bench.on_gpu else SIZE
-    return [
-        partial(bench.apply, size),
-        partial(bench.first_apply, size),
-        partial(bench.take, size),
-        bench.small,
-        bench.many,
-        partial(bench.sparse, QUICK_ROWS if bench.quick else ROWS),
-    ]
+def cases(bench: Bench) -> None:
+    """Runs all cases."""
+    size = bench.pick(SIZE, QUICK_SIZE, GPU_SIZE)
+    apply(bench, size)
+    first_apply(bench, size)
+    take(bench, size)
+    small(bench)
+    many(bench)
+    sparse(bench, bench.pick(ROWS, QUICK_ROWS))
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
-def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
-    """Runs all cases and returns a report for JSON."""
-    load = os.getloadavg()[0]
-    bench = Bench(found, quick=quick)
-    print(f"{', '.join(found)}; load average {load:.2f}")
-    for case in all_cases(bench):
-        case()
-    if not bench.on_gpu:
-        print("no GPU: what is promised of one is not measured")
-    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
-    return report_of(list(found), load, bench, floors, quick=quick)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_of(__doc__, arguments)
-    with ExitStack() as stack:
-        found = one_device()
-        for mesh in found.values():
-            stack.enter_context(mesh)
-        report = measured(found, quick=options.quick)
-    finish(report, options.json)
-
+BENCHMARK = Benchmark(
+    __doc__, cases, CPU_FLOORS, GPU_FLOORS, num_devices=1,
+    host_clock=partial(HostClock, of_rounds=min, rounds=ROUNDS),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

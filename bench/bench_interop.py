@@ -8,17 +8,15 @@ Reports libraries that are not installed. Exit status 1 if a floor is violated.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from measure.case import OURS, Case
-from measure.clock import Took
+from measure.clock import took_of
 from measure.floors import Floor, counted, over_the_peer
-from measure.report import finish, options_of, report_of
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, to_buffer
@@ -39,59 +37,41 @@ def microseconds(call: Callable[[], Any], number: int) -> float:
     return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
 
 
-class Bench:
+def case(
+    bench: Bench, kind: Kind, array: Any, own: Callable[[Any], Any], number: int = 20_000
+) -> None:
+    """Measures the conversion of an array, and that of its library."""
+    number = bench.pick(number, number // 100)
+    device = gr.open_mesh(1, backend="sim").devices[0]
+    result = device.upload(np.zeros(100, np.float32))  # what goes out is our own memory
+    ours = microseconds(lambda: to_buffer(array, device), number)
+    ours += microseconds(lambda: from_buffer(result, kind), number)
+    theirs = microseconds(lambda: own(array), number)
+    took = took_of({f"{OURS}{BOTH_WAYS}": ours / 1e6, OWN: theirs / 1e6})
+    figures = {"us in and out": ours, "us, own conversion": theirs}
+    bench.keep(Case(kind, "100 float32", 0, took, figures))
+
+
+def cases(bench: Bench) -> None:
     """Measures each library that is installed."""
+    host = np.zeros(100, np.float32)
+    case(bench, "numpy", host, np.asarray)
+    if bench.has("torch"):
+        import torch
 
-    def __init__(self, *, quick: bool) -> None:
-        self.fewer = 100 if quick else 1  # divides the number of calls
-        self.cases: dict[str, Case] = {}
-        self.absent: dict[str, str] = {}
+        case(bench, "torch", torch.zeros(100), lambda tensor: torch.from_numpy(tensor.numpy()))
+    if bench.has("jax"):
+        import jax
+        import jax.numpy as jnp
 
-    def run(self) -> None:
-        """Runs all cases."""
-        host = np.zeros(100, np.float32)
-        self.case("numpy", host, np.asarray, 20_000)
-        for library in ("torch", "jax"):
-            if importlib.util.find_spec(library) is None:
-                self.absent[library] = "not installed"
-        if "torch" not in self.absent:
-            import torch
+        def own(array: Any) -> Any:
+            np.asarray(array)
+            return jax.dlpack.from_dlpack(host)
 
-            self.case("torch", torch.zeros(100), lambda t: torch.from_numpy(t.numpy()), 20_000)
-        if "jax" not in self.absent:
-            import jax
-            import jax.numpy as jnp
-
-            def own(array: Any) -> Any:
-                np.asarray(array)
-                return jax.dlpack.from_dlpack(host)
-
-            self.case("jax", jnp.zeros(100), own, 1_000)
-
-    def case(self, kind: Kind, array: Any, own: Callable[[Any], Any], number: int) -> None:
-        """Measures the conversion of an array, and that of its library."""
-        number //= self.fewer
-        device = gr.open_mesh(1, backend="sim").devices[0]
-        result = device.upload(np.zeros(100, np.float32))  # what goes out is our own memory
-        ours = microseconds(lambda: to_buffer(array, device), number)
-        ours += microseconds(lambda: from_buffer(result, kind), number)
-        theirs = microseconds(lambda: own(array), number)
-        took = {
-            name: Took(us / 1e6, us / 1e6)
-            for name, us in ((f"{OURS}{BOTH_WAYS}", ours), (OWN, theirs))
-        }
-        figures = {"us in and out": ours, "us, own conversion": theirs}
-        self.cases[kind] = Case(kind, "100 float32", 0, took, figures)
-        self.cases[kind].show()
+        case(bench, "jax", jnp.zeros(100), own, 1_000)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_of(__doc__, arguments)
-    load = os.getloadavg()[0]
-    bench = Bench(quick=options.quick)
-    bench.run()
-    finish(report_of(["numpy"], load, bench, FLOORS, quick=options.quick), options.json)
-
+BENCHMARK = Benchmark(__doc__, cases, FLOORS)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -10,24 +10,20 @@ variables it is a round trip of Ray with a small argument. All candidates run in
 
 from __future__ import annotations
 
-import gc
-import importlib.util
-import os
 import statistics
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from measure.case import OURS, Case
-from measure.clock import Took
+from measure.clock import Turn, each, garbage_kept, in_turns, timed, took_of
 from measure.floors import Floor, counted
-from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 
@@ -53,91 +49,36 @@ SUM_OVER = "apply_grads and take_grads over two round trips, ms"
 SUM_RATIO = "apply_grads and take_grads over the actor"
 
 # On an AMD EPYC virtual machine with 2 cores, 2026-11.
-FLOORS = (
-    Floor(
-        f"{COMPILED}: {EXCHANGE_RATIO}",
-        COMPILED,
-        counted(EXCHANGE_RATIO),
-        "<=",
-        1.25,
-        "1.04 to 1.12",
-        ("ray",),
-    ),
-    Floor(
-        f"{BIG}: {EXCHANGE_RATIO}",
-        BIG,
-        counted(EXCHANGE_RATIO),
-        "<=",
-        1.5,
-        "1.22 to 1.35",
-        ("ray",),
-    ),
-    Floor(
-        f"{SMALL}: {EXCHANGE_OVER}",
-        SMALL,
-        counted(EXCHANGE_OVER),
-        "<=",
-        1.5,
-        "1.15 to 1.48",
-        ("ray",),
-    ),
+FLOORS = tuple(
+    Floor(f"{case}: {figure}", case, counted(figure), "<=", most, measured, ("ray",))
+    for case, figure, most, measured in (
+        (COMPILED, EXCHANGE_RATIO, 1.25, "1.04 to 1.12"),
+        (BIG, EXCHANGE_RATIO, 1.5, "1.22 to 1.35"),
+        (SMALL, EXCHANGE_OVER, 1.5, "1.15 to 1.48"),
+    )
 )
 
-Timed = Callable[[], Mapping[str, float]]  # runs once; returns seconds by name
+Seconds = Mapping[str, Sequence[float]]  # candidate -> its time in each turn
 
 
-def in_turns(
-    calls: Sequence[Timed], rounds: int, pause: float, in_a_row: int
-) -> dict[str, list[float]]:
-    """Returns the seconds of all calls, in turns.
+def median_of(turn: Turn, number: int) -> Turn:
+    """Returns what measures several calls in a row, of which the median counts."""
 
-    Args:
-        calls: the candidates.
-        rounds: how many turns count.
-        pause: seconds before each turn of a call.
-        in_a_row: how often a call is made in its turn, of which the median counts.
-    """
-    taken: dict[str, list[float]] = {}
-    gc.collect()
-    gc.disable()
-    for turn in range(WARM_UPS + rounds):
-        for call in calls:
-            time.sleep(pause)
-            found = [call() for _ in range(in_a_row)]
-            for name in found[0] if turn >= WARM_UPS else ():
-                taken.setdefault(name, []).append(statistics.median([each[name] for each in found]))
-    gc.enable()
-    return taken
-
-
-def timed(name: str, call: Callable[[], Any]) -> Timed:
-    """Returns a call that measures another one, without dropping its result."""
-
-    def run() -> Mapping[str, float]:
-        start = time.perf_counter()
-        result = call()
-        seconds = time.perf_counter() - start
-        del result
-        return {name: seconds}
+    def run() -> dict[str, float]:
+        found = [turn() for _ in range(number)]
+        return {name: statistics.median([each[name] for each in found]) for name in found[0]}
 
     return run
 
 
-def median_of_pairs(
-    ours: Sequence[float], theirs: Sequence[float], relate: Callable[[float, float], float]
-) -> float:
-    """Returns the median of what relates each time of ours to the peer's of the same turn."""
-    return statistics.median(map(relate, ours, theirs))
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Returns the median of the ratios of the turns."""
+    return statistics.median([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
-def over(ours: float, theirs: float) -> float:
-    """Returns a ratio."""
-    return ours / theirs
-
-
-def more_ms(ours: float, theirs: float) -> float:
-    """Returns a difference in milliseconds."""
-    return (ours - theirs) * 1e3
+def more_ms(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Returns the median of the differences of the turns, in milliseconds."""
+    return statistics.median([one - other for one, other in zip(ours, theirs, strict=True)]) * 1e3
 
 
 class Worker:
@@ -212,7 +153,7 @@ class Peers:
         self._actors = {name: ray.remote(num_cpus=0)(kind).remote() for name, kind in kinds.items()}
         self._get = ray.get
 
-    def calls(self, shapes: Sequence[tuple[int, ...]]) -> list[Timed]:
+    def calls(self, shapes: Sequence[tuple[int, ...]]) -> list[Turn]:
         """Returns calls that push gradients and get the sums, and one that does nothing."""
         gradients = [np.ones(shape, np.float32) for shape in shapes]
         given = gradients[0] if len(shapes) == 1 else gradients
@@ -225,63 +166,54 @@ class Peers:
         return [*calls, timed(TRIP, call_of(self._actors[ACTOR].trip, 1))]
 
 
-def fastest(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> Sequence[float]:
+def fastest(taken: Seconds, names: Sequence[str]) -> Sequence[float]:
     """Returns the times of the candidate with the lowest median."""
     return min([taken[name] for name in names], key=statistics.median)
 
 
-class Bench:
-    """Runs all cases, if Ray is installed."""
+class Cases:
+    """The cases, on the cluster of this process.
 
-    def __init__(self, *, quick: bool) -> None:
-        self.quick = quick
-        self.absent: dict[str, str] = {}
-        self.cases: dict[str, Case] = {}
-        self._big = (QUICK_MB if quick else MB) * 250_000  # elements
-        self._small = [(SMALL_SIZE,)] * (5 if quick else NUM_SMALL)
+    Args:
+        bench: keeps them.
+    """
 
-    @cached_property
-    def peers(self) -> Peers:
-        """The peers, of the cluster of this process."""
-        return Peers()
-
-    def run(self) -> None:
-        """Runs all cases, on the cluster of this process or a new one."""
-        if importlib.util.find_spec("ray") is None:
-            self.absent["ray"] = "not installed"
-            return
-        with cluster():
-            self.with_floors()
-            self.agn(RESNET, self._small if self.quick else resnet50())
-            self.agn(SHARDS, [(self._big // 2,)] * 2, num_shards=2)
-            with tempfile.TemporaryDirectory() as folder:
-                self.agn(DURABLE, [(self._big,)], snapshots=folder, durability="push")
-            self.accumulators(SUM, [(self._big,)])
-            self.accumulators(SUMS, self._small)
-            self.accumulators(PARTS, [(self._big // 2,)] * 2, num_shards=2)
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.peers = Peers()
+        self.big = bench.pick(MB, QUICK_MB) * 250_000  # elements
+        self.small = [(SMALL_SIZE,)] * bench.pick(NUM_SMALL, 5)
 
     def with_floors(self) -> None:
         """Runs the cases that have floors."""
-        self.agn(COMPILED, [(self._big,)], kernels="compiled")
-        self.agn(BIG, [(self._big,)])
-        self.agn(SMALL, self._small)
+        self.agn(COMPILED, [(self.big,)], kernels="compiled")
+        self.agn(BIG, [(self.big,)])
+        self.agn(SMALL, self.small)
+
+    def run(self) -> None:
+        """Runs all cases."""
+        self.with_floors()
+        self.agn(RESNET, self.bench.pick(resnet50(), [*self.small]))
+        self.agn(SHARDS, [(self.big // 2,)] * 2, num_shards=2)
+        with tempfile.TemporaryDirectory() as folder:
+            self.agn(DURABLE, [(self.big,)], snapshots=folder, durability="push")
+        self.accumulators(SUM, [(self.big,)])
+        self.accumulators(SUMS, self.small)
+        self.accumulators(PARTS, [(self.big // 2,)] * 2, num_shards=2)
 
     def agn(self, name: str, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
         """Measures pushes of all variables to a center, each with the pull behind it."""
         worker = Worker(shapes, **options)
         with closing(worker.center):
-            taken = self._taken([worker.push, *self.peers.calls(shapes)], shapes)
+            taken = self._taken(worker.push, shapes)
             worker.check()
-        peer = fastest(taken, [ACTOR, ASYNC])
-        relations = {
-            RATIO: (PUSH, peer, over), EXCHANGE_RATIO: (EXCHANGE, peer, over),
-            OVER: (PUSH, taken[TRIP], more_ms), EXCHANGE_OVER: (EXCHANGE, taken[TRIP], more_ms),
-        }  # fmt: skip
-        figures = {
-            figure: median_of_pairs(taken[ours], theirs, relate)
-            for figure, (ours, theirs, relate) in relations.items()
-        }
-        self._keep(name, shapes, taken, figures)
+        peer, trip = fastest(taken, [ACTOR, ASYNC]), taken[TRIP]
+        self._keep(name, shapes, taken, {
+            RATIO: ratio(taken[PUSH], peer),
+            EXCHANGE_RATIO: ratio(taken[EXCHANGE], peer),
+            OVER: more_ms(taken[PUSH], trip),
+            EXCHANGE_OVER: more_ms(taken[EXCHANGE], trip),
+        })  # fmt: skip
 
     def accumulators(self, name: str, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
         """Measures that all accumulators of a set get a gradient, and give it."""
@@ -300,39 +232,37 @@ class Bench:
             def both() -> Mapping[str, float]:
                 return {**timed(APPLY, apply)(), **timed(TAKE, take)()}
 
-            taken = self._taken([both, *self.peers.calls(shapes)], shapes)
+            taken = self._taken(both, shapes)
         sums = [sum(times) for times in zip(taken[APPLY], taken[TAKE], strict=True)]
         two_trips = [2 * seconds for seconds in taken[TRIP]]
-        figures = {
-            SUM_RATIO: median_of_pairs(sums, fastest(taken, [ACTOR, ASYNC]), over),
-            SUM_OVER: median_of_pairs(sums, two_trips, more_ms),
-        }
-        self._keep(name, shapes, taken, figures)
+        self._keep(name, shapes, taken, {
+            SUM_RATIO: ratio(sums, fastest(taken, [ACTOR, ASYNC])),
+            SUM_OVER: more_ms(sums, two_trips),
+        })  # fmt: skip
 
-    def _taken(
-        self, calls: Sequence[Timed], shapes: Sequence[tuple[int, ...]]
-    ) -> dict[str, list[float]]:
-        """Returns the seconds of calls with tensors of some shapes."""
-        if self.quick:
-            return in_turns(calls, QUICK_ROUNDS, 0.0, 1)
-        if shapes == self._small:
-            return in_turns(calls, ROUNDS, 0.0, IN_A_ROW)
-        return in_turns(calls, ROUNDS, PAUSE_SECONDS, 1)
+    def _taken(self, ours: Turn, shapes: Sequence[tuple[int, ...]]) -> Seconds:
+        """Returns the seconds of ours and of the peers, for tensors of some shapes."""
+        turns = [ours, *self.peers.calls(shapes)]
+        is_small = shapes == self.small
+        if is_small and not self.bench.quick:
+            turns = [median_of(turn, IN_A_ROW) for turn in turns]
+        pause = 0.0 if is_small or self.bench.quick else PAUSE_SECONDS
+        with garbage_kept():
+            rounds = self.bench.pick(ROUNDS, QUICK_ROUNDS)
+            return in_turns(turns, rounds, pause=pause, warm_ups=WARM_UPS)
 
     def _keep(
         self,
         name: str,
         shapes: Sequence[tuple[int, ...]],
-        taken: Mapping[str, Sequence[float]],
+        taken: Seconds,
         figures: Mapping[str, float],
     ) -> None:
         """Prints and stores a case."""
-        medians = {candidate: statistics.median(times) for candidate, times in taken.items()}
-        took = {candidate: Took(each, each) for candidate, each in medians.items()}
+        took = took_of(each(statistics.median, taken))
         least = {f"{candidate}, least, ms": min(times) * 1e3 for candidate, times in taken.items()}
         size = f"{len(shapes)} float32 tensors"
-        self.cases[name] = Case(name, size, 0, took, {**figures, **least})
-        self.cases[name].show()
+        self.bench.keep(Case(name, size, 0, took, {**figures, **least}))
 
 
 @contextmanager
@@ -347,20 +277,14 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def measured(*, quick: bool) -> dict[str, Any]:
-    """Runs all cases and returns a report for JSON."""
-    load = os.getloadavg()[0]
-    print(f"load average {load:.2f}")
-    bench = Bench(quick=quick)
-    bench.run()
-    return report_of(["numpy"], load, bench, FLOORS, quick=quick)
+def cases(bench: Bench) -> None:
+    """Runs all cases if Ray is installed, on the cluster of this process or a new one."""
+    if bench.has("ray"):
+        with cluster():
+            Cases(bench).run()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes a report; exits with 1 if a floor is broken."""
-    options = options_of(__doc__, arguments)
-    finish(measured(quick=options.quick), options.json)
-
+BENCHMARK = Benchmark(__doc__, cases, FLOORS)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

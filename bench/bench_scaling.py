@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from measure import many_tensors
 from measure.all_reduce_peers import NUMPY, numpy_sum_and_copies
-from measure.case import OURS, Case
-from measure.clock import Call, Clock, HostClock, clock_of
+from measure.case import OURS, Case, Reduced
+from measure.clock import Call, HostClock
 from measure.floors import Floor, counted, over_the_copy
-from measure.random_values import fill, integers
-from measure.reduced import Reduced
-from measure.report import finish, options_of, report_of
-from measure.setting import has_gpu
+from measure.in_processes import figures_of
+from measure.random_values import integers
+from measure.reductions import Reduction, placed
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 
@@ -68,113 +67,78 @@ def free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class Bench:
-    """The sweeps."""
-
-    def __init__(self, *, quick: bool) -> None:
-        self.quick = quick
-        self.on_gpu = has_gpu()
-        self.implementation = "cuda" if self.on_gpu else "compiled"
-        self.cases: dict[str, Case] = {}
-        self.absent: dict[str, str] = {}
-
-    def run(self) -> None:
-        """Runs all cases; each frees its memory when it ends."""
-        for count in self._up_to(TENSORS, QUICK_MOST_TENSORS):
-            self.case(f"tensors, {count:,}", NUM_DEVICES, count, TENSOR_SIZE)
-        self.host_cases(self._up_to(HOST_TENSORS, QUICK_MOST_TENSORS))
-        for count in self._up_to(REPLICAS, QUICK_MOST_REPLICAS):
-            self.case(f"replicas, {count}", count, 1, QUICK_SIZE if self.quick else REPLICA_SIZE)
-        for nbytes in self._up_to(BYTES, QUICK_MOST_BYTES):
-            name = f"bytes, {nbytes:,} in all"
-            if 4 * nbytes > free_bytes() and not self.on_gpu:
-                self.absent[name] = f"{free_bytes() / 2**30:.0f} GiB of memory are free"
-                continue
-            self.case(name, NUM_DEVICES, 1, nbytes // 4 // NUM_DEVICES)
-
-    def _up_to(self, values: Sequence[int], most: int) -> list[int]:
-        return [value for value in values if value <= most or not self.quick]
-
-    def case(self, name: str, num_devices: int, num_tensors: int, size: int) -> None:
-        """Reduces tensors of one size on some devices."""
-        calls: dict[str, Call] = {}
-        with self._mesh(num_devices) as mesh:
-            replica = 4 * num_tensors * size
-            nbytes = num_devices * replica
-            is_small = num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES
-            for way, make in ((PREPARED, prepared), (PLAIN, plain)):
-                if way == PREPARED or is_small:
-                    calls[f"{OURS}{self.implementation}, {way}"] = make(mesh, num_tensors, size)
-            if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not self.on_gpu:
-                rows = np.ones((num_tensors, num_devices, size), np.float32)
-                calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
-            moved = 2 * num_devices * replica
-            took = self._clock(mesh).measure(calls, moved)
-        words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"
-        case = Reduced(name, words, moved, took, {}, replica, num_devices)
-        case.show()
-        self.cases[name] = case
-
-    def host_cases(self, counts: Sequence[int]) -> None:
-        """Measures our Python alone, for each number of tensors."""
-        for count, figures in zip(counts, many_tensors.measured(counts), strict=True):
-            name = f"host, {count:,} tensors"
-            self.cases[name] = Case(name, figures=figures)
-            self.cases[name].show()
-
-    def _mesh(self, num_devices: int) -> gr.Mesh:
-        if self.on_gpu:
-            return gr.open_mesh([0] * num_devices, backend="cuda")
-        return gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
-
-    def _clock(self, mesh: gr.Mesh) -> Clock:
-        if self.on_gpu:
-            return clock_of(mesh, quick=self.quick)
-        return HostClock(self.quick, copy_threads=1, rounds=ROUNDS)
+def up_to(bench: Bench, values: Sequence[int], most: int) -> list[int]:
+    """Returns all values, or small ones with ``--quick``."""
+    return [value for value in values if value <= most or not bench.quick]
 
 
-def pairs_of(
-    mesh: gr.Mesh, num_tensors: int, size: int
-) -> list[tuple[gr.PerReplica, gr.PerReplica]]:
+def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int) -> None:
+    """Reduces tensors of one size on some devices."""
+    replica = 4 * num_tensors * size
+    nbytes = num_devices * replica
+    ours = OURS + ("cuda" if bench.on_gpu else "compiled")
+    calls: dict[str, Call] = {}
+    with open_mesh(bench, num_devices) as mesh:
+        calls[f"{ours}, {PREPARED}"] = prepared(mesh, num_tensors, size)
+        if num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES:
+            calls[f"{ours}, {PLAIN}"] = Reduction(mesh, values_of(mesh, num_tensors, size)).plain()
+        if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not bench.on_gpu:
+            rows = np.ones((num_tensors, num_devices, size), np.float32)
+            calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
+        moved = 2 * num_devices * replica
+        took = bench.clock_of(mesh).measure(calls, moved)
+    words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"
+    bench.keep(Reduced(name, words, moved, took, {}, replica, num_devices))
+
+
+def open_mesh(bench: Bench, num_devices: int) -> gr.Mesh:
+    """Opens logical devices of GPU 0, or simulated devices."""
+    if bench.on_gpu:
+        return gr.open_mesh([0] * num_devices, backend="cuda")
+    return gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
+
+
+def values_of(mesh: gr.Mesh, num_tensors: int, size: int) -> Sequence[gr.PerReplica]:
     """Returns values in flat buffers; the first tensor has small integers."""
-    flat = mesh.flat_buffer([(size,)] * num_tensors, "float32")
-    views = flat.views
+    values = placed(mesh, [(size,)] * num_tensors, flat=True)
     for replica, device in enumerate(mesh):
-        fill(flat.buffers[replica])
-        device.upload(integers(size) + np.float32(replica), out=views[replica][0])
-    values = [gr.PerReplica(list(column), mesh) for column in zip(*views, strict=True)]
-    return [(value, value) for value in values]
+        device.upload(integers(size) + np.float32(replica), out=values[0].buffers[replica])
+    return values
 
 
 def prepared(mesh: gr.Mesh, num_tensors: int, size: int) -> Call:
     """Returns a prepared step in place, after a first one that is checked."""
-    pairs = pairs_of(mesh, num_tensors, size)
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    step = ops.prepare(gr.ReduceOp.MEAN, pairs, out=[value for value, _ in pairs])
+    values = values_of(mesh, num_tensors, size)
+    step = Reduction(mesh, values).prepared(in_place=True)
     step()
-    for buffer in pairs[0][0].buffers:
+    for buffer in values[0].buffers:
         if not np.array_equal(buffer.numpy(), integers(size) + np.float32((len(mesh) - 1) / 2)):
             raise AssertionError("the result is not the mean")
     return step
 
 
-def plain(mesh: gr.Mesh, num_tensors: int, size: int) -> Call:
-    """Returns a plain call, whose results are new."""
-    pairs = pairs_of(mesh, num_tensors, size)
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    return partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs)
+def cases(bench: Bench) -> None:
+    """Runs all cases; each frees its memory when it ends."""
+    for count in up_to(bench, TENSORS, QUICK_MOST_TENSORS):
+        case(bench, f"tensors, {count:,}", NUM_DEVICES, count, TENSOR_SIZE)
+    counts = up_to(bench, HOST_TENSORS, QUICK_MOST_TENSORS)
+    found = figures_of("measure.many_tensors:figures", counts)
+    for count, figures in zip(counts, found, strict=True):
+        bench.keep(Case(f"host, {count:,} tensors", figures=figures))
+    for count in up_to(bench, REPLICAS, QUICK_MOST_REPLICAS):
+        case(bench, f"replicas, {count}", count, 1, bench.pick(REPLICA_SIZE, QUICK_SIZE))
+    for nbytes in up_to(bench, BYTES, QUICK_MOST_BYTES):
+        name = f"bytes, {nbytes:,} in all"
+        if 4 * nbytes > free_bytes() and not bench.on_gpu:
+            bench.absent[name] = f"{free_bytes() / 2**30:.0f} GiB of memory are free"
+            continue
+        case(bench, name, NUM_DEVICES, 1, nbytes // 4 // NUM_DEVICES)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_of(__doc__, arguments)
-    load = os.getloadavg()[0]
-    bench = Bench(quick=options.quick)
-    print(f"{bench.implementation}; load average {load:.2f}")
-    bench.run()
-    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
-    report = report_of([bench.implementation], load, bench, floors, quick=options.quick)
-    finish(report, options.json)
-
+BENCHMARK = Benchmark(
+    __doc__, cases, CPU_FLOORS, GPU_FLOORS,
+    host_clock=partial(HostClock, copy_threads=1, rounds=ROUNDS), implementation="compiled",
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

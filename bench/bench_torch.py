@@ -11,23 +11,18 @@ gradients of ResNet-50. All candidates run in turns. Exit status 1 if a floor is
 from __future__ import annotations
 
 import gc
-import importlib.util
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from measure.case import OURS, Case
-from measure.clock import Call, Took
+from measure.clock import Call, each, garbage_kept, in_turns, took_of
 from measure.floors import Decision, Floor, counted
-from measure.report import finish, options_of, report_of
+from measure.in_processes import figures_of, torchrun
 from measure.resnet50 import resnet50
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.device import Block, Mesh
@@ -53,7 +48,11 @@ RATIO = "comm_hook over plain DDP, median of pairs"
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
 FLOORS = (
     Floor(f"{TINY_ALONE}: {ADDED}", TINY_ALONE, counted(ADDED), "<=", 2.4, "1.5 to 2.4",
-          ("torch",)),
+          ("torch",), Decision(
+              2,
+              "milliseconds change with the machine and its load, the ratio to a loop of PyTorch "
+              "does not (0.34 to 0.39); runs measured 1.5 to 2.4 ms",
+          )),
     Floor(f"{TINY_ALONE}: {ADDED_SHARE}", TINY_ALONE, counted(ADDED_SHARE), "<=", 0.5,
           "0.34 to 0.38", ("torch",)),
     Floor(f"{TINY}: {ADDED}", TINY, counted(ADDED), "<=", 0.3, "0.18 to 0.33", ("torch",)),
@@ -64,47 +63,24 @@ FLOORS = (
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
 )  # fmt: skip
-DECISIONS = {
-    f"{TINY_ALONE}: {ADDED}": Decision(
-        2,
-        "milliseconds change with the machine and its load, the ratio to a loop of PyTorch does "
-        "not (0.34 to 0.39); runs measured 1.5 to 2.4 ms",
-    ),
-}
-
 Steps = Mapping[str, Callable[[], Call]]  # prepares a step, which is returned
+Found = dict[str, dict[str, float]]  # "took": seconds by candidate; "figures"
 
 
-def in_turns(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
+def seconds_of(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
     """Returns the seconds of each step, in turns; what comes before a step is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    gc.collect()
-    gc.disable()
-    for turn in range(WARM_UPS + rounds):
-        for name, prepare in steps.items():
+
+    def timed(name: str, prepare: Callable[[], Call]) -> Callable[[], dict[str, float]]:
+        def turn() -> dict[str, float]:
             step = prepare()
             start = now()
             step()
-            if turn >= WARM_UPS:
-                taken[name].append(now() - start)
-    gc.enable()
-    return taken
+            return {name: now() - start}
 
+        return turn
 
-def best(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the shortest times, because other work on the machine doubles microseconds."""
-    return {name: min(times) for name, times in taken.items()}
-
-
-def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the medians."""
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def zero(modules: Iterable[Any]) -> None:
-    """Zeroes gradients where they are."""
-    for module in modules:
-        module.zero_grad(set_to_none=False)
+    with garbage_kept():
+        return in_turns([timed(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
 
 
 def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[[], Call]:
@@ -112,7 +88,8 @@ def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[
     import torch
 
     def prepare() -> Call:
-        zero(modules)
+        for module in modules:
+            module.zero_grad(set_to_none=False)
         x = torch.ones(1, requires_grad=True)
         loss = torch.stack([module(x) for module in modules]).sum()
 
@@ -146,7 +123,7 @@ def average_by_loop(modules: Sequence[Any]) -> None:
             parameter.grad.copy_(mean)
 
 
-def tiny_in_one_process(*, quick: bool) -> dict[str, Any]:
+def tiny_in_one_process(quick: bool) -> Found:
     """Measures the processor time of a backward of 8 replicas, and what is added to it."""
     import torch
 
@@ -166,7 +143,7 @@ def tiny_in_one_process(*, quick: bool) -> dict[str, Any]:
             LOOP: backward_of(looped, lambda: average_by_loop(looped)),
         }
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
-        took = best(in_turns(steps, rounds, time.process_time))
+        took = each(min, seconds_of(steps, rounds, time.process_time))
     torch.set_num_threads(threads)
     figures = added(took)
     share = (took[PARALLEL] - took[PLAIN]) / (took[LOOP] - took[PLAIN])
@@ -182,16 +159,16 @@ def added(took: Mapping[str, float]) -> dict[str, float]:
 # -- in each of two processes ----------------------------------------------------------------------
 
 
-def tiny_in_two(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     """Measures the processor time of the thread that calls ``backward``."""
     count = 12 if quick else NUM_TINY
     dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
     steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
-    took = best(in_turns(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
+    took = each(min, seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
     return {"took": took, "figures": added(took)}
 
 
-def held(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+def held(mesh: Mesh, quick: bool) -> Found:
     """Counts the memory that the mesh holds for the gradients of ResNet-50."""
     from measure.torch_modules import Given
 
@@ -205,7 +182,7 @@ def held(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
     gc.collect()
     nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
-    sizes = [bucket.step.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
+    sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
     more = bytes_of(mesh) - before - sum(sizes)
     figures = {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
                "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
@@ -296,13 +273,13 @@ def wait_for_others() -> None:
     dist.barrier()
 
 
-def overlap(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+def overlap(mesh: Mesh, quick: bool) -> Found:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
     made.step()()  # makes the buckets
     steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
-    taken = in_turns(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
-    took = medians(taken)
+    taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
+    took = each(statistics.median, taken)
     share, peer = (
         statistics.median(
             (both - alone) / reductions
@@ -325,7 +302,7 @@ def has_cores() -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * SIZE
 
 
-def hook(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
+def hook(mesh: Mesh, quick: bool) -> Found:
     """Measures backward of DDP with and without our hook; the module computes nothing."""
     import torch
     from measure.torch_modules import Given
@@ -347,13 +324,13 @@ def hook(mesh: Mesh, *, quick: bool) -> dict[str, Any]:
         return prepare
 
     steps = {name: prepare_of(module) for name, module in modules.items()}
-    taken = in_turns(steps, QUICK_ROUNDS if quick else PAIRS, time.perf_counter)
+    taken = seconds_of(steps, QUICK_ROUNDS if quick else PAIRS, time.perf_counter)
     for module in modules.values():
         for parameter in module.parameters():
             if not (parameter.grad == 1).all():
                 raise AssertionError("a gradient is not the mean")
     ratios = [ours / theirs for ours, theirs in zip(taken[OUR_HOOK], taken[DDP], strict=True)]
-    return {"took": medians(taken), "figures": {RATIO: statistics.median(ratios)}}
+    return {"took": each(statistics.median, taken), "figures": {RATIO: statistics.median(ratios)}}
 
 
 def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
@@ -364,84 +341,48 @@ def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
 IN_TWO = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
 
 
-def run_process(report: Path, *, quick: bool) -> None:
-    """Measures in one of the processes; the first writes its figures."""
+def in_each(quick: bool) -> dict[str, Found] | None:
+    """Measures in one of the processes; the first returns what it found."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD)
-    found = {name: measure(mesh, quick=quick) for name, measure in IN_TWO.items()}
-    if mesh.process_index == 0:
-        report.write_text(json.dumps(found), encoding="utf-8")
-    mesh.close()
+    with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
+        found = {name: measure(mesh, quick) for name, measure in IN_TWO.items()}
+        is_first = mesh.process_index == 0
     dist.destroy_process_group()
+    return found if is_first else None
 
 
 # -- the run ---------------------------------------------------------------------------------------
 
 
-class Bench:
-    """Runs all cases, if PyTorch is installed."""
-
-    def __init__(self, *, quick: bool) -> None:
-        self.quick = quick
-        self.absent: dict[str, str] = {}
-        self.cases: dict[str, Case] = {}
-
-    def run(self) -> None:
-        """Runs what is in one process, and then two processes."""
-        if importlib.util.find_spec("torch") is None:
-            self.absent["torch"] = "not installed"
-            return
-        if not has_cores():
-            why = "a core that computes gradients cannot copy others at the same time"
-            self.absent[CORES] = f"{len(os.sched_getaffinity(0))} are here; {why}"
-        self.keep(TINY_ALONE, tiny_in_one_process(quick=self.quick))
-        for name, found in self.in_two().items():
-            self.keep(name, found)
-
-    def in_two(self) -> dict[str, Any]:
-        """Returns what two processes have measured."""
-        # The process keeps freed memory: getting new pages takes as long as everything else.
-        most = str(2**40)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1",
-                       "MALLOC_TRIM_THRESHOLD_": most, "MALLOC_MMAP_THRESHOLD_": most}  # fmt: skip
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "figures.json"
-            command = [sys.executable, "-m", *launcher, __file__, "in-two", str(report)]
-            command += ["--quick"] * self.quick
-            subprocess.run(command, env=environment, timeout=SECONDS, check=True)
-            found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        return found
-
-    def keep(self, name: str, found: Mapping[str, Any]) -> None:
-        """Prints and stores a case."""
-        took = {candidate: Took(each, each) for candidate, each in found["took"].items()}
-        where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
-        self.cases[name] = Case(name, f"{where}float32", 0, took, found["figures"])
-        self.cases[name].show()
-
-
-def measured(*, quick: bool) -> dict[str, Any]:
-    """Runs all cases and returns a report for JSON."""
-    load = os.getloadavg()[0]
-    print(f"load average {load:.2f}")
-    bench = Bench(quick=quick)
-    bench.run()
-    return report_of(["numpy"], load, bench, FLOORS, quick=quick)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["in-two"]:  # one of the processes that this script starts
-        run_process(Path(given[1]), quick="--quick" in given)
+def cases(bench: Bench) -> None:
+    """Runs what is in one process, and then two processes, if PyTorch is installed."""
+    if not bench.has("torch"):
         return
-    options = options_of(__doc__, arguments)
-    finish(measured(quick=options.quick), options.json)
+    if not has_cores():
+        why = "a core that computes gradients cannot copy others at the same time"
+        bench.absent[CORES] = f"{len(os.sched_getaffinity(0))} are here; {why}"
+    keep(bench, TINY_ALONE, tiny_in_one_process(bench.quick))
+    # The processes keep freed memory: getting new pages takes as long as everything else.
+    most = str(2**40)
+    found = figures_of(
+        "bench_torch:in_each", bench.quick, launcher=torchrun(SIZE), seconds=SECONDS,
+        OMP_NUM_THREADS="1", MALLOC_TRIM_THRESHOLD_=most, MALLOC_MMAP_THRESHOLD_=most,
+    )  # fmt: skip
+    for name, measured in found.items():
+        keep(bench, name, measured)
 
+
+def keep(bench: Bench, name: str, found: Found) -> None:
+    """Prints and stores a case."""
+    where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
+    bench.keep(Case(name, f"{where}float32", 0, took_of(found["took"]), found["figures"]))
+
+
+BENCHMARK = Benchmark(__doc__, cases, FLOORS)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -13,41 +13,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 OURS = "gradreduce "
+
 LIMIT = 1.1
+Times = dict[tuple[str, str, str], float]
 
 
-@dataclass(frozen=True)
-class Change:
-    """One candidate in two reports.
-
-    Attributes:
-        case: the name of the case.
-        candidate: its name.
-        unit: ``"of the copy"`` or ``"seconds"``.
-        old: its time before, in that unit.
-        new: its time now.
-    """
-
-    case: str
-    candidate: str
-    unit: str
-    old: float
-    new: float
-
-    @property
-    def ratio(self) -> float:
-        """The new time divided by the old one."""
-        return self.new / self.old
-
-
-def times(report: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
+def times(report: Mapping[str, Any]) -> Times:
     """Returns the time of each of our candidates, by case, candidate and unit."""
-    found = {}
+    found: Times = {}
     for case in report["cases"]:
         seconds = {name: took["seconds"] for name, took in case["took"].items()}
         copy = seconds.get("copy")
@@ -58,21 +35,12 @@ def times(report: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
     return found
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the candidates that both reports have, in the order of the new one."""
-    before = times(old)
-    for key, taken in times(new).items():
-        if key in before:
-            yield Change(*key, before[key], taken)
-
-
-def only_in_one(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns what cannot be compared, because one of the reports lacks it."""
-    before, now = times(old), times(new)
-    missing = [f"only in the old report: {', '.join(key)}" for key in before if key not in now]
-    return missing + [
-        f"only in the new report: {', '.join(key)}" for key in now if key not in before
-    ]
+def only_in_one(before: Times, now: Times) -> Iterator[str]:
+    """Yields what cannot be compared, because one of the reports lacks it."""
+    for name, ours, others in (("old", before, now), ("new", now, before)):
+        for key in ours:
+            if key not in others:
+                yield f"only in the {name} report: {', '.join(key)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,16 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--limit", type=float, default=LIMIT, help="the ratio that is too slow")
     options = parser.parse_args(arguments)
-    old, new = (json.loads(path.read_text("utf-8")) for path in (options.old, options.new))
+    before, now = (
+        times(json.loads(path.read_text("utf-8"))) for path in (options.old, options.new)
+    )
     slower = 0
-    for change in changes(old, new):
-        word = "SLOWER" if change.ratio > options.limit else ""
+    for case, candidate, unit in (key for key in now if key in before):
+        old, new = before[case, candidate, unit], now[case, candidate, unit]
+        word = "SLOWER" if new / old > options.limit else ""
         slower += bool(word)
-        print(
-            f"{change.ratio:6.2f}  {change.old:10.4g} -> {change.new:10.4g} {change.unit:11} "
-            f"{change.case}: {change.candidate} {word}".rstrip()
-        )
-    for line in only_in_one(old, new):
+        words = f"{new / old:6.2f}  {old:10.4g} -> {new:10.4g} {unit:11} {case}: {candidate} {word}"
+        print(words.rstrip())
+    for line in only_in_one(before, now):
         print(line)
     if slower:
         sys.exit(f"{slower} slower by more than {options.limit:g} times")

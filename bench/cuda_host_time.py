@@ -38,6 +38,7 @@ CASES = {
 def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
     """Returns a mesh and the calls, of the checkout whose ``src`` comes first in ``sys.path``."""
     from measure import stub_cupy
+    from measure.reductions import Reduction
     from measure.resnet50 import resnet50
 
     stub_cupy.install()
@@ -46,23 +47,17 @@ def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
     import gradreduce as gr
 
     mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
-    cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
-    mean = gr.ReduceOp.MEAN
     own, of_cupy = [], []
     for shape in resnet50():
-        value = gr.PerReplica([device.zeros(shape, "float32") for device in mesh], mesh)
-        own.append((value, value))
-        value = gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh)
-        of_cupy.append((value, value))
-    return mesh, {
-        "plain": lambda: cross_device_ops.batch_reduce(mean, own),
-        "plain, one tensor": lambda: cross_device_ops.batch_reduce(mean, own[:1]),
-        "prepared": cross_device_ops.prepare(mean, own),
-        "captured": cross_device_ops.capture(mean, own),
-        "prepared, CuPy arrays": cross_device_ops.prepare(mean, of_cupy),
-        "captured, CuPy arrays": cross_device_ops.capture(mean, of_cupy),
-        "plain, CuPy arrays": lambda: cross_device_ops.batch_reduce(mean, of_cupy),
-    }
+        own.append(gr.PerReplica([device.zeros(shape, "float32") for device in mesh], mesh))
+        of_cupy.append(gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh))
+    calls = {"plain, one tensor": Reduction(mesh, own[:1]).plain()}
+    for kind, values in (("", own), (", CuPy arrays", of_cupy)):
+        reduction = Reduction(mesh, values)
+        calls[f"plain{kind}"] = reduction.plain()
+        calls[f"prepared{kind}"] = reduction.prepared()
+        calls[f"captured{kind}"] = reduction.captured()
+    return mesh, calls
 
 
 def work() -> None:
@@ -84,49 +79,40 @@ def work() -> None:
         print((time.process_time() - start) / number, flush=True)
 
 
-class Worker:
-    """A process that measures one checkout."""
+def started(checkout: Path) -> subprocess.Popen[str]:
+    """Starts a process that measures one checkout."""
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import cuda_host_time; cuda_host_time.work()"
+    paths = [str(checkout.resolve() / "src"), str(Path(__file__).resolve().parent)]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *paths],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
-    def __init__(self, checkout: Path) -> None:
-        code = (
-            "import sys; sys.path[:0] = sys.argv[1:]; import cuda_host_time; cuda_host_time.work()"
-        )
-        paths = [str(checkout.resolve() / "src"), str(Path(__file__).resolve().parent)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def seconds(self, name: str, number: int) -> float:
-        """Returns the time of one of so many calls."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([name, number]) + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
+def seconds_of(process: subprocess.Popen[str], name: str, number: int) -> float:
+    """Returns the time of one of so many calls, as a process measures it."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([name, number]) + "\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
 
 
 def measured(old: Path, new: Path, *, quick: bool) -> dict[str, dict[str, float]]:
     """Returns the medians of each case in microseconds, and of the ratios of each round."""
-    workers = [Worker(old), Worker(new)]
+    workers = [started(old), started(new)]
     figures = {}
     for name, number in CASES.items():
         pairs: list[list[float]] = []
         for index in range(QUICK_ROUNDS if quick else ROUNDS):
             turn = 1 if index % 2 else -1  # who is first
-            taken = [worker.seconds(name, 1 if quick else number) for worker in workers[::turn]]
+            taken = [seconds_of(each, name, 1 if quick else number) for each in workers[::turn]]
             pairs.append(taken[::turn])
         before, after = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
         ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
         figures[name] = {"old_us": before, "new_us": after, "ratio": ratio}
         print(f"{name:24} old {before:9.2f} us   new {after:9.2f} us   ratio {ratio:5.3f}")
     for worker in workers:
-        worker.close()
+        worker.communicate()
     return figures
 
 

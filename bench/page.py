@@ -16,19 +16,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from measure.case import Case
-from measure.clock import Took
-from measure.floors import Decision, Figure, counted, over_the_copy, over_the_peer
+from measure.case import OURS, Case
+from measure.clock import took_of
+from measure.floors import Figure, Floor, counted, over_the_copy, over_the_peer
+from measure.runner import IMPLEMENTATIONS, Benchmark
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
 PAGE = BENCH.parent / "docs" / "benchmarks.md"
 TABLES = "benchmarks_tables.md"
 PICTURE = "benchmarks_{}.svg"
-OURS = "gradreduce "
 NOT_MEASURED = "not measured"
 SWEEPS = {"tensors": "tensors", "replicas": "replicas", "bytes": "bytes of all replicas together"}
 
@@ -67,97 +66,72 @@ as a fraction of it: it holds from 1 on.
 Report = Mapping[str, Any]
 
 
-def microseconds(implementation: str) -> Figure:
-    """Our time in microseconds."""
-
-    def figure(case: Case) -> float | None:
-        seconds = case.seconds(OURS + implementation)
-        return None if seconds is None else 1e6 * seconds
-
-    return figure
-
-
 # A line about each benchmark, with a figure of a case for each {}.
-SUMMARY: dict[str, tuple[str, tuple[tuple[str, Figure], ...]]] = {
+SUMMARY: dict[str, tuple[str, list[tuple[str, Figure]]]] = {
     "accumulator": (
         "**Accumulators**: an apply of 64 MiB takes {} of the time of NumPy's `+=`; a dropped "
         "gradient takes {} us.",
-        (
+        [
             ("apply", over_the_peer("numpy +=", "numpy")),
             ("one element", counted("numpy, drop, us")),
-        ),
+        ],
     ),
     "agn": (
         "**AGN**: a local step of SGD over 16 M parameters takes {} (compiled kernels) of the time "
         "of PyTorch's fused SGD and an addition.",
-        (("sgd", over_the_peer("torch fused and add", "compiled")),),
+        [("sgd", over_the_peer("torch fused and add", "compiled"))],
     ),
     "all_reduce": (
         "**All-reduce**: the mean of ResNet-50's gradients on 4 devices takes {} (NumPy) and {} "
         "(compiled kernels) of the time of a copy of the bytes.",
-        (
-            ("ResNet-50, MEAN", over_the_copy("numpy, num_packs=0")),
-            ("ResNet-50, MEAN", over_the_copy("compiled, num_packs=0")),
-        ),
+        [("ResNet-50, MEAN", over_the_copy(f"{each}, num_packs=0")) for each in IMPLEMENTATIONS],
     ),
     "interop": (
         "**Arrays**: a small array becomes a Buffer, and a Buffer an array, in {} us for NumPy and "
         "{} us for PyTorch.",
-        (("numpy", microseconds("in and out")), ("torch", microseconds("in and out"))),
+        [(library, counted("us in and out")) for library in ("numpy", "torch")],
     ),
     "ops": (
         "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
         "time of NumPy's additions.",
-        (
-            ("add_n 8 float32", over_the_peer("numpy chain", "numpy")),
-            ("add_n 8 float32", over_the_peer("numpy chain", "compiled")),
-        ),
+        [("add_n 8 float32", over_the_peer("numpy chain", each)) for each in IMPLEMENTATIONS],
     ),
     "optim": (
         "**Optimizers**: a step over 16 M parameters by compiled kernels takes {} (Adam) and {} "
         "(SGD) of the time of PyTorch's fused optimizers.",
-        (
-            ("adam", over_the_peer("torch fused", "compiled")),
-            ("sgd", over_the_peer("torch fused", "compiled")),
-        ),
+        [(rule, over_the_peer("torch fused", "compiled")) for rule in ("adam", "sgd")],
     ),
     "processes": (
         "**Processes**: an all-reduce of ResNet-50's gradients over two processes takes {} of the "
         "time of gloo's own, and {} of that of MPI's.",
-        (
-            ("ResNet-50, 2 processes, torchrun", over_the_peer("raw all-reduce", "flat, prepared")),
-            ("ResNet-50, 2 processes, mpi", over_the_peer("raw all-reduce", "flat, prepared")),
-        ),
+        [
+            (f"ResNet-50, 2 processes, {each}", over_the_peer("raw all-reduce", "flat, prepared"))
+            for each in ("torchrun", "mpi")
+        ],
     ),
     "ray": (
         "**Ray**: an AGN worker exchanges 64 MB in {} (NumPy) and {} (compiled kernels) of the "
         "time of an actor that adds an array.",
-        (
-            ("AGN, 64 MB", counted("exchange over the actor")),
-            ("AGN, 64 MB, compiled kernels", counted("exchange over the actor")),
-        ),
+        [
+            (f"AGN, 64 MB{kernels}", counted("exchange over the actor"))
+            for kernels in ("", ", compiled kernels")
+        ],
     ),
     "scaling": (
         "**Scaling**: replicas of 1 GiB together are reduced in {} of the time of a copy; a "
         "prepared step over 100,000 tensors takes the host {} us.",
-        (
+        [
             ("bytes, 1,073,741,824 in all", over_the_copy("compiled, prepared")),
             ("host, 100,000 tensors", counted("prepared step, us")),
-        ),
+        ],
     ),
     "torch": (
         "**PyTorch**: a backward of DDP with our hook takes {} of the time of a plain one; "
         "`DataParallel` adds {} of the time that a loop of PyTorch adds.",
-        (
-            (
-                "hook of DDP, ResNet-50",
-                counted("comm_hook over plain DDP, median of pairs"),
-            ),
-            (
-                "tiny gradients, 8 replicas",
-                counted("DataParallel adds, over a loop of torch"),
-            ),
-        ),
+        [
+            ("hook of DDP, ResNet-50", counted("comm_hook over plain DDP, median of pairs")),
+            ("tiny gradients, 8 replicas", counted("DataParallel adds, over a loop of torch")),
+        ],
     ),
 }
 
@@ -213,13 +187,11 @@ def summary(name: str, report: Report) -> str:
 def decisions() -> Iterator[str]:
     """Yields the table of the floors whose bounds were changed."""
     rows = []
-    for name, floor in every_floor():
-        changed: Mapping[str, Decision] = getattr(bench_of(name), "DECISIONS", {})
-        if (decision := changed.get(floor["floor"])) is not None:
-            sign, measured = floor["sign"], floor["figure"]
-            shown = NOT_MEASURED if measured is None else figure(measured)
-            bounds = f"{sign} {decision.was:g}", f"{sign} {floor['bound']:g}"
-            rows.append([f"{name}: {floor['floor']}", *bounds, shown, decision.why])
+    for name, floor, found in every_floor():
+        if floor.decision is not None:
+            shown = NOT_MEASURED if found["figure"] is None else figure(found["figure"])
+            bounds = f"{floor.sign} {floor.decision.was:g}", f"{floor.sign} {floor.bound:g}"
+            rows.append([f"{name}: {floor.name}", *bounds, shown, floor.decision.why])
     yield from table(("floor", "before", "now", "measured", "why"), rows)
 
 
@@ -230,30 +202,22 @@ def tables_page() -> str:
     return "\n".join([TABLES_HEAD, *sections])
 
 
-def bench_of(name: str) -> ModuleType:
-    """Returns the module of a benchmark, which defines its floors."""
-    return import_module(f"bench_{name}")
-
-
 def cases_of(report: Report) -> dict[str, Case]:
     """Returns the cases of a report, by name."""
     return {
         each["name"]: Case(
             each["name"],
-            took={
-                name: Took(took["seconds"], took["seconds"]) for name, took in each["took"].items()
-            },
+            took=took_of({name: took["seconds"] for name, took in each["took"].items()}),
             figures=each["figures"],
         )
         for each in report["cases"]
     }
 
 
-def checked_floors(name: str, report: Report, *, on_gpu: bool) -> list[dict[str, Any]]:
-    """Checks the floors of a benchmark with the figures of a report."""
-    bench = bench_of(name)
-    found = getattr(bench, "GPU_FLOORS" if on_gpu else "CPU_FLOORS", None) or bench.FLOORS
-    return [floor.check(cases_of(report), report["absent"]) for floor in found]
+def floors_of(name: str, *, on_gpu: bool) -> Sequence[Floor]:
+    """Returns the floors of a benchmark for a kind of machine."""
+    benchmark: Benchmark = import_module(f"bench_{name}").BENCHMARK
+    return benchmark.floors_of(on_gpu=on_gpu)
 
 
 def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
@@ -269,7 +233,9 @@ def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
             yield about(report) + "\n"
             yield from cases(report)
             yield from counts(report)
-            yield from floors(checked_floors(name, report, on_gpu=report is gpu))
+            of_kind = floors_of(name, on_gpu=report is gpu)
+            checked = [floor.check(cases_of(report), report["absent"]) for floor in of_kind]
+            yield from floors(checked)
             left_out = [f"{what} ({why})" for what, why in report["absent"].items()]
             if left_out:
                 yield f"Left out: {'; '.join(left_out)}.\n"
@@ -310,7 +276,7 @@ def cases(report: Report) -> Iterator[str]:
         words = [each for each in (case["name"], case["size"]) if each]
         rows.append([
             ": ".join(words),
-            "" if copy is None else milliseconds(copy),
+            "" if copy is None else figure(copy * 1e3),
             listed(seconds, copy, ours=True),
             listed(seconds, None, ours=False),
         ])  # fmt: skip
@@ -324,13 +290,8 @@ def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> s
     words = []
     for name, taken in sorted(chosen, key=lambda item: item[1]):
         part = "" if copy is None else f" ({copy / taken:.2g})"
-        words.append(f"{name.removeprefix(OURS)} {milliseconds(taken)}{part}")
+        words.append(f"{name.removeprefix(OURS)} {figure(taken * 1e3)}{part}")
     return "<br>".join(words)
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time with three digits."""
-    return figure(seconds * 1e3)
 
 
 def figure(value: float) -> str:
@@ -399,15 +360,18 @@ def plots(report: Report) -> Iterator[tuple[str, Any]]:
 
 def missed() -> list[str]:
     """Returns the floors that are not met."""
-    return [f"{name}: {floor['floor']}" for name, floor in every_floor() if floor["holds"] is False]
+    return [
+        f"{name}: {floor.name}" for name, floor, found in every_floor() if found["holds"] is False
+    ]
 
 
-def every_floor() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each floor for which there are figures, with its benchmark's name."""
+def every_floor() -> Iterator[tuple[str, Floor, dict[str, Any]]]:
+    """Yields each floor for which there are figures, its benchmark's name, and its check."""
     for kind in ("cpu", "gpu"):
         for name, report in reports(kind).items():
-            for floor in checked_floors(name, report, on_gpu=kind == "gpu"):
-                yield name, floor
+            found = cases_of(report)
+            for floor in floors_of(name, on_gpu=kind == "gpu"):
+                yield name, floor, floor.check(found, report["absent"])
 
 
 def write() -> None:

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import page
-from measure.setting import gpu_name, has_gpu
+from measure.runner import gpu_name, has_gpu
 
 from gradreduce.cli.system_info import processor
 
 BENCH = Path(__file__).resolve().parent
-NAMES = tuple(sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py")))
+NAMES = page.names()
 LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "ray")
 DIGITS = 4  # that are kept of a figure
 

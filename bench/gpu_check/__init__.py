@@ -8,12 +8,10 @@ The modules:
 * ``child``: runs one command in its own process group, with a deadline, and ends all its processes.
 * ``record``: the JSON file of a section, which is complete at every moment.
 * ``section``: runs a section: a generator that yields checks and gets their results.
-* ``run_first``: the steps of the first section, as a list of checks; ``run_tests``, ``run_nccl``,
-  ``run_example``, ``run_bench``, ``run_sanitize``: the other sections, whose checks it shares;
-  ``run_ncu``: the counters of a profiler.
-* ``versions``, ``smoke``, ``compile_kernels``, ``torch_assert``, ``torch_training``,
-  ``host_costs``, ``busy_gpu``, ``launches``, ``ranks``, ``copy_rate``: programs that the sections
-  start; ``unpooled``: a plugin of pytest; ``chart``: draws what was measured.
+* ``sections``: all sections but ``first``, which is a list of checks in steps.
+* ``programs``, ``torch_assert``, ``torch_training``, ``host_costs``, ``busy_gpu``, ``launches``,
+  ``ranks``: functions that checks call, each in a process of its own; ``unpooled``: a plugin of
+  pytest; ``chart``: draws what was measured.
 
 This process never imports CuPy. If a GPU hangs, it blocks only a child, which has a deadline.
 """

@@ -6,23 +6,17 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from .child import Stop
+from .first import FIRST, first, step_of
 from .identify import FAKE, commit, find, sources
 from .record import FAILED, STOPPED, Record
-from .run_bench import bench
-from .run_example import example
-from .run_first import FIRST, first, step_of
-from .run_nccl import nccl
-from .run_sanitize import sanitize
-from .run_tests import tests
 from .section import Done, Section, run_section
+from .sections import bench, example, nccl, sanitize, tests
 from .setting import ROOT, Gpu, Setting
 
 SECTIONS: Mapping[str, Section] = {
@@ -33,7 +27,6 @@ SECTIONS: Mapping[str, Section] = {
     "bench": bench,
     "sanitize": sanitize,
 }
-IN_PARTS = ("first", "tests", "bench")
 LIMIT_SECONDS = 480.0
 FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
 
@@ -58,7 +51,12 @@ class Asked:
     @property
     def stem(self) -> str:
         """The name, for use in a file name."""
-        return "-".join("".join(c if c.isalnum() else " " for c in self.name).split())
+        return stem_of(self.name)
+
+
+def stem_of(name: str) -> str:
+    """Returns a name without the characters that a file name should not have."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name).split())
 
 
 def positive(text: str) -> float:
@@ -121,31 +119,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def headed(name: str, gpu: Gpu, limit: float) -> dict[str, Any]:
-    """Returns the header of a section's record."""
-    return {
-        "section": name,
+def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record]:
+    """Creates a record for each section before the first one runs."""
+    folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC)
+    stem = f"{stem_of(gpu.name.lower())}-{now:%Y-%m-%d-%H%M%S}"
+    header = {
         "gpu": gpu.name,
         "num_gpus": gpu.count,
         "details": dict(gpu.details),
         "versions": dict(gpu.versions),
         "commit": commit(),
         "sources": sources(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now.isoformat(timespec="seconds"),
         "command": ["bench/gpu_check.sh", *sys.argv[1:]],
         "limit_seconds": limit,
     }
-
-
-def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record]:
-    """Creates a record for each section before the first one runs."""
-    folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    slug = "-".join("".join(c if c.isalnum() else " " for c in gpu.name.lower()).split())
-    stem = f"{slug}-{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}"
-    header = headed("", gpu, limit)
     return {
-        one: Record(folder / f"{stem}-{one.stem}.json", {**header, "section": one.name})
+        one: Record(folder / f"{stem}-{one.stem}.json", {"section": one.name, **header})
         for one in asked
     }
 

@@ -1,7 +1,5 @@
 """Tests what the host can do while a GPU is busy: watch for deadlines, drop captured steps.
 
-    python -m gpu_check.busy_gpu [--json FILE] [--quick]
-
 CuPy's ``eventQuery``, ``streamQuery`` and ``setDevice`` keep the interpreter's lock. If the driver
 lets one wait for another thread, which launches into a full queue or frees memory, no thread of
 Python runs, and no watchdog notices a deadline. On an H100 ``streamQuery`` waited as long as its
@@ -15,7 +13,6 @@ Then it calls captured steps and drops them at once, before the GPU has begun wi
 from __future__ import annotations
 
 import gc
-import json
 import math
 import threading
 import time
@@ -28,7 +25,6 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 from measure.random_values import fill, integers
-from measure.report import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops
@@ -179,20 +175,14 @@ def called_and_dropped(
     return results
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs both tests, and saves what was measured."""
-    options = options_of(__doc__, arguments)
+def measured(quick: bool) -> dict[str, float]:
+    """Runs both tests, and returns what was measured."""
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        slow = SlowWork(mesh.devices[0], quick=options.quick)
-        figures = standstills(mesh, slow, quick=options.quick)
-        steps = QUICK_STEPS if options.quick else STEPS
-        compared = dropped(mesh, slow, steps)
-    print(json.dumps(figures, indent=1))
-    keep({**figures, "compared results of dropped steps": compared}, options.json)
+        slow = SlowWork(mesh.devices[0], quick=quick)
+        figures = standstills(mesh, slow, quick=quick)
+        compared = dropped(mesh, slow, QUICK_STEPS if quick else STEPS)
+    print(figures)
     for name, taken in figures.items():
         if STANDSTILL in name and taken > DEADLINE * 1e3:
             raise AssertionError(f"{name}: {taken:.0f}: no watchdog could notice a deadline")
-
-
-if __name__ == "__main__":
-    main()
+    return {**figures, "compared results of dropped steps": compared}

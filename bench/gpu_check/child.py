@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CommandResult", "Stop", "run"]
-
 LOOK_SECONDS = 0.1  # between two checks of the deadline and the signals
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 

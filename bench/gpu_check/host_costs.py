@@ -1,7 +1,5 @@
 """Measures the host time of single driver calls through CuPy.
 
-    python -m gpu_check.host_costs [--json FILE] [--quick]
-
 A kernel's table is converted once to an argument of CuPy. CuPy also accepts the NumPy struct, and
 then converts it at each launch. Both are measured.
 """
@@ -16,7 +14,6 @@ from typing import Any
 import cupy
 from measure.clock import Call, host_seconds
 from measure.random_values import fill
-from measure.report import keep, options_of
 
 import gradreduce as gr
 from gradreduce import ops
@@ -27,39 +24,26 @@ SIZE = 1000  # elements: the GPU is done before the next call comes
 CALLS, QUICK_CALLS = 200, 2
 
 
-class Launched:
-    """A compiled kernel that records the arguments of its last call.
+def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, Sequence[Any]]:
+    """Returns CuPy's kernel of an ``add_n``, and its grid, block and arguments."""
+    find, launched = backend.load_kernel, []
 
-    Args:
-        entry: CuPy's.
-    """
-
-    last: tuple[Any, tuple[Any, ...]] | None = None  # CuPy's kernel; grid, block, its arguments
-
-    def __init__(self, entry: Any) -> None:
-        self._entry = entry
-
-    def __call__(self, grid: Any, block: Any, arguments: Any, **options: Any) -> None:
-        Launched.last = self._entry, (grid, block, arguments)
-        self._entry(grid, block, arguments, **options)
-
-
-def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns CuPy's kernel of an ``add_n`` and its arguments."""
-    find = backend.load_kernel
-
-    def found(*words: Any) -> tuple[Launched, int]:
+    def found(*words: Any) -> tuple[Any, int]:
         entry, resident = find(*words)
-        return Launched(entry), resident
+
+        def launch(*arguments: Any, **options: Any) -> None:
+            launched.append((entry, arguments))
+            entry(*arguments, **options)
+
+        return launch, resident
 
     backend.load_kernel = found
     try:
         ops.add_n(buffers[:1], [buffers[1:]], device=device)
     finally:
         backend.load_kernel = find
-    if Launched.last is None:
-        raise AssertionError("no kernel was launched")
-    return Launched.last
+    (only,) = launched
+    return only
 
 
 def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
@@ -116,7 +100,7 @@ def _entered(gpu: Any) -> None:
         pass
 
 
-def measured(*, quick: bool) -> dict[str, float]:
+def measured(quick: bool) -> dict[str, float]:
     """Returns the microseconds of each kind of call."""
     with gr.open_mesh(1, backend="cuda") as mesh:
         (device,) = mesh.devices
@@ -135,16 +119,3 @@ def measured(*, quick: bool) -> dict[str, float]:
         device.mesh_state.order.add_work(device.compute)
         mesh.synchronize()
     return {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and saves the figures."""
-    options = options_of(__doc__, arguments)
-    figures = measured(quick=options.quick)
-    for name, figure in figures.items():
-        print(f"{name:40} {figure:8.2f}")
-    keep(figures, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Identifies the GPU and its software versions.
 
-``python -m gpu_check.identify FILE`` asks CuPy and writes the answers to FILE; without a GPU it
-writes the reason, and the exit status is 1. It runs as a child, because a broken driver may hang.
+``look`` asks CuPy in a process of its own, because a broken driver may hang.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import hashlib
 import json
 import platform
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+from measure.in_processes import words_of
+
 from .child import Stop, run
 from .setting import ROOT, Gpu, environment, python
-
-__all__ = ["FAKE", "commit", "find", "sources"]
 
 LOOK_SECONDS = 60.0  # CuPy's first import on a cold disk, and the driver's start
 FAKE = Gpu("fake", versions={"python": platform.python_version()})
@@ -34,7 +32,7 @@ def find(work: Path, stop: Stop) -> Gpu:
     """
     report = work / "gpu.json"
     ended = run(
-        python("-m", "gpu_check.identify", str(report), fake=False),
+        python(*words_of(report, "gpu_check.identify:look"), fake=False),
         log=work / "gpu.log",
         cwd=ROOT,
         environment=environment(fake=False, work=work),
@@ -78,7 +76,7 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _look() -> dict[str, Any]:
+def look() -> dict[str, Any]:
     """Returns CuPy's data of GPU 0 as arguments of ``Gpu``."""
     # CuPy warns of its own install: a library that is not found, a second copy of itself.
     warnings.simplefilter("ignore")
@@ -112,9 +110,3 @@ def _look() -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-if __name__ == "__main__":
-    found = _look()
-    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
-    sys.exit(0 if found["count"] else 1)

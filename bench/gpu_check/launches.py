@@ -1,16 +1,12 @@
-"""Launches kernels at a size that fills a GPU, each three times, for a profiler.
-
-python -m gpu_check.launches [--json FILE] [--quick]
-"""
+"""Launches kernels at a size that fills a GPU, each three times, for a profiler."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from measure.random_values import fill
-from measure.report import keep, options_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
@@ -89,39 +85,28 @@ def local_sgd(mesh: Mesh, size: int) -> Launch:
     return lambda: ops.update_rows(kernel, [row], (0, 0.1), mesh.devices[0])
 
 
-# kernel -> makes its launch
-LAUNCHES = {
-    "add_n": add_n,
-    "accumulate_n": accumulate_n,
-    "pack": pack,
-    "all_sum": all_sum,
-    "square_sum": square_sum,
-    "segment_sum": segment_sum,
-    "take_rows": take_rows,
-    "local_sgd": local_sgd,
-}
+# Make the launch of the kernel of their name.
+LAUNCHES = (
+    add_n, accumulate_n, pack, all_sum, square_sum, segment_sum, take_rows, local_sgd,
+)  # fmt: skip
 
 
 def functions() -> dict[str, str]:
     """Returns the name of each kernel's function in its ``.cu`` file, which a profiler shows."""
     kernels = {kernel.name: kernel for kernel in ops.KERNELS}
-    expressions = {name: kernels[name].expression(kernels[name].templates[0]) for name in LAUNCHES}
+    mine = [kernels[make.__name__] for make in LAUNCHES]
+    expressions = {kernel.name: kernel.expression(kernel.templates[0]) for kernel in mine}
     return {name: text.partition("<")[0] for name, text in expressions.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Launches the kernels in turn and reports the number of launches."""
-    options = options_of(__doc__, arguments)
-    size = QUICK_SIZE if options.quick else SIZE
+def launched(quick: bool) -> dict[str, int]:
+    """Launches the kernels in turns, and counts the launches."""
+    size = QUICK_SIZE if quick else SIZE
     with gr.open_mesh(1, backend="cuda") as mesh:
-        launches = [prepare(mesh, size) for prepare in LAUNCHES.values()]
+        launches = [prepare(mesh, size) for prepare in LAUNCHES]
         with mesh.journal() as journal:
             for launch in launches:
                 for _ in range(NUM_LAUNCHES):
                     launch()
         mesh.synchronize()
-    keep({"launches": journal.launches}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+    return {"launches": journal.launches}

@@ -1,31 +1,24 @@
 """Tests NCCL with several ranks on one GPU, in one process or several.
 
-    python -m gpu_check.ranks version|together|apart|hang|cost NUM_RANKS REPORT [--quick]
-
 All calls go through our own ``NcclCollective``, to test its dtypes, counts and calls; only its
-check that each rank has its own GPU is removed. ``apart`` starts this program again for each rank;
-these processes meet by an id that the first writes to a file. ``hang`` does so too, and lets one
-rank reduce alone until its deadline aborts the communicator. ``cost`` measures the host time of a
-call, and of the same calls of NCCL made directly.
+check that each rank has its own GPU is removed. ``apart`` starts a process for each rank; these
+meet by an id that the first writes to a file. ``hang`` does so too, and lets one rank reduce alone
+until its deadline aborts the communicator. ``cost`` measures the host time of a call, and of the
+same calls of NCCL made directly.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import numpy as np
 from measure.clock import Call, host_seconds
+from measure.in_processes import figures_of_each
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective
@@ -45,6 +38,7 @@ NOT_NCCLS = ("int16", "uint16")
 SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
 COST_SIZE, COST_CALLS = 256, 20  # so few that the GPU never keeps the host waiting
 LOOK_SECONDS = 0.02
+RANKS_SECONDS = 600.0  # the check has a shorter deadline
 WAIT_SECONDS = 60.0  # for the file with the id
 HANG_SECONDS = 2.0  # the deadline of an all-reduce that never ends
 APART = {
@@ -55,23 +49,12 @@ APART = {
 }
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Arguments of a way to run the ranks.
+Figures = dict[str, Any]
 
-    Attributes:
-        count: of the ranks.
-        report: a file for the figures.
-        sizes: of the arrays, in elements.
-    """
 
-    count: int
-    report: Path
-    sizes: tuple[int, ...]
-
-    def write(self, compared: int) -> None:
-        """Writes the number of compared results, all correct, to the report."""
-        _write(self.report, {"ranks": self.count, "compared": compared, "dtypes": DTYPES})
+def compared_in(count: int, compared: int) -> Figures:
+    """Returns the number of compared results, all correct."""
+    return {"ranks": count, "compared": compared, "dtypes": DTYPES}
 
 
 class SharingCollective(NcclCollective):
@@ -108,28 +91,26 @@ def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
     return made.astype(as_dtype(dtype))
 
 
-def compare(
-    collective: NcclCollective, devices: Sequence[Device], ours: Sequence[int], ranks: Ranks
-) -> int:
+def compare(collective: NcclCollective, ours: dict[int, Device], count: int, *, quick: bool) -> int:
     """Tests every collective, dtype and size; returns the number of compared results.
 
     Args:
         collective: the tested collective.
-        devices: of this process, one for each of its ranks.
-        ours: the ranks of this process.
-        ranks: all of them.
+        ours: the ranks of this process, with their devices.
+        count: of all ranks.
+        quick: small sizes only.
     """
-    compared = 0
+    compared, devices = 0, list(ours.values())
     for dtype in DTYPES:
-        for size in ranks.sizes:
-            terms = [values(size, dtype, rank) for rank in range(ranks.count)]
+        for size in QUICK_SIZES if quick else SIZES:
+            terms = [values(size, dtype, rank) for rank in range(count)]
             brought = [terms[rank] for rank in ours]
             total = np.sum(terms, axis=0, dtype=terms[0].dtype)
             _all_reduce(collective, devices, brought, total)
-            for root in range(ranks.count):
+            for root in range(count):
                 _broadcast(collective, devices, brought, root, terms[root])
             _all_gather(collective, devices, brought, np.concatenate(terms))
-            compared += (2 + ranks.count + 1) * len(ours)
+            compared += (2 + count + 1) * len(ours)
     _refusals(collective, devices)
     return compared
 
@@ -188,80 +169,62 @@ def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
 # The ways -----------------------------------------------------------------------------------------
 
 
-def together(ranks: Ranks) -> int:
+def together(quick: bool, count: int) -> Figures:
     """Runs all ranks in this process, on GPU 0."""
-    with open_mesh([0] * ranks.count, backend="cuda") as mesh:
+    with open_mesh([0] * count, backend="cuda") as mesh:
         collective = SharingCollective(mesh)
-        compared = compare(collective, mesh.devices, range(ranks.count), ranks)
+        compared = compare(collective, dict(enumerate(mesh)), count, quick=quick)
         mesh.synchronize()
         collective.close()
-    ranks.write(compared)
-    return 0
+    return compared_in(count, compared)
 
 
-def apart(ranks: Ranks, way: str = "rank") -> int:
-    """Starts a process per rank; if one fails, kills the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder) / f"{rank}.json" for rank in range(ranks.count)]
-        started: list[Popen[bytes]] = []
-        try:
-            for rank, report in enumerate(reports):
-                started.append(_started(f"{way}-{rank}", rank, replace(ranks, report=report)))
-            while None in (states := [one.poll() for one in started]) and not any(states):
-                time.sleep(LOOK_SECONDS)
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
-        if any(one.returncode for one in started):
-            print("exit statuses of the ranks:", [one.returncode for one in started])
-            return 1
-        ranks.write(sum(json.loads(path.read_text())["compared"] for path in reports))
-    return 0
-
-
-def hang(ranks: Ranks) -> int:
-    """Starts the ranks of ``hanging_rank``."""
-    return apart(ranks, "hanging")
-
-
-def _started(way: str, rank: int, ranks: Ranks) -> Popen[bytes]:
-    """Starts a process for one rank, with its own host name for NCCL."""
+def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
+    """Starts a process per rank, with its own host name for NCCL; if one fails, ends the others."""
     import cupy
 
-    quick = ("--quick",) if ranks.sizes == QUICK_SIZES else ()
-    words = ("-m", "gpu_check.ranks", way, str(ranks.count), str(ranks.report), *quick)
-    changed = {**APART, "NCCL_HOSTID": f"gradreduce-{rank}"}
-    command = python(*words, fake=getattr(cupy, "FAKE", False))
-    return Popen(command, env={**os.environ, **changed})
+    with tempfile.TemporaryDirectory() as folder:
+        found = figures_of_each(
+            f"gpu_check.ranks:{way}",
+            [(quick, count, rank, folder) for rank in range(count)],
+            python(fake=getattr(cupy, "FAKE", False)),
+            RANKS_SECONDS,
+            [{**APART, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)],
+        )
+    return compared_in(count, sum(each["compared"] for each in found))
 
 
-def one_rank(rank: int, ranks: Ranks) -> int:
+def hang(quick: bool, count: int) -> Figures:
+    """Starts the ranks of ``hanging_rank``."""
+    return apart(quick, count, "hanging_rank")
+
+
+def one_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:
     """Runs one rank of several processes."""
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
-        communicator = _communicator(device, rank, ranks)
-        compared = compare(SharingCollective(mesh, communicator), [device], [rank], ranks)
+        communicator = _communicator(device, rank, count, folder)
+        collective = SharingCollective(mesh, communicator)
+        compared = compare(collective, {rank: device}, count, quick=quick)
         mesh.synchronize()
         # Not aborted, as our own close() does: destroy lets what other ranks still read go out.
         communicator.destroy()
-    ranks.write(compared)
-    return 0
+    return compared_in(count, compared)
 
 
-def hanging_rank(rank: int, ranks: Ranks) -> int:
+def hanging_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:
     """Runs a rank; rank 0 calls one more all-reduce than the others.
 
     Its deadline must pass, the abort end, the GPU come free, and the mesh work after a reset.
     """
-    aborting = ranks.report.parent / "aborting"
+    aborting = Path(folder) / "aborting"
     array = values(COST_SIZE, "float32", 0)
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
-        collective = SharingCollective(mesh, _communicator(device, rank, ranks))
+        collective = SharingCollective(mesh, _communicator(device, rank, count, folder))
         buffers = _uploaded([device], [array])
         collective.all_reduce(buffers)
-        _equal(buffers, array * ranks.count, "all_reduce")
+        _equal(buffers, array * count, "all_reduce")
         if rank == 0:
             collective.all_reduce(buffers)
             try:
@@ -278,28 +241,21 @@ def hanging_rank(rank: int, ranks: Ranks) -> int:
             raise AssertionError(f"the abort of rank {rank} has not ended")
         mesh.reset(timeout=WAIT_SECONDS / 2)
         _equal(_uploaded([device], [array]), array, "upload after the reset")
-    ranks.write(1)
-    return 0
+    return compared_in(count, 1)
 
 
-def _communicator(device: Device, rank: int, ranks: Ranks) -> Any:
+def _communicator(device: Device, rank: int, count: int, folder: str) -> Any:
+    """Makes a communicator by NCCL's unique id, which rank 0 creates and the others read."""
     from cupy.cuda import nccl
 
-    identity = _identity(ranks.report.parent / "id", rank)
-    with device.gpu:  # type: ignore[attr-defined]  # a CudaDevice
-        return nccl.NcclCommunicator(ranks.count, identity, rank)
-
-
-def _identity(path: Path, rank: int) -> bytes:
-    """Returns NCCL's unique id, which rank 0 creates and the others read."""
-    from cupy.cuda import nccl
-
+    path = Path(folder) / "id"
     if rank == 0:
         part = path.with_suffix(".part")
         part.write_bytes(bytes(nccl.get_unique_id()))
         part.replace(path)
     _await(path, "an id from rank 0")
-    return path.read_bytes()
+    with device.gpu:  # type: ignore[attr-defined]  # a CudaDevice
+        return nccl.NcclCommunicator(count, path.read_bytes(), rank)
 
 
 def _await(path: Path, what: str) -> None:
@@ -310,27 +266,24 @@ def _await(path: Path, what: str) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def version(ranks: Ranks) -> int:
+def version(quick: bool) -> Figures:
     """Returns the NCCL version that CuPy found."""
     from cupy.cuda import nccl
 
     if not nccl.available:
-        print("CuPy finds no libnccl")
-        return 1
-    _write(ranks.report, {"version": int(nccl.get_version())})
-    return 0
+        raise AssertionError("CuPy finds no libnccl")
+    return {"version": int(nccl.get_version())}
 
 
-def cost(ranks: Ranks) -> int:
+def cost(quick: bool, count: int) -> Figures:
     """Measures the host time of a small all-reduce, ours and NCCL's."""
     from cupy.cuda import nccl
 
-    quick = ranks.sizes == QUICK_SIZES
-    with open_mesh([0] * ranks.count, backend="cuda") as mesh:
+    with open_mesh([0] * count, backend="cuda") as mesh:
         collective = SharingCollective(mesh)
-        buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * ranks.count)
+        buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * count)
         collective.all_reduce(buffers)
-        communicators = collective._cliques.made[(0,) * ranks.count]
+        communicators = collective._cliques.made[(0,) * count]
         given = [
             (each.address, each.address, each.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM,
              each.device._stream("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice
@@ -348,30 +301,4 @@ def cost(ranks: Ranks) -> int:
         mesh.synchronize()
         collective.close()
     figures = {f"{name} us": taken * 1e6 for name, taken in seconds.items()}
-    _write(ranks.report, {**figures, "us over raw": figures["ours us"] - figures["raw us"]})
-    return 0
-
-
-def _write(report: Path, figures: dict[str, Any]) -> None:
-    report.write_text(json.dumps(figures), encoding="utf-8")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the ways; returns 1 if a rank failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("way", help="version, together, apart, hang or cost")
-    parser.add_argument("num_ranks", type=int)
-    parser.add_argument("report", type=Path, help="the file for the figures")
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
-    options = parser.parse_args(arguments)
-    sizes = QUICK_SIZES if options.quick else SIZES
-    ranks = Ranks(options.num_ranks, options.report, sizes)
-    way, _, rank = options.way.partition("-")
-    if rank:
-        return {"rank": one_rank, "hanging": hanging_rank}[way](int(rank), ranks)
-    ways = {"version": version, "together": together, "apart": apart, "hang": hang, "cost": cost}
-    return ways[way](ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {**figures, "us over raw": figures["ours us"] - figures["raw us"]}

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAILED", "PASSED", "SKIPPED", "STOPPED", "Record", "Result"]
-
 PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
 
 
@@ -39,6 +37,11 @@ class Result:
     tail: str = ""
 
 
+def skipped(name: str, reason: str) -> Result:
+    """Returns the result of a check that cannot run here."""
+    return Result(name, SKIPPED, reason=reason)
+
+
 class Record:
     """The results of a section so far.
 
@@ -49,58 +52,47 @@ class Record:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path
-        self.status = STOPPED
-        self.reason = "it has not begun"
         self.results: list[Result] = []
         self.section = str(header["section"])
         self._header = dict(header)
         self._start: float | None = None
-        self._seconds = 0.0
-        self._save()
+        self._save(STOPPED, "it has not begun")
 
     def begin(self, name: str) -> None:
         """Records that a check has started, in case the run is killed."""
-        if self._start is None:
-            self._start = time.monotonic()
-        self.reason = f"the run ended during {name!r}"
-        self._save([Result(name, STOPPED, reason="the run ended during it")])
+        running = Result(name, STOPPED, reason="the run ended during it")
+        self._save(STOPPED, f"the run ended during {name!r}", running)
 
     def add(self, result: Result) -> None:
         """Records the result of a check."""
         self.results.append(result)
-        self.reason = f"the run ended after {result.name!r}"
-        self._save()
+        self._save(STOPPED, f"the run ended after {result.name!r}")
 
     def skip(self, reason: str) -> None:
         """Records that the section cannot run here."""
-        self.status, self.reason = SKIPPED, reason
-        self._save()
+        self._save(SKIPPED, reason)
 
     def finish(self, stopped: str = "") -> None:
         """Records the end of the section; ``stopped`` is the reason if it ended early."""
-        outcomes = [result.outcome for result in self.results]
-        self.status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
-        self.reason = next(
-            (
-                f"{result.name}: {result.reason}"
-                for result in self.results
-                if result.outcome == self.status and result.reason
-            ),
-            "",
-        )
         if stopped:
-            self.status, self.reason = STOPPED, stopped
-        self._save()
+            self._save(STOPPED, stopped)
+            return
+        outcomes = [result.outcome for result in self.results]
+        status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
+        of_status = [each for each in self.results if each.outcome == status and each.reason]
+        self._save(status, f"{of_status[0].name}: {of_status[0].reason}" if of_status else "")
 
-    def _save(self, running: list[Result] | None = None) -> None:
-        if self._start is not None:
-            self._seconds = time.monotonic() - self._start
+    def _save(self, status: str, reason: str, *running: Result) -> None:
+        self.status, self.reason = status, reason
+        if running and self._start is None:
+            self._start = time.monotonic()
+        seconds = 0.0 if self._start is None else time.monotonic() - self._start
         content = {
             **self._header,
-            "status": self.status,
-            "reason": self.reason,
-            "seconds": round(self._seconds, 3),
-            "results": [asdict(result) for result in (*self.results, *(running or ()))],
+            "status": status,
+            "reason": reason,
+            "seconds": round(seconds, 3),
+            "results": [asdict(result) for result in (*self.results, *running)],
         }
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
+
+from measure.in_processes import words_of
 
 from .child import CommandResult, Stop, run
-from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result
+from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result, skipped
 from .setting import ROOT, Setting, environment
-
-__all__ = [
-    "Check", "Checks", "Done", "Limit", "Section", "Verdict", "find_tool", "needing",
-    "report_of", "run_section", "scratch", "skipped",
-]  # fmt: skip
 
 TAIL_CHARACTERS = 4000
 # What a library that is built for CPUs says when it is asked for a GPU.
 NO_GPU = {"torch": "Torch not compiled with CUDA enabled", "jax": "Unknown backend: 'gpu'"}
-USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
 
 
 def _no_figures(output: str) -> dict[str, Any]:
@@ -60,74 +54,40 @@ class Check:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A result that a section derives from other results."""
-
-    name: str
-    outcome: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
-
-
-def skipped(name: str, reason: str) -> Verdict:
-    """Returns the result of a check that cannot run here."""
-    return Verdict(name, SKIPPED, reason=reason)
-
-
-Checks = Generator[Check | Verdict, Result, None]
+Checks = Generator[Check | Result, Result, None]  # a result of what needs no command
 Section = Callable[[Setting], Checks]
+P = ParamSpec("P")  # the arguments of what makes a section
 Done = MutableMapping[str, tuple[str, Result]]  # check -> the section that ran it, and its result
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The time limit of a section.
-
-    Attributes:
-        seconds: the limit.
-        deadline: its end, by ``time.monotonic``.
-    """
-
-    seconds: float
-    deadline: float
-
-    @property
-    def reason(self) -> str:
-        """The reason for ending the section early; empty while there is time."""
-        over = time.monotonic() >= self.deadline
-        return f"its limit of {self.seconds:g} s" if over else ""
-
-
 def run_section(
-    section: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
+    of: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
 ) -> None:
     """Runs the checks of a section within its time limit.
 
     Args:
-        section: yields the checks.
+        of: yields the checks.
         record: gets their results.
         setting: has the time limit of all checks together.
         stop: ends the section early.
         done: checks that have run before and are not repeated; those of this section are added.
     """
     done = {} if done is None else done
-    limit = Limit(setting.limit, time.monotonic() + setting.limit)
-    checks = section(setting)
+    end = time.monotonic() + setting.limit
+    checks = of(setting)
     try:
         asked = next(checks)
         while True:
             if asked.name in done:
                 where, result = done[asked.name]
-                _add(record, Result(asked.name, SKIPPED, reason=f"{where} has run it"))
+                _add(record, skipped(asked.name, f"{where} has run it"))
                 asked = checks.send(result)
                 continue
-            result = _perform(asked, record, setting, limit, stop)
+            result = asked if isinstance(asked, Result) else _run(asked, record, setting, stop, end)
             _add(record, result)
             if result.outcome != SKIPPED:
                 done[result.name] = record.section, result
-            ended = stop.reason or limit.reason
-            if ended and result.outcome == STOPPED:
+            if result.outcome == STOPPED and (ended := _ended(setting, stop, end)):
                 record.finish(ended)
                 return
             asked = checks.send(result)
@@ -141,27 +101,31 @@ def run_section(
         checks.close()
 
 
-def _perform(
-    asked: Check | Verdict, record: Record, setting: Setting, limit: Limit, stop: Stop
-) -> Result:
-    if isinstance(asked, Verdict):
-        return Result(asked.name, asked.outcome, 0.0, asked.figures, asked.reason)
+def _ended(setting: Setting, stop: Stop, end: float) -> str:
+    """Returns why the section ends early; empty while there is time."""
+    return stop.reason or (f"its limit of {setting.limit:g} s" if time.monotonic() >= end else "")
+
+
+def _run(asked: Check, record: Record, setting: Setting, stop: Stop, end: float) -> Result:
     record.begin(asked.name)
     ended = run(
         asked.command,
         log=setting.work / f"{record.path.stem}-{len(record.results)}.log",
         cwd=ROOT,
         environment={**environment(fake=setting.fake, work=setting.work), **asked.environment},
-        deadline=min(limit.deadline, time.monotonic() + asked.seconds),
+        deadline=min(end, time.monotonic() + asked.seconds),
         stop=stop,
     )
-    if ended.finished:
-        return _judged(asked, ended)
-    why = stop.reason or limit.reason or f"its deadline of {asked.seconds:g} s"
-    return _result(asked, ended, STOPPED, {}, why)
+    outcome, figures, reason = _judged(asked, ended)
+    if not ended.finished:
+        why = _ended(setting, stop, end) or f"its deadline of {asked.seconds:g} s"
+        outcome, figures, reason = STOPPED, {}, why
+    tail = "" if outcome in (PASSED, SKIPPED) else ended.output[-TAIL_CHARACTERS:]
+    return Result(asked.name, outcome, round(ended.seconds, 3), figures, reason, tail)
 
 
-def _judged(asked: Check, ended: CommandResult) -> Result:
+def _judged(asked: Check, ended: CommandResult) -> tuple[str, Mapping[str, Any], str]:
+    """Returns outcome, figures and reason of a check that has ended by itself."""
     passed = ended.status in asked.passes
     reason = "" if passed else f"exit status {ended.status}"
     figures: Mapping[str, Any] = {}
@@ -172,15 +136,8 @@ def _judged(asked: Check, ended: CommandResult) -> Result:
             passed, reason = False, f"its figures cannot be read: {error!r}"
     why = [reason for words, reason in asked.skips.items() if words in ended.output]
     if why and not passed:
-        return _result(asked, ended, SKIPPED, {}, why[0])
-    return _result(asked, ended, PASSED if passed else FAILED, figures, reason)
-
-
-def _result(
-    asked: Check, ended: CommandResult, outcome: str, figures: Mapping[str, Any], reason: str
-) -> Result:
-    tail = "" if outcome in (PASSED, SKIPPED) else ended.output[-TAIL_CHARACTERS:]
-    return Result(asked.name, outcome, round(ended.seconds, 3), figures, reason, tail)
+        return SKIPPED, {}, why[0]
+    return PASSED if passed else FAILED, figures, reason
 
 
 def _add(record: Record, result: Result) -> None:
@@ -192,34 +149,44 @@ def _add(record: Record, result: Result) -> None:
         print(result.tail, file=sys.stderr, flush=True)
 
 
-def report_of(path: Path, output: str) -> Mapping[str, Any]:
-    """Reads the figures that a program wrote to a JSON file."""
-    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figures
+# -- checks ----------------------------------------------------------------------------------------
 
 
-def needing(library: str, section: Section, name: str) -> Section:
-    """Wraps checks that need a library with GPU support; skips them without it."""
-
-    def run(setting: Setting) -> Checks:
-        if importlib.util.find_spec(library) is None:
-            yield skipped(name, f"not installed: {library}")
-            return
-        for check in section(setting):
-            assert isinstance(check, Check)
-            yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
-
-    return run
+def section(make: Callable[Concatenate[Setting, P], Checks]) -> Callable[P, Section]:
+    """Lets a function of a setting and other arguments be called with these alone, as in a list."""
+    return lambda *words, **options: lambda setting: make(setting, *words, **options)
 
 
-def find_tool(name: str) -> str | None:
-    """Returns the path of a CUDA tool, also if it is not on PATH."""
-    usual = [path for pattern in USUAL_FOLDERS for path in sorted(Path("/").glob(pattern))]
-    newest_first = map(str, reversed(usual))
-    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *newest_first)))
+@section
+def function(
+    setting: Setting, /, name: str, of: str, seconds: float, *arguments: Any, **environment: str
+) -> Checks:
+    """Calls a function of ``gpu_check``, which returns its figures, in a process of its own.
+
+    Args:
+        setting: says where and with which CuPy.
+        name: name of the check.
+        of: the function, such as ``host_costs:measured``; it takes ``quick``, for tiny sizes.
+        seconds: its deadline.
+        arguments: further arguments.
+        environment: variables to add to the environment of all children.
+    """
+    report = setting.scratch(name)
+    words = words_of(report, f"gpu_check.{of}", setting.fake, *arguments)
+    yield Check(name, setting.python(*words), seconds, environment, report_of(report))
 
 
-def scratch(setting: Setting, name: str, suffix: str) -> Path:
-    """Returns the path of a temporary file for a check."""
-    plain = "".join(letter if letter.isalnum() else "-" for letter in name)
-    return setting.work / f"{plain}{suffix}"
+@section
+def needing(setting: Setting, library: str, checks: Section, name: str) -> Checks:
+    """Runs checks that need a library with GPU support; skips them without it."""
+    if importlib.util.find_spec(library) is None:
+        yield skipped(name, f"not installed: {library}")
+        return
+    for check in checks(setting):
+        assert isinstance(check, Check)
+        yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
+
+
+def report_of(path: Path) -> Callable[[str], Mapping[str, Any]]:
+    """Returns what reads the figures that a program wrote to a JSON file."""
+    return lambda output: dict(json.loads(path.read_text(encoding="utf-8")))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Gpu", "Setting", "environment", "python"]
-
 ROOT = Path(__file__).resolve().parents[2]
+USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ class Setting:
         return python(*arguments, fake=self.fake)
 
     @property
-    def quick(self) -> tuple[str, ...]:
-        """The flag for tiny sizes, if the run is fake."""
-        return ("--quick",) if self.fake else ()
-
-    @property
     def mark(self) -> str:
         """The pytest mark expression of the tests that these GPUs can run."""
         return "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
@@ -70,8 +65,13 @@ class Setting:
     def pytest(self, *arguments: str) -> tuple[str, ...]:
         """Returns the command of a pytest run in which a missing GPU is a failure."""
         plugin = ("-p", "fake_cupy.plugin") if self.fake else ()
-        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu")
+        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu", "-m", self.mark)
         return (sys.executable, "-P", "-m", "pytest", *plugin, *plain, *arguments)
+
+    def scratch(self, name: str, suffix: str = ".json") -> Path:
+        """Returns the path of a temporary file for a check."""
+        plain = "".join(letter if letter.isalnum() else "-" for letter in name)
+        return self.work / f"{plain}{suffix}"
 
 
 def python(*arguments: str, fake: bool) -> tuple[str, ...]:
@@ -99,3 +99,10 @@ def environment(*, fake: bool, work: Path) -> dict[str, str]:
         "NO_COLOR": "1",
         "COLUMNS": "100",
     }
+
+
+def find_tool(name: str) -> str | None:
+    """Returns the path of a CUDA tool, also if it is not on PATH."""
+    usual = [path for pattern in USUAL_FOLDERS for path in sorted(Path("/").glob(pattern))]
+    newest_first = map(str, reversed(usual))
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *newest_first)))

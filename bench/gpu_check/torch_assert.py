@@ -1,7 +1,5 @@
 """Tests our errors after a failed assertion in a PyTorch kernel: the device has failed.
 
-    python -m gpu_check.torch_assert [--json FILE] [--quick]
-
 An index out of bounds fails such an assertion. It makes the CUDA context of the process unusable
 (error 710, ``cudaErrorAssert``) for every library, so this runs in its own process.
 """
@@ -9,11 +7,10 @@ An index out of bounds fails such an assertion. It makes the CUDA context of the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
-from measure.report import keep, options_of
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
@@ -54,13 +51,6 @@ def failure_of(call: Callable[[], object]) -> str:
     raise AssertionError("a call on a failed device raised nothing")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints and saves the errors."""
-    options = options_of(__doc__, arguments)
-    said = said_after(fail_assertion)
-    print(*said, sep="\n")
-    keep({"said": said}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+def said(quick: bool) -> dict[str, list[str]]:
+    """Returns the errors after an assertion of PyTorch has failed."""
+    return {"said": said_after(fail_assertion)}

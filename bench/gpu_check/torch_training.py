@@ -1,7 +1,5 @@
 """Trains by gr.torch.DataParallel and the hook of DDP on one GPU; compares all gradients exactly.
 
-    python -m gpu_check.torch_training [--json FILE] [--quick]
-
 Trains first in one process with two logical devices of the GPU, then in two processes, which share
 the GPU and reduce through host memory (gloo). Backward runs on a side stream, after slow work, so
 that code that does not wait for it reads old gradients. Between two steps PyTorch's caching
@@ -10,23 +8,21 @@ allocator reuses the memory of the gradients for other tensors.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure.report import keep, options_of
+from measure.in_processes import figures_of_each
 from torch import nn
 
 import gradreduce as gr
 from gradreduce.backends import BackendName
 from gradreduce.device import Mesh
+
+from .setting import python
 
 NUM_PROCESSES, STEPS, WIDTH, BUCKET_MB = 2, 6, 64, 0.05  # a bucket for each layer
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds
@@ -129,37 +125,15 @@ def one_of_two(backend: BackendName, device: str, rank: int, store: str) -> int:
     return compared
 
 
-def in_two_processes(backend: str, device: str) -> None:
-    """Starts both processes; raises if one fails."""
+def in_two_processes(backend: BackendName, device: str) -> int:
+    """Tests two processes; returns how many gradients were compared."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-P", "-m", "gpu_check.torch_training", "rank", backend, device]
-        store = str(Path(folder) / "store")
-        started = [
-            subprocess.Popen([*words, str(rank), store], env=os.environ)
-            for rank in range(NUM_PROCESSES)
-        ]
-        try:
-            statuses = [one.wait(SECONDS) for one in started]
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
-    if any(statuses):
-        raise AssertionError(f"exit statuses of the processes: {statuses}")
+        ranks = [(backend, device, rank, f"{folder}/store") for rank in range(NUM_PROCESSES)]
+        of = "gpu_check.torch_training:one_of_two"
+        found = figures_of_each(of, ranks, python(fake=False), SECONDS, [{}] * NUM_PROCESSES)
+    return sum(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs both, and saves how many gradients were compared here."""
-    given: list[Any] = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["rank"]:
-        _, backend, device, rank, store = given
-        print(one_of_two(backend, device, int(rank), store), "gradients were compared")
-        return
-    options = options_of(__doc__, arguments)
-    compared = in_one_process("cuda", "cuda")
-    in_two_processes("cuda", "cuda")
-    keep({"compared": compared}, options.json)
-
-
-if __name__ == "__main__":
-    main()
+def trained(quick: bool) -> dict[str, int]:
+    """Runs both, and returns how many gradients were compared."""
+    return {"compared": in_one_process("cuda", "cuda") + in_two_processes("cuda", "cuda")}

@@ -10,8 +10,6 @@ from typing import Any
 
 import cupy
 
-__all__ = ["Unpooled"]
-
 
 class Unpooled:
     """Replacement for ``cupy.cuda.MemoryPool`` without pooling.

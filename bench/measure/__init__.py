@@ -1,14 +1,11 @@
-"""Code that benchmarks share: clocks, peers, tables and floors.
+"""Code that benchmarks share.
 
-The modules:
-
-* ``clock``: the time of a call, on the host or on a GPU, and of a copy of as many bytes.
-* ``peers``: the same work by other libraries, or why a library is missing.
-* ``case``: the measurements of one operation, as a table and as JSON.
-* ``floors``: the limits that a benchmark must keep.
-* ``report``: the end of a benchmark: the JSON file and the exit status.
-* ``random_values``: the operands of benchmarks.
-* ``resnet50``: the shapes of ResNet-50's gradients.
-* ``reduced``: the measurements of an all-reduce, with bandwidths as nccl-tests define them.
-* ``all_reduce_peers``: all-reduce by other libraries; ``all_reduce_gpu``: ours, on GPUs.
+* ``runner``: runs a benchmark: devices, cases, floors, the JSON file and the exit status.
+* ``clock``: the time of calls in turns, on the host or on a GPU, and of a copy of as many bytes.
+* ``case``: the measurements of one operation, as a table; ``floors``: the limits that it must keep.
+* ``peers``: the same work by other libraries; ``all_reduce_peers``: all-reduce by them.
+* ``reductions``: our own all-reduces; ``all_reduce_gpu``: the cases of them on GPUs.
+* ``model_steps``: optimizer steps over a model; ``resnet50``, ``torch_modules``: other models.
+* ``in_processes``: calls a function in other processes; ``many_tensors``: one that is called.
+* ``random_values``: operands; ``stub_cupy``: a CuPy whose calls do nothing.
 """

@@ -1,7 +1,5 @@
 """Peers of all-reduce on the CPU: the mean of replicas of many tensors.
 
-``found`` are candidates with their operands; ``absent`` says why a library is left out.
-
 NumPy and PyTorch add the replicas of each tensor into the first output, divide it there, and copy
 it into the others; the outputs exist before the clock starts. TensorFlow's own two reductions run
 on four logical CPU devices, eagerly and inside ``tf.function``. The four results of its
@@ -11,8 +9,6 @@ ReductionToOneDevice share one memory: it writes one replica where all others wr
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,15 +16,8 @@ from typing import Any
 import numpy as np
 
 from .clock import Call
-
-__all__ = [
-    "HIERARCHICAL",
-    "NUMPY",
-    "ONE_DEVICE",
-    "SUM_AND_COPIES",
-    "find_all_reduce_peers",
-    "numpy_sum_and_copies",
-]
+from .peers import find_torch, tensorflow
+from .runner import Bench
 
 ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
 SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
@@ -37,57 +26,35 @@ INSIDE = " in tf.function"
 Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 
 
-def find_all_reduce_peers(tensors: Tensors) -> tuple[dict[str, Call], dict[str, str]]:
-    """Returns the candidates of installed libraries, and the reasons for missing ones."""
+def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> dict[str, Call]:
+    """Returns the candidates of installed libraries, and notes missing ones."""
     found: dict[str, Call] = {NUMPY: numpy_sum_and_copies(tensors)}
-    absent: dict[str, str] = {}
-    makers: dict[str, Callable[[Tensors], dict[str, Call]]] = {
-        "torch": _torch, "tensorflow": _tensorflow,
-    }  # fmt: skip
-    for library, make in makers.items():
-        if importlib.util.find_spec(library) is None:
-            absent[library] = "not installed"
-        else:
-            found |= make(tensors)
-    return found, absent
+    if (torch := find_torch(bench)) is not None:
+        taken = [[torch.from_numpy(each) for each in replicas] for replicas in tensors]
+        outs = [[torch.empty_like(each) for each in replicas] for replicas in taken]
+        found[SUM_AND_COPIES] = partial(_means, torch.add, torch.Tensor.copy_, taken, outs)
+    if (tf := tensorflow(bench)) is not None:
+        found |= _tensorflow(tf, tensors)
+    return found
 
 
 def numpy_sum_and_copies(tensors: Tensors) -> Call:
     """Returns NumPy's mean of each tensor's replicas, copied to all outs."""
     outs = [[np.empty_like(each) for each in replicas] for replicas in tensors]
-
-    def call() -> None:
-        for replicas, into in zip(tensors, outs, strict=True):
-            total = np.add(replicas[0], replicas[1], out=into[0])
-            for replica in replicas[2:]:
-                total += replica
-            total /= len(replicas)
-            for out in into[1:]:
-                np.copyto(out, total)
-
-    return call
+    return partial(_means, np.add, np.copyto, tensors, outs)
 
 
-def _torch(tensors: Tensors) -> dict[str, Call]:
-    torch = importlib.import_module("torch")
-    taken = [[torch.from_numpy(each) for each in replicas] for replicas in tensors]
-    outs = [[torch.empty_like(each) for each in replicas] for replicas in taken]
-
-    def call() -> None:
-        for replicas, into in zip(taken, outs, strict=True):
-            total = torch.add(replicas[0], replicas[1], out=into[0])
-            for replica in replicas[2:]:
-                total.add_(replica)
-            total.div_(len(replicas))
-            for out in into[1:]:
-                out.copy_(total)
-
-    return {SUM_AND_COPIES: call}
+def _means(add: Any, copy: Callable[..., Any], tensors: Any, outs: Any) -> None:
+    for replicas, into in zip(tensors, outs, strict=True):
+        total = add(replicas[0], replicas[1], out=into[0])
+        for replica in replicas[2:]:
+            total += replica
+        total /= len(replicas)
+        for out in into[1:]:
+            copy(out, total)
 
 
-def _tensorflow(tensors: Tensors) -> dict[str, Call]:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    tf = importlib.import_module("tensorflow")
+def _tensorflow(tf: Any, tensors: Tensors) -> dict[str, Call]:
     num_replicas = len(tensors[0])
     (cpu,) = tf.config.list_physical_devices("CPU")
     logical = [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]

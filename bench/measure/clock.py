@@ -7,25 +7,25 @@ where it needs longer to queue the work than the GPU to do it.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Mesh
-
 from .random_values import fill, normals
 
-__all__ = ["After", "Call", "Clock", "Took", "clock_of", "host_seconds"]
-
 Call = Callable[[], Any]
+OfRounds = Callable[[Sequence[float]], float]
+Turn = Callable[[], Mapping[str, float]]  # runs once; returns seconds by candidate
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 5, 2
 WARM_UPS = 2
@@ -78,21 +78,39 @@ class After:
         return time.perf_counter() - start
 
 
-class Clock(Protocol):
-    """Interface of a clock of the host or of a GPU."""
+def in_turns(
+    turns: Sequence[Turn], rounds: int, *, pause: float = 0.0, warm_ups: int = WARM_UPS
+) -> dict[str, list[float]]:
+    """Returns the seconds of all candidates, in turns after a warm-up.
 
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures every candidate and ``copy``, in turns after a warm-up.
+    Args:
+        turns: each measures one candidate, or several of one call.
+        rounds: how many turns of each count.
+        pause: seconds before each turn.
+        warm_ups: how many turns of each come before and do not count.
+    """
+    taken: dict[str, list[float]] = {}
+    for number in range(warm_ups + rounds):
+        for turn in turns:
+            time.sleep(pause)
+            found = turn()
+            for name in found if number >= warm_ups else ():
+                taken.setdefault(name, []).append(found[name])
+    return taken
 
-        Args:
-            calls: the candidates.
-            nbytes: bytes that the copy reads and writes, together.
-        """
 
+def timed(name: str, call: Call, number: int = 1, loops: int = 1) -> Turn:
+    """Returns what measures a loop over so many calls: the best of several loops."""
 
-def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
-    """Returns the clock for work on the first device of a mesh."""
-    return GpuClock(mesh.devices[0], quick=quick) if mesh.backend == "cuda" else HostClock(quick)
+    def seconds() -> float:
+        if isinstance(call, After):
+            return sum([call.seconds() for _ in range(number)])
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        return time.perf_counter() - start
+
+    return lambda: {name: min([seconds() for _ in range(loops)])}
 
 
 def host_seconds(
@@ -107,25 +125,37 @@ def host_seconds(
 
     The best, not the median, because other work on the machine doubles a few microseconds.
     """
-
-    taken = HostClock(quick, rounds=rounds).in_turns(calls, number, loops)
-    return {name: min(times) / number for name, times in taken.items()}
-
-
-def _seconds(call: Call, number: int) -> float:
-    """Returns the seconds of a number of calls."""
-    if isinstance(call, After):
-        return sum([call.seconds() for _ in range(number)])
-    start = time.perf_counter()
-    for _ in range(number):
-        call()
-    return time.perf_counter() - start
+    turns = [timed(name, call, number, loops) for name, call in calls.items()]
+    best = each(min, _turns_of_host(turns, rounds, quick=quick))
+    return {name: seconds / number for name, seconds in best.items()}
 
 
+def _turns_of_host(turns: Sequence[Turn], rounds: int, *, quick: bool) -> dict[str, list[float]]:
+    """Returns the seconds of candidates that may use PyTorch."""
+    return in_turns(turns, QUICK_ROUNDS) if quick else in_turns(turns, rounds, pause=PAUSE_SECONDS)
+
+
+def each(of_rounds: OfRounds, taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns one time for each candidate, such as the median of its rounds."""
+    return {name: of_rounds(times) for name, times in taken.items()}
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Context manager: no garbage collection makes one call longer than another."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True)
 class HostClock:
     """Clock for calls that are done when they return.
 
-    Args:
+    Attributes:
         quick: few rounds.
         copy_threads: number of threads that copy; default one for each core.
         of_rounds: reduces the times of a candidate's rounds to one: use the best (``min``) on a
@@ -133,36 +163,27 @@ class HostClock:
         rounds: number of rounds; few with ``quick``.
     """
 
-    def __init__(
-        self,
-        quick: bool,
-        copy_threads: int | None = None,
-        of_rounds: Callable[[Sequence[float]], float] = statistics.median,
-        rounds: int = HOST_ROUNDS,
-    ) -> None:
-        self._of_rounds = of_rounds
-        self._rounds = QUICK_ROUNDS if quick else rounds
-        self._pause = 0.0 if quick else PAUSE_SECONDS
-        self._copy_threads = copy_threads
+    quick: bool
+    copy_threads: int | None = None
+    of_rounds: OfRounds = statistics.median
+    rounds: int = HOST_ROUNDS
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures in turns; see ``Clock``."""
-        taken = self.in_turns({**calls, "copy": HostCopy(nbytes, self._copy_threads)})
-        summary = {name: self._of_rounds(times) for name, times in taken.items()}
-        return {name: Took(seconds, seconds) for name, seconds in summary.items()}
+        """Measures every candidate and ``copy``, in turns after a warm-up.
 
-    def in_turns(
-        self, calls: Mapping[str, Call], number: int = 1, loops: int = 1
-    ) -> dict[str, list[float]]:
-        """Returns the seconds of ``number`` calls of each candidate, in turns."""
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(WARM_UPS + self._rounds):
-            for name, call in calls.items():
-                time.sleep(self._pause)
-                seconds = [_seconds(call, number) for _ in range(loops)]
-                if turn >= WARM_UPS:
-                    taken[name] += seconds
-        return taken
+        Args:
+            calls: the candidates.
+            nbytes: bytes that the copy reads and writes, together.
+        """
+        candidates: dict[str, Call] = {**calls, "copy": HostCopy(nbytes, self.copy_threads)}
+        turns = [timed(name, call) for name, call in candidates.items()]
+        taken = _turns_of_host(turns, self.rounds, quick=self.quick)
+        return took_of(each(self.of_rounds, taken))
+
+
+def took_of(seconds: Mapping[str, float]) -> dict[str, Took]:
+    """Returns the times of calls that are done when they return."""
+    return {name: Took(taken, taken) for name, taken in seconds.items()}
 
 
 class HostCopy:
@@ -201,7 +222,7 @@ class GpuClock:
         self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures in turns; see ``Clock``."""
+        """Measures in turns; see ``HostClock``."""
         candidates = {**calls, "copy": self._copy_of(nbytes)}
         self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams
         plans = {name: self._plan(call) for name, call in candidates.items()}

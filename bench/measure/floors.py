@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .case import OURS, Case
-
-__all__ = [
-    "Decision",
-    "Floor",
-    "counted",
-    "kept",
-    "of_the_copy",
-    "over_the_copy",
-    "over_the_peer",
-    "times_the_peer",
-]
 
 Figure = Callable[[Case], float | None]
 SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
@@ -48,6 +37,7 @@ class Floor:
         bound: the limit of the figure.
         measured: the measured figure, with chip and date.
         peers: the libraries that it is compared with.
+        decision: why the bound was changed.
     """
 
     name: str
@@ -57,6 +47,7 @@ class Floor:
     bound: float
     measured: str
     peers: tuple[str, ...] = ()
+    decision: Decision | None = None
 
     def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
         """Returns a JSON object: the floor, the figure, and whether it ``holds``.
@@ -75,7 +66,7 @@ class Floor:
 
 
 def kept(
-    floors: tuple[Floor, ...], cases: Mapping[str, Case], absent: Mapping[str, str]
+    floors: Sequence[Floor], cases: Mapping[str, Case], absent: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Checks and prints all floors; ``absent`` maps missing libraries to reasons."""
     print("\nfloors")
@@ -93,14 +84,19 @@ def kept(
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def times_the_peer(peer: str, implementation: str) -> Figure:
-    """Our speed divided by that of one peer."""
+def _quotient(over: str, under: str) -> Figure:
+    """The time of one candidate divided by that of another."""
 
     def figure(case: Case) -> float | None:
-        ours, theirs = case.seconds(OURS + implementation), case.seconds(peer)
-        return theirs / ours if ours and theirs else None
+        one, other = case.seconds(over), case.seconds(under)
+        return one / other if one and other else None
 
     return figure
+
+
+def times_the_peer(peer: str, implementation: str) -> Figure:
+    """Our speed divided by that of one peer."""
+    return _quotient(peer, OURS + implementation)
 
 
 def of_the_copy(implementation: str) -> Figure:
@@ -110,12 +106,7 @@ def of_the_copy(implementation: str) -> Figure:
 
 def over_the_peer(peer: str, implementation: str) -> Figure:
     """Our time divided by one peer's."""
-
-    def figure(case: Case) -> float | None:
-        rate = times_the_peer(peer, implementation)(case)
-        return None if rate is None else 1 / rate
-
-    return figure
+    return _quotient(OURS + implementation, peer)
 
 
 def over_the_copy(implementation: str) -> Figure:
@@ -125,8 +116,4 @@ def over_the_copy(implementation: str) -> Figure:
 
 def counted(name: str) -> Figure:
     """A figure that the case counted."""
-
-    def figure(case: Case) -> float | None:
-        return case.figures.get(name)
-
-    return figure
+    return lambda case: case.figures.get(name)

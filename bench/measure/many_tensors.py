@@ -1,19 +1,15 @@
 """Host time of steps over many tensors, on a driver that does nothing; needs neither GPU nor CuPy.
 
-``measured`` runs this program in a process of its own, where ``stub_cupy`` is CuPy.
+``figures`` must run in a process of its own, where ``stub_cupy`` becomes CuPy.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,46 +17,39 @@ import numpy as np
 import gradreduce as gr
 
 from . import stub_cupy
-
-__all__ = ["measured"]
+from .reductions import Reduction
 
 NUM_LOGICAL, SIZE = 4, 16  # of one GPU; elements of float32
 LOOPS, CALLS = 20, 200
-SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 
 
-def measured(counts: Sequence[int]) -> list[dict[str, float]]:
-    """Returns what steps over each number of tensors take: see ``figures``."""
-    path = os.pathsep.join(map(str, SOURCES))
-    command = [sys.executable, "-m", "measure.many_tensors", *map(str, counts)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
-    )
-    found: list[dict[str, float]] = json.loads(done.stdout)
-    return found
+def figures(counts: Sequence[int]) -> list[dict[str, float]]:
+    """Returns what steps over each number of tensors take; in a process without CuPy."""
+    stub_cupy.install()
+    gc.disable()  # which would look at all tensors again and again; ``capture`` pauses it anyway
+    return [figures_of(count) for count in counts]
 
 
-def figures(count: int) -> dict[str, float]:
+def figures_of(count: int) -> dict[str, float]:
     """Returns times and counts of one all-reduce, one update and one joint apply of all tensors.
 
     The tensors of the all-reduce are reduced where they lie, without packs.
     """
     mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
     first = mesh.devices[0]
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0, mesh=mesh)
     shape = (SIZE,)
     values = [
         gr.PerReplica([device.empty(shape, "float32") for device in mesh], mesh)
         for _ in range(count)
     ]
-    pairs = [(value, value) for value in values]
+    reduction = Reduction(mesh, values, 0)
     grads = [value.buffers[0] for value in values]
     start = time.process_time()
-    captured = ops.capture(gr.ReduceOp.MEAN, pairs)
+    captured = reduction.captured()
     found = {"first plan, s": time.process_time() - start}
     captured()
     found |= counted(mesh, "captured step", captured)
-    for name, step in (("captured", captured), ("prepared", ops.prepare(gr.ReduceOp.MEAN, pairs))):
+    for name, step in (("captured", captured), ("prepared", reduction.prepared())):
         step()
         found[f"{name} step, us"] = microseconds(step)
         found[f"{name} step, Python calls"] = python_calls(step)
@@ -98,9 +87,3 @@ def python_calls(call: Callable[[], Any]) -> int:
     call()
     sys.setprofile(None)
     return events.count("call") + events.count("c_call")
-
-
-if __name__ == "__main__":
-    stub_cupy.install()
-    gc.disable()  # which would look at all tensors again and again; ``capture`` pauses it anyway
-    print(json.dumps([figures(int(count)) for count in sys.argv[1:]]))

@@ -6,8 +6,6 @@ import numpy as np
 
 from gradreduce.device import Buffer, as_dtype
 
-__all__ = ["GRADIENTS", "VALUES", "fill", "integers", "normals"]
-
 PATTERN_SIZE = 2**16  # elements that are drawn; they are repeated
 VALUES, GRADIENTS = 0, 1  # seeds
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["resnet50"]
+import math
 
+QUICK_SIZE, QUICK_TENSORS = 2**7, 12
 # Planes of a stage's bottlenecks, and how many bottlenecks it has.
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 
-def resnet50() -> list[tuple[int, ...]]:
-    """Returns 161 shapes with 25,557,032 elements, in the order of the layers."""
+def resnet50(quick: bool = False) -> list[tuple[int, ...]]:
+    """Returns 161 shapes with 25,557,032 elements, in the order of the layers.
+
+    Args:
+        quick: only a few, which are small.
+    """
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for planes, num_blocks in STAGES:
@@ -24,4 +29,7 @@ def resnet50() -> list[tuple[int, ...]]:
             for shape in convolutions:
                 shapes += [shape, (shape[0],), (shape[0],)]
             width = 4 * planes
-    return [*shapes, (1000, 2048), (1000,)]
+    shapes += [(1000, 2048), (1000,)]
+    if quick:
+        return [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
+    return shapes

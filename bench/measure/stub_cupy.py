@@ -16,8 +16,6 @@ from typing import Any, Self
 
 import numpy as np
 
-__all__ = ["install"]
-
 _addresses = count(1 << 40, 1 << 30)  # each block has a gigabyte
 _handles = count(1 << 20)
 
@@ -37,9 +35,20 @@ class CUDARuntimeError(RuntimeError):
     status = 0
 
 
-class Device:
+class Entered:
+    """What a ``with`` statement makes current."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Device(Entered):
     """A GPU."""
 
+    compute_capability = "90"
     attributes = types.MappingProxyType({
         "MultiProcessorCount": 132,
         "MaxThreadsPerBlock": 1024,
@@ -47,31 +56,17 @@ class Device:
         "WarpSize": 32,
     })  # fmt: skip
 
-    compute_capability = "90"
-
     def __init__(self, device: int = 0) -> None:
         self.id = device
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class Stream:
+class Stream(Entered):
     """A stream; also the graph of one that captured."""
 
     def __init__(self, *, non_blocking: bool = False) -> None:
         self.ptr = next(_handles)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def end_capture(self) -> Stream:
+    def end_capture(self) -> Self:
         """Returns the graph."""
         return self
 
@@ -150,6 +145,8 @@ class Array:
         self.device = Device(0)
         self.flags = types.SimpleNamespace(c_contiguous=True)
 
+    get = _nothing  # by which our code recognizes its arrays
+
 
 class Kernel:
     """A kernel; also the module that it comes from."""
@@ -160,16 +157,9 @@ class Kernel:
     def __init__(self, **options: Any) -> None:
         self.kernel = self
 
-    def get_function(self, name: str) -> Kernel:
+    def get_function(self, name: str) -> Self:
         """Returns the kernel."""
         return self
-
-
-def compile_using_nvrtc(
-    source: str, options: Any, *, name_expressions: Any, **others: Any
-) -> tuple[bytes, dict[str, str]]:
-    """Returns no code, and the names of the functions."""
-    return b"", {name: name for name in name_expressions}
 
 
 class CNumpyArray:
@@ -179,63 +169,52 @@ class CNumpyArray:
         self.val = v
 
 
+def compile_using_nvrtc(
+    source: str, options: Any, *, name_expressions: Any, **others: Any
+) -> tuple[bytes, dict[str, str]]:
+    """Returns no code, and the names of the functions."""
+    return b"", {name: name for name in name_expressions}
+
+
 def install() -> None:
     """Makes ``import cupy`` import this stub."""
     current = Stream()
-    runtime = _module(
-        "cupy.cuda.runtime",
-        CUDARuntimeError=CUDARuntimeError,
-        getDeviceCount=lambda: 1,
-        is_hip=False,
+    Array.__module__ = "cupy"  # by which our code recognizes its arrays too
+    runtime: dict[str, Any] = {
+        "CUDARuntimeError": CUDARuntimeError,
+        "getDeviceCount": lambda: 1,
+        "is_hip": False,
         # As quick as CuPy's, which are in C: they are called for each launch.
-        getDevice=repeat(0).__next__,
-        setDevice=deque[int](maxlen=0).append,
+        "getDevice": repeat(0).__next__,
+        "setDevice": deque[int](maxlen=0).append,
         **dict.fromkeys(("eventQuery", "streamIsCapturing", "streamQuery"), _zero),
         **dict.fromkeys(("eventRecord", "memcpyAsync", "memsetAsync", "streamWaitEvent"), _nothing),
-        **dict.fromkeys(
-            (
-                "memcpyDefault",
-                "memcpyDeviceToDevice",
-                "memcpyDeviceToHost",
-                "memcpyHostToDevice",
-                "streamCaptureModeThreadLocal",
-            ),
-            0,
-        ),
-    )
-    cuda = _module(
-        "cupy.cuda",
-        Device=Device,
-        Event=Event,
-        MemoryPointer=MemoryPointer,
-        MemoryPool=MemoryPool,
-        Stream=Stream,
-        UnownedMemory=UnownedMemory,
-        alloc_pinned_memory=PinnedMemory,
-        compiler=_module(
-            "cupy.cuda.compiler",
-            CompileException=RuntimeError,
-            compile_using_nvrtc=compile_using_nvrtc,
-        ),
-        driver=_module(
-            "cupy.cuda.driver", occupancyMaxActiveBlocksPerMultiprocessor=lambda *arguments: 8
-        ),
-        function=_module("cupy.cuda.function", CNumpyArray=CNumpyArray, Module=Kernel),
-        get_current_stream=lambda device_id=-1: current,
+        **dict.fromkeys(("memcpyDefault", "memcpyDeviceToDevice", "memcpyDeviceToHost"), 0),
+        **dict.fromkeys(("memcpyHostToDevice", "streamCaptureModeThreadLocal"), 0),
+    }
+    modules: dict[str, dict[str, Any]] = {
+        # RawModule: for older checkouts
+        "cupy": {"RawModule": Kernel, "__version__": "14.2.0", "ndarray": Array},
+        "cupy.cuda": {
+            "get_current_stream": lambda device_id=-1: current,
+            "alloc_pinned_memory": PinnedMemory,
+            **{each.__name__: each for each in (Device, Event, MemoryPointer, MemoryPool, Stream)},
+            "UnownedMemory": UnownedMemory,
+        },
+        "cupy.cuda.compiler": {
+            "CompileException": RuntimeError, "compile_using_nvrtc": compile_using_nvrtc,
+        },
+        "cupy.cuda.driver": {"occupancyMaxActiveBlocksPerMultiprocessor": lambda *arguments: 8},
+        "cupy.cuda.function": {"CNumpyArray": CNumpyArray, "Module": Kernel},
         # No real version, because the cache on disk keeps what this one compiles.
-        nvrtc=_module("cupy.cuda.nvrtc", getVersion=lambda: (0, 1)),
-        nvtx=_module("cupy.cuda.nvtx", RangePop=_nothing, RangePush=_nothing),
-        runtime=runtime,
-    )
-    Array.__module__ = "cupy"  # by which our code recognizes its arrays
-    Array.get = _nothing  # type: ignore[attr-defined]  # and by this
-    # RawModule: for older checkouts
-    _module("cupy", RawModule=Kernel, __version__="14.2.0", cuda=cuda, ndarray=Array)
-
-
-def _module(name: str, **content: Any) -> types.ModuleType:
-    made = sys.modules[name] = types.ModuleType(name)
-    made.__spec__ = ModuleSpec(name, None)
-    made.__path__ = []
-    vars(made).update(content)
-    return made
+        "cupy.cuda.nvrtc": {"getVersion": lambda: (0, 1)},
+        "cupy.cuda.nvtx": {"RangePop": _nothing, "RangePush": _nothing},
+        "cupy.cuda.runtime": runtime,
+    }  # fmt: skip
+    for name, content in modules.items():
+        made = sys.modules[name] = types.ModuleType(name)
+        made.__spec__, made.__path__ = ModuleSpec(name, None), []
+        vars(made).update(content)
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], last, made)

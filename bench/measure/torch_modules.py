@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Given", "resnet18"]
-
 
 class _Give(torch.autograd.Function):  # type: ignore[misc]  # PyTorch need not be installed
     """The identity; its backward returns given gradients for parameters."""

@@ -234,18 +234,6 @@ def test_a_signal_stops_the_run_and_all_that_it_started(hanging):
 
 
 @pytest.mark.exhaustive
-def test_a_section_ends_at_its_limit(hanging):
-    found = hanging.run("--fake", "bench", "sanitize", GRADREDUCE_CHECK_LIMIT="3")
-    assert found.status == 1, found.text
-    assert found.records["bench"]["status"] == "stopped"
-    assert found.records["bench"]["reason"] == "its limit of 3 s"
-    assert found.records["bench"]["results"][-1]["outcome"] == "stopped"
-    assert found.records["sanitize"]["status"] == "skipped"
-    if hangs(hanging):  # otherwise the copy took all the time of a busy machine
-        check_ended(hanging)
-
-
-@pytest.mark.exhaustive
 def test_a_run_that_is_killed_has_said_what_it_was_doing(hanging):
     process = hanging.started("--fake", "bench", "sanitize")
     wait_until(lambda: hangs(hanging), "the start of the benchmark")

@@ -22,15 +22,11 @@ def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import gpu_check.__main__ as command
     import gpu_check.child
+    import gpu_check.first
     import gpu_check.launches
     import gpu_check.record
-    import gpu_check.run_bench
-    import gpu_check.run_first
-    import gpu_check.run_nccl
-    import gpu_check.run_ncu
-    import gpu_check.run_sanitize
-    import gpu_check.run_tests
     import gpu_check.section
+    import gpu_check.sections
     import gpu_check.setting
 
     found = {name: module for name, module in vars(gpu_check).items()
@@ -44,6 +40,11 @@ def setting(tools, tmp_path):
     return tools.setting.Setting(False, tools.setting.Gpu("NVIDIA H200"), tmp_path, tmp_path)
 
 
+def is_result(tools, item) -> bool:
+    """Whether what a section yields needs no command."""
+    return isinstance(item, tools.record.Result)
+
+
 def run_checks(tools, section, setting, answer: Callable) -> list:
     """All checks of a section, if ``answer(check)`` is the result of each."""
     checks, asked = section(setting), []
@@ -51,9 +52,7 @@ def run_checks(tools, section, setting, answer: Callable) -> list:
         asked.append(next(checks))
         while True:
             last = asked[-1]
-            is_command = isinstance(last, tools.section.Check)
-            result = answer(last) if is_command else tools.record.Result(last.name, last.outcome)
-            asked.append(checks.send(result))
+            asked.append(checks.send(last if is_result(tools, last) else answer(last)))
     return asked
 
 
@@ -81,6 +80,17 @@ def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(tools, setting, tmp
     assert [one["outcome"] for one in found["results"]] == ["stopped", "passed"]
 
 
+def test_a_section_ends_at_its_limit(tools, setting, tmp_path):
+    def section(_):
+        code = (sys.executable, "-c", "import signal; signal.pause()")
+        yield tools.section.Check("it hangs", code, LIMIT_S)
+        yield tools.section.Check("it never begins", code, LIMIT_S)
+
+    found = recorded(tools, section, replace(setting, limit=0.2), tmp_path)
+    assert (found["status"], found["reason"]) == ("stopped", "its limit of 0.2 s")
+    assert [one["outcome"] for one in found["results"]] == ["stopped"]
+
+
 def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
     """The next check gets its result."""
     earlier = tools.record.Result("NCCL's version", "passed", figures={"version": 1})
@@ -91,7 +101,7 @@ def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
         command = (sys.executable, "-c", "")
         seen.append((yield tools.section.Check("NCCL's version", ("no such program",), LIMIT_S)))
         yield tools.section.Check("one rank", command, LIMIT_S)
-        yield tools.section.skipped("two ranks", "not here")
+        yield tools.record.skipped("two ranks", "not here")
 
     found = recorded(tools, section, setting, tmp_path, done)
     assert seen == [earlier]
@@ -119,7 +129,7 @@ def test_what_cannot_be_made_here_is_skipped_and_says_why(tools, setting, tmp_pa
 
 def test_a_section_that_raises_has_failed(tools, setting, tmp_path):
     def section(_):
-        yield tools.section.skipped("first", "not here")
+        yield tools.record.skipped("first", "not here")
         raise KeyError("second")
 
     found = recorded(tools, section, setting, tmp_path)
@@ -134,13 +144,13 @@ def test_the_tests_need_what_the_machine_has(tools, setting):
     def answer(check):
         return tools.record.Result(check.name, "passed", figures=dict.fromkeys(names, 3))
 
-    one = run_checks(tools, tools.run_tests.tests, setting, answer)
+    one = run_checks(tools, tools.sections.tests, setting, answer)
     assert [check.name for check in one] == ["collection", *names]
     for check in one:
         assert "--require-gpu" in check.command
         assert "gpu and not multi_gpu" in check.command
     two = tools.setting.Setting(False, tools.setting.Gpu("x", 2), setting.work, setting.work)
-    (check, *_) = run_checks(tools, tools.run_tests.tests, two, answer)
+    (check, *_) = run_checks(tools, tools.sections.tests, two, answer)
     assert "gpu or multi_gpu" in check.command
 
 
@@ -150,9 +160,9 @@ def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(tools, se
     def answer(check):
         return tools.record.Result(check.name, "passed", figures=counts)
 
-    _, *files = run_checks(tools, tools.run_tests.tests, setting, answer)
+    _, *files = run_checks(tools, tools.sections.tests, setting, answer)
     assert [check.seconds for check in files] == [360, 108, 60]
-    (collection, *_) = run_checks(tools, tools.run_tests.tests, replace(setting, part="tests/a.py"),
+    (collection, *_) = run_checks(tools, tools.sections.tests, replace(setting, part="tests/a.py"),
                               answer)  # fmt: skip
     assert collection.command[-1] == "tests/a.py"
 
@@ -160,11 +170,11 @@ def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(tools, se
 def test_benchmarks_share_the_time(tools, setting):
     for name in ("bench_a.py", "bench_b.py", "other.py"):
         (setting.benches / name).write_text("")
-    asked = run_checks(tools, tools.run_bench.bench, setting, passing(tools))
+    asked = run_checks(tools, tools.sections.bench, setting, passing(tools))
     assert [check.name for check in asked] == ["copy rate", "bench_a.py", "bench_b.py"]
     assert sum(check.seconds for check in asked) == setting.limit
     one = run_checks(
-        tools, tools.run_bench.bench, replace(setting, part="bench_b.py"), passing(tools)
+        tools, tools.sections.bench, replace(setting, part="bench_b.py"), passing(tools)
     )
     assert [(check.name, check.seconds) for check in one] == [
         ("copy rate", 240), ("bench_b.py", 240),
@@ -178,15 +188,15 @@ def test_benchmarks_share_the_time(tools, setting):
 def complete_setting(tools, setting, monkeypatch):
     """A machine with everything: PyTorch, JAX, and CUDA's tools."""
     monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: name)
-    for module in (tools.run_ncu, tools.run_sanitize):
-        monkeypatch.setattr(module, "find_tool", lambda name: f"/usr/local/cuda/bin/{name}")
+    found = "/usr/local/cuda/bin/{}".format
+    monkeypatch.setattr(tools.sections, "find_tool", found)
     return setting
 
 
 def steps_of(tools, setting) -> dict[str, list]:
     return {
-        step: run_checks(tools, tools.run_first.first, replace(setting, part=step), passing(tools))
-        for step in tools.run_first.FIRST
+        step: run_checks(tools, tools.first.first, replace(setting, part=step), passing(tools))
+        for step in tools.first.FIRST
     }
 
 
@@ -221,11 +231,11 @@ def test_every_file_that_first_names_is_there(tools, complete_setting):
     tests = [word for word in words if word.startswith("tests/")]
     assert len(tests) > 10
     assert [path for path in tests if not (ROOT / path).is_file()] == []
-    modules = [word for word in words if word.startswith("gpu_check.")]
-    assert len(modules) > 10
-    assert [
-        one for one in modules if not (ROOT / f"bench/{one.replace('.', '/')}.py").is_file()
-    ] == []
+    functions = [word.split(":") for word in words if re.match(r"gpu_check\.\w+:", word)]
+    assert len(functions) > 10
+    for module, name in functions:
+        source = (ROOT / f"bench/{module.replace('.', '/')}.py").read_text("utf-8")
+        assert f"\ndef {name}(quick: bool" in source
     scripts = [check.name for check in asked if check.name.startswith("bench_")]
     assert [name for name in scripts if not (ROOT / "bench" / name).is_file()] == []
 
@@ -239,10 +249,10 @@ def test_the_other_sections_have_the_names_of_what_first_has_run(tools, complete
         return tools.record.Result(check.name, "passed", figures=paths)
 
     for section, again in {
-        tools.run_tests.tests: {"tests/backends/cuda/test_ops.py", "tests/device/test_contract.py"},
-        tools.run_nccl.nccl: {"NCCL's version", "one process, 1 rank",
+        tools.sections.tests: {"tests/backends/cuda/test_ops.py", "tests/device/test_contract.py"},
+        tools.sections.nccl: {"NCCL's version", "one process, 1 rank",
                               "a process for each of 2 ranks"},
-        tools.run_sanitize.sanitize: {"compute-sanitizer itself", "memcheck"},
+        tools.sections.sanitize: {"compute-sanitizer itself", "memcheck"},
     }.items():  # fmt: skip
         asked = {check.name for check in run_checks(tools, section, complete_setting, answer)}
         assert asked & first == again
@@ -251,7 +261,7 @@ def test_the_other_sections_have_the_names_of_what_first_has_run(tools, complete
 
 def test_what_is_not_installed_is_skipped(tools, setting, monkeypatch):
     monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(tools.section.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(tools.setting.shutil, "which", lambda name, path: None)
     reasons = [one.reason for asked in steps_of(tools, setting).values() for one in asked
                if not isinstance(one, tools.section.Check)]  # fmt: skip
     assert {"not installed: torch", "not installed: jax", "ncu is not installed"} <= set(reasons)
@@ -263,7 +273,7 @@ def test_libraries_without_gpus_are_skipped(tools, complete_setting):
     asked = {
         check.name: check for one in steps_of(tools, complete_setting).values() for check in one
     }
-    paths = tools.run_tests.LIBRARIES
+    paths = tools.sections.LIBRARIES
     names = ("a failed assertion of PyTorch", "training by PyTorch")
     for name, library in {**paths, **dict.fromkeys(names, "torch")}.items():
         (reason,) = asked[name].skips.values()
@@ -307,6 +317,12 @@ def test_unknown_arguments_are_refused(tools, capsys, arguments, named):
     assert named in capsys.readouterr().err
 
 
+def test_the_environment_sets_the_limit(tools, monkeypatch):
+    monkeypatch.setenv("GRADREDUCE_CHECK_LIMIT", "3")
+    assert tools.command.parse([]).limit == 3
+    assert tools.command.parse(["--limit", "5"]).limit == 5
+
+
 NCU = (
     '==PROF== Profiling "add_n" - 0: 0%....50%....100% - 8 passes\n'
     '"ID","Process ID","Kernel Name","Context","Section Name","Metric Name","Metric Unit",'
@@ -316,7 +332,7 @@ NCU = (
 
 def test_counters_are_read_from_ncus_table(tools):
     """Of each kernel the last launch counts; names are those of the functions."""
-    metrics = tools.run_ncu.METRICS
+    metrics = tools.sections.METRICS
     rows = [
         f'"{launch}","7","void {function}<float>(Table)","1","Command line","{name}","%",'
         f'"1,{launch}{place}0.5"'
@@ -324,18 +340,18 @@ def test_counters_are_read_from_ncus_table(tools):
         for launch in (0, 1)
         for place, name in enumerate(metrics.values())
     ]
-    found = tools.run_ncu.metrics_of(NCU + "\n".join(rows))
-    assert found.keys() == tools.launches.LAUNCHES.keys()
+    found = tools.sections.metrics_of(NCU + "\n".join(rows))
+    assert list(found) == [make.__name__ for make in tools.launches.LAUNCHES]
     for figures in found.values():
         assert figures["dram_percent"] == 1100.5
         assert set(figures) == {*metrics, "duration_unit"}
     with pytest.raises(ValueError, match=r"printed no .* of local_update"):
-        tools.run_ncu.metrics_of(NCU + "\n".join(rows[: -2 * len(metrics)]))
+        tools.sections.metrics_of(NCU + "\n".join(rows[: -2 * len(metrics)]))
 
 
 def test_ncu_finds_the_functions_of_the_launched_kernels(tools, complete_setting):
     """A name that is in no .cu file would profile nothing."""
-    (check,) = run_checks(tools, tools.run_ncu.counters(60), complete_setting, passing(tools))
+    (check,) = run_checks(tools, tools.sections.counters(60), complete_setting, passing(tools))
     words = check.command
     pattern = re.compile(words[words.index("--kernel-name") + 1].removeprefix("regex:"))
     text = "".join(path.read_text("utf-8") for path in (ROOT / "kernels").glob("*.cu"))
@@ -343,13 +359,13 @@ def test_ncu_finds_the_functions_of_the_launched_kernels(tools, complete_setting
     functions = tools.launches.functions()
     assert set(functions.values()) <= declared
     assert {name for name in declared if pattern.search(name)} == set(functions.values())
-    assert words[-1] == "gpu_check.launches"
+    assert "gpu_check.launches:launched" in words
     assert "ERR_NVGPUCTRPERM" in check.skips
 
 
 def test_collected_files_are_counted(tools):
     text = "tests/a.py: 3\ntests/b/c.py: 12\n\n15/99 tests collected (84 deselected) in 0.5s\n"
-    assert tools.run_tests.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
+    assert tools.sections.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
 
 
 @pytest.mark.parametrize(("version", "shares"), [(22809, False), (23000, True), (None, False)])
@@ -358,7 +374,7 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, 
         figures = {"version": version} if version else {}
         return tools.record.Result(check.name, "passed" if version else "failed", figures=figures)
 
-    asked = run_checks(tools, tools.run_nccl.nccl, setting, answer)
+    asked = run_checks(tools, tools.sections.nccl, setting, answer)
     named = {item.name: item for item in asked}
     assert "NCCL's version" in named
     shared = named["one process, 2 ranks on one GPU"]
@@ -384,7 +400,7 @@ def test_the_sanitizer_is_tried_first(tools, complete_setting, outcome, names):
     def answer(check):
         return tools.record.Result(check.name, outcome)
 
-    asked = run_checks(tools, tools.run_sanitize.sanitize, complete_setting, answer)
+    asked = run_checks(tools, tools.sections.sanitize, complete_setting, answer)
     assert [item.name for item in asked] == names
     assert asked[0].skips["Device not supported"]
     assert sum(check.seconds for check in asked) <= complete_setting.limit

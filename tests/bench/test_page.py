@@ -52,13 +52,13 @@ def test_the_page_starts_with_ten_lines_and_the_pictures(tools):
 
 
 def test_every_decision_is_about_a_floor_that_has_another_bound_now(tools):
-    bounds = {(name, floor["floor"]): floor["bound"] for name, floor in tools.page.every_floor()}
+    changed = [(name, each) for name, each, _ in tools.page.every_floor() if each.decision]
     page = tools.page.summary_page()
-    for name in tools.page.reports("cpu"):
-        for changed, decision in getattr(tools.page.bench_of(name), "DECISIONS", {}).items():
-            assert bounds[name, changed] != decision.was
-            assert decision.why
-            assert f"| {name}: {changed} | " in page
+    assert changed
+    for name, floor in changed:
+        assert floor.bound != floor.decision.was
+        assert floor.decision.why
+        assert f"| {name}: {floor.name} | " in page
 
 
 @pytest.fixture
@@ -158,9 +158,9 @@ def test_what_only_one_report_has_is_named(tools, tmp_path, capsys):
 
 @pytest.mark.host
 def test_the_sweeps_run_and_find_their_floor(tools, tmp_path, monkeypatch):
-    monkeypatch.setattr(tools.bench_scaling, "has_gpu", lambda: False)
+    monkeypatch.setattr("measure.runner.has_gpu", lambda: False)
     path = tmp_path / "report.json"
-    tools.bench_scaling.main(["--quick", "--json", str(path)])
+    tools.bench_scaling.BENCHMARK.main(["--quick", "--json", str(path)])
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     names = {case["name"].partition(",")[0] for case in cases}
     assert names == {*tools.page.SWEEPS, "host"}

@@ -23,7 +23,7 @@ from gradreduce.reduce.packing import plan_packing
 pack_buffers, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_all_reduce = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "reduce.pack_buffers", "reduce.aggregators", "reduce.aggregation", "optim.update_plan",
+        "reduce.pack_buffers", "sums.aggregators", "sums.aggregation", "optim.update_plan",
         "accumulator.dense_storage", "reduce.hierarchical_copy", "reduce.nccl_all_reduce",
     )
 )  # fmt: skip

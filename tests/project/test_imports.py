@@ -253,3 +253,26 @@ def test_only_ops_reexports_names_of_its_modules():
             hidden[package.__name__] = other
     private = {name.rpartition(".")[2] for name in protected_modules()}
     assert hidden == {"gradreduce.ops": private}
+
+
+def compared_backends(source: ast.AST) -> list[int]:
+    """The lines that compare the name of a backend."""
+    return [
+        node.lineno
+        for node in ast.walk(source)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Attribute) and side.attr == "backend"
+    ]
+
+
+def test_code_above_the_backends_asks_what_they_can_do():
+    assert compared_backends(
+        ast.parse("if a.b.backend != 'sim' or 'cuda' == mesh.backend: c()")
+    ) == [
+        1,
+        1,
+    ]
+    for module, (source, _) in Sources().items():
+        is_backend = module.startswith("gradreduce.backends")
+        assert is_backend or not compared_backends(source), module

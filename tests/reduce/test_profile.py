@@ -11,7 +11,7 @@ import gradreduce as gr
 from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.backends.kinds import CUDA
 from gradreduce.reduce import profile as explain
-from gradreduce.reduce.profile import Counts, copy_bandwidth
+from gradreduce.reduce.profile import OperationCounts, copy_bandwidth
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 MEMORY, LINK = 1000.0, 10.0  # bytes per second
@@ -46,12 +46,12 @@ def test_a_sum_of_peers_by_hand(bandwidths):
     with MeshCase((0, 1, 2)).open() as mesh:
         told = hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 8))
     added = stages_of(told)["all-reduce"]
-    assert added.planned == added.done == Counts(launches=1, bytes=4 * 32)
+    assert added.planned == added.done == OperationCounts(launches=1, bytes=4 * 32)
     assert added.traffic.read == added.traffic.written == {0: 32, 1: 32, 2: 32}
     assert added.traffic.links == {(1, 0): 32, (0, 1): 32, (2, 0): 32, (0, 2): 32}
     assert added.floor_seconds == told.floor_seconds == 6 * 32 / MEMORY  # one memory for all
     for name in ("pack", "unpack", "copies"):
-        assert stages_of(told)[name].planned == stages_of(told)[name].done == Counts()
+        assert stages_of(told)[name].planned == stages_of(told)[name].done == OperationCounts()
     assert told.memory_bandwidth == dict.fromkeys(range(3), MEMORY)
     assert 0 < told.host_seconds <= told.seconds
     text = str(told)
@@ -66,11 +66,11 @@ def test_a_pack_by_hand_and_its_views(bandwidths):
         flat = mesh.flat_buffer([(3,), (5,)], "float32")
         views = [gr.PerReplica.of(column) for column in zip(*flat.views, strict=True)]
         ready = stages_of(hierarchical(mesh, 1).profile(SUM, [(each, each) for each in views]))
-    assert packed["pack"].planned == Counts(launches=1)
+    assert packed["pack"].planned == OperationCounts(launches=1)
     assert packed["pack"].traffic.read == {0: 2 * (12 + 20)}
     assert packed["pack"].traffic.written == {0: 2 * (16 + 32)}  # gaps too
     assert packed["all-reduce"].traffic.memory == {0: 2 * 2 * 48}
-    assert ready["pack"].planned == ready["unpack"].planned == Counts()
+    assert ready["pack"].planned == ready["unpack"].planned == OperationCounts()
     assert ready["all-reduce"].traffic == packed["all-reduce"].traffic
 
 
@@ -137,7 +137,7 @@ def test_gpus_and_links_work_in_parallel(bandwidths):
 def test_copies_cross_links(bandwidths):
     mesh = DryRunMesh((0, 1), CUDA, False, (0, (2,))).mesh
     copied = stages_of(hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 6)))["copies"]
-    assert copied.planned == copied.done == Counts(copies=2, bytes=48)
+    assert copied.planned == copied.done == OperationCounts(copies=2, bytes=48)
     assert copied.traffic.links == {(1, 0): 24, (0, 1): 24}
     assert copied.traffic.read == copied.traffic.written == {0: 24, 1: 24}
 

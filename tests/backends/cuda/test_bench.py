@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from functools import partial
@@ -58,8 +57,8 @@ def test_operands_of_a_benchmark_are_random(gpus):
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         size = 2 * random_values.PATTERN_SIZE + 3
         copy = GpuClock(mesh.devices[0], quick=True)._copy_of(8 * size)
-        _, pairs = all_reduce_gpu._one_tensor(mesh, 4 * size, "hierarchical_copy", gr.ReduceOp.MEAN)
-        for buffer in (*copy.args, *pairs[0][0].buffers):
+        (value,) = all_reduce_gpu.one_tensor(mesh, 4 * size).values
+        for buffer in (*copy.args, *value.buffers):
             found = buffer.numpy()
             assert found.size == size
             assert len(np.unique(found)) > random_values.PATTERN_SIZE / 2
@@ -77,21 +76,18 @@ def busy(gpus):
         )
 
 
-def test_a_standstill_of_the_interpreter_fails_the_program(gpus, monkeypatch, tmp_path):
+def test_a_standstill_of_the_interpreter_fails_the_program(gpus, monkeypatch):
     from gpu_check import busy_gpu
 
     gpus(1)
-    report = tmp_path / "report.json"
-    arguments = ["--quick", "--json", str(report)]
     monkeypatch.setattr(busy_gpu, "DEADLINE", 60.0)
-    busy_gpu.main(arguments)
-    figures = json.loads(report.read_text("utf-8"))
+    figures = busy_gpu.measured(True)
     assert figures["compared results of dropped steps"] == 2 * 2 * busy_gpu.QUICK_STEPS
     longest = "a full launch queue, is idle: standstill, ms"
     assert figures[longest] < 60e3
     monkeypatch.setattr(busy_gpu, "DEADLINE", -1.0)
     with pytest.raises(AssertionError, match="no watchdog could notice"):
-        busy_gpu.main(arguments)
+        busy_gpu.measured(True)
 
 
 def test_queries_are_made_while_another_thread_is_blocked(busy):
@@ -112,14 +108,16 @@ def test_a_dropped_step_with_a_wrong_result_is_noticed(busy, monkeypatch):
 def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     """The floor of a plain call is per Buffer, because it looks at each."""
     from measure import all_reduce_gpu, clock
+    from measure.runner import Bench
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(all_reduce_gpu, "QUICK_TENSORS", 2)
+    monkeypatch.setattr("measure.resnet50.QUICK_TENSORS", 2)
     no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
     gpus(1)
     with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
-        bench = all_reduce_gpu.GpuBench(quick=True)
-        bench._resnet(mesh, no_clock)
+        bench = Bench(quick=True, on_gpu=True, meshes={"cuda": mesh})
+        bench.clock = no_clock
+        all_reduce_gpu.resnet(bench)
     (case,) = bench.cases.values()
     of_the_case = [each for each in all_reduce_gpu.GPU_FLOORS if each.case == case.name]
     figures = [floor.check({case.name: case}, {})["figure"] for floor in of_the_case]

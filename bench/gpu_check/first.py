@@ -9,45 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .run_bench import program, script
-from .run_nccl import apart, one_rank, version
-from .run_ncu import counters
-from .run_sanitize import sanitizer
-from .run_tests import file
-from .section import Checks, Section, needing, skipped
+from .section import Checks, Section, function
+from .sections import (
+    OPS,
+    apart,
+    counters,
+    file,
+    nccl_version,
+    of_torch,
+    one_rank,
+    sanitizer,
+    script,
+)
 from .setting import Setting
 
-__all__ = ["FIRST", "first", "step_of"]
-
-OPS, DEVICE, CUDA = (
-    "tests/backends/cuda/test_ops.py",
-    "tests/device/test_contract",
-    "tests/backends/cuda/test_",
-)
+DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}
-
-
-def of_torch(name: str, module: str, seconds: float) -> Section:
-    """Runs a module of ``gpu_check`` that uses PyTorch, in its own process."""
-
-    def run(setting: Setting) -> Checks:
-        if setting.fake:
-            yield skipped(name, "PyTorch does not know the fake GPU")
-        else:
-            yield from needing("torch", program(name, module, seconds), name)(setting)
-
-    return run
-
 
 # step -> its checks, in their order
 FIRST: Mapping[str, tuple[Section, ...]] = {
     "1-versions": (
-        program("versions", "versions", 60),
-        program("put, add and numpy; warnings are errors", "smoke", 90, **STRICT),
+        function("versions", "programs:versions", 60),
+        function("put, add and numpy; warnings are errors", "programs:add", 90, **STRICT),
     ),
     "2-kernels": (
-        program("every kernel compiled", "compile_kernels", 100),
+        function("every kernel compiled", "programs:compile_kernels", 100),
         file(OPS, 60, "float32"),
         file(OPS, 140),
         file(f"{DEVICE}.py", 60),
@@ -65,24 +52,24 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
     ),
     "4-faults": (
         file(f"{CUDA}out_of_memory.py", 150),
-        of_torch("a failed assertion of PyTorch", "torch_assert", 120),
+        of_torch("a failed assertion of PyTorch", "torch_assert:said", 120),
     ),
     "5-host-time": (
-        program("host time of single calls", "host_costs", 100),
-        program("queries and dropped steps, on a busy GPU", "busy_gpu", 60),
+        function("host time of single calls", "host_costs:measured", 100),
+        function("queries and dropped steps, on a busy GPU", "busy_gpu:measured", 60),
     ),
     "6-counters": (counters(150),),
     "7-benchmarks": (
-        program("copy rate", "copy_rate", 40),
+        function("copy rate", "programs:copy_rate", 40),
         script("bench_ops.py", 220),
         script("bench_all_reduce.py", 220),
     ),
     "8-libraries": (
-        version,
+        nccl_version,
         one_rank,
         apart,
         file(f"{CUDA}jax.py", 70),
-        of_torch("training by PyTorch", "torch_training", 50),
+        of_torch("training by PyTorch", "torch_training:trained", 50),
         sanitizer("memcheck"),
     ),
 }
