@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
+from accumulator.kinds import KINDS, Dense, Sparse
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
-from gradreduce.device import accumulate_dtype
 
 IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 # A placement, and whether its devices have peer access; one physical device needs none.
@@ -49,6 +48,22 @@ def accumulator(device) -> Callable[..., gr.ConditionalAccumulator]:
     return make
 
 
+@pytest.fixture
+def sparse(device) -> Callable[..., gr.SparseConditionalAccumulator]:
+    """Makes sparse accumulators on the device."""
+
+    def make(dtype="float32", shape=None, **options):
+        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
+
+    return make
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request) -> type[Dense | Sparse]:
+    """What both kinds of accumulators do."""
+    return request.param
+
+
 @pytest.fixture(
     scope="session",
     params=MESHES,
@@ -62,21 +77,10 @@ def mesh(request, implementation) -> Iterator[gr.Mesh]:
         yield made
 
 
-@pytest.fixture(scope="session")
-def combined() -> Callable[..., np.ndarray]:
-    """The expected result of a take on one device: gradients added in order, rounded once."""
-
-    def reference(grads, reduction_type="MEAN"):
-        wide = accumulate_dtype(grads[0].dtype)
-        with np.errstate(all="ignore"):
-            total = grads[0].astype(wide)
-            for grad in grads[1:]:
-                total = total + grad.astype(wide)
-            if reduction_type == "MEAN":
-                total = total / wide.type(len(grads))
-            return np.asarray(total).astype(grads[0].dtype)
-
-    return reference
+@pytest.fixture(params=["device", "mesh"])
+def home(request, mesh) -> gr.Device | gr.Mesh:
+    """Where an accumulator is: on one device, or over a mesh."""
+    return mesh if request.param == "mesh" else mesh.devices[1]
 
 
 class Expiring(threading.Event):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from support.accumulator_states import EMPTY, check_refused, frozen
-from support.exact_data import FLOATS, random_data, same
+from accumulator.kinds import Dense, Sparse, bits, contents, counters
+from support.accumulator_states import EMPTY, EMPTY_SPARSE, check_refused, frozen
+from support.exact_data import FLOATS, same
 from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, stall
 
 import gradreduce as gr
@@ -21,97 +18,157 @@ from gradreduce.errors import CollectiveError
 
 __all__ = ["clock", "late_waits"]
 
-LIMIT_S = 60.0  # these calls take a second
 
-
-def apply_and_take(acc, values, step):
-    """Adds more gradients of one step and takes, twice; returns the results as one list."""
+def apply_and_take(acc, gradients, step):
+    """Adds more gradients of one step and takes, twice; returns the bits of the results."""
     made = []
     for turn in range(2):
-        for value in values:
-            assert acc.apply_grad(value, step + turn)
-        taken = acc.take_grad(1)
-        made += list(taken.values) if isinstance(taken, gr.Mirrored) else [taken]
-    return [np.array(array) for array in made]
+        for each in gradients:
+            assert gr.apply_grads([acc], [each], step + turn)
+        made.append(bits(gr.take_grads([acc], 1, output_type="numpy")))
+    return made
 
 
 # -- what it is -----------------------------------------------------------------------------------
 
 
-def test_the_keys_and_their_types(accumulator, device):
-    acc = accumulator("float16", (None, 2), reduction_type="SUM")
-    assert acc.state_dict() == EMPTY
-    acc.set_global_step(3)
-    for value, step in ((60000.0, 3), (60000.0, 5), (1.0, 2)):
-        acc.apply_grad([[value, 2.0**-24]], step)
+def saved(acc, device):
+    """The state without its sum, and the sum; the state keeps no memory of the device."""
+    device.drain()
     live = device._pool.live_bytes
     state = acc.state_dict()
     device.drain()
     assert device._pool.live_bytes == live
     (total,) = state.pop("partial_sums")
+    assert json.loads(json.dumps(state)) == state
+    return state | {"partial_sums": [None]}, total
+
+
+def test_the_keys_of_a_dense_state(accumulator, device):
+    acc = accumulator("float16", (None, 2), reduction_type="SUM")
+    assert acc.state_dict() == EMPTY
+    acc.set_global_step(3)
+    for value, step in ((60000.0, 3), (60000.0, 5), (1.0, 2)):
+        acc.apply_grad([[value, 2.0**-24]], step)
+    state, total = saved(acc, device)
     counted = {"global_step": 3, "num_accumulated": 2, "num_dropped": 1}
-    assert state | {"partial_sums": [None]} == EMPTY | counted | {
-        "sum_shape": [1, 2],
-        "kind": "native",
-    }
+    assert state == EMPTY | counted | {"sum_shape": [1, 2], "kind": "native"}
     assert {key: type(value) for key, value in state.items()} == {
         **dict.fromkeys(("format", "dtype", "reduction_type", "kind"), str),
         **dict.fromkeys(("global_step", "num_accumulated", "num_dropped"), int),
-        **dict.fromkeys(("shape", "sum_shape"), list),
+        **dict.fromkeys(("shape", "sum_shape", "partial_sums"), list),
     }
-    assert json.loads(json.dumps(state)) == state
-    assert type(total) is np.ndarray
     assert same(total, np.array([[120000.0, 2.0**-23]], "float32")), "no half would hold it"
     total[:] = 0
     assert acc.take_grad(2).tolist() == [[np.inf, 2.0**-23]], "the array is a copy"
+
+
+def test_the_keys_of_a_sparse_state(sparse, device):
+    """Rows are in the order of their indices, in whatever order they were added."""
+    acc = sparse("float16", (None, 2), reduction_type="SUM")
+    assert acc.state_dict() == EMPTY_SPARSE
+    acc.set_global_step(3)
+    large, tiny = np.full((1, 2), 60000, "float16"), np.full((1, 2), 2.0**-24, "float16")
+    acc.apply_grad([7], large, (9, 2), 3)
+    acc.apply_grad([4, 7], np.concatenate([tiny, large]), None, 3)
+    acc.apply_grad([4, 4], np.concatenate([tiny, tiny]), None, 5)
+    assert not acc.apply_grad([4], tiny, None, 2)
+    state, total = saved(acc, device)
+    counted = {"global_step": 3, "num_accumulated": 3, "num_dropped": 1}
+    assert state == EMPTY_SPARSE | counted | {"sum_shape": [9, 2], "kind": "native"}
+    assert set(total) == {"indices", "num_touches", "values"}
+    assert same(total["indices"], np.array([4, 7]))
+    assert same(total["num_touches"], np.array([2, 2]))
+    assert same(total["values"], np.array([[3 * 2.0**-24] * 2, [120000] * 2], "float32"))
+    for array in total.values():
+        array[:] = 0
+    indices, values, shape = acc.take_grad(3)
+    assert (indices.tolist(), shape) == ([4, 7], (9, 2)), "the arrays are copies"
+    assert values.tolist() == [[3 * 2.0**-24] * 2, [np.inf] * 2]
+
+
+# -- what continues -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 @pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
 def test_a_restored_accumulator_continues_with_the_same_bits(
-    accumulator, dtype, reduction_type, shape
+    device, kind, dtype, reduction_type, shape
 ):
-    acc, fresh = (accumulator(dtype, reduction_type=reduction_type) for _ in range(2))
-    values = [random_data(shape, dtype, seed=seed) for seed in range(6)]
+    acc, fresh = (kind.make(dtype, reduction_type=reduction_type, device=device) for _ in range(2))
+    given = [kind.random(seed, dtype, shape) for seed in range(8)]
     acc.set_global_step(4)
-    for value in values[:2]:
-        acc.apply_grad(value, 4)
-    acc.apply_grad(values[2], 3)
+    for each in given[:4]:
+        gr.apply_grads([acc], [each], 4)
+    gr.apply_grads([acc], [given[4]], 3)
+    before = frozen(acc)
     state = acc.state_dict()
-    assert state["partial_sums"][0].dtype == accumulate_dtype(dtype)
-    before = state["partial_sums"][0].copy()
-    wanted = apply_and_take(acc, values[3:], 4)
-    assert same(state["partial_sums"][0], before), "what came later shows in it"
-    fresh.apply_grad(values[5], 0)  # replaced by the load
+    (total,) = state["partial_sums"]
+    wide = total["values"] if kind is Sparse else total
+    assert wide.dtype == accumulate_dtype(dtype)
+    gr.apply_grads([fresh], [given[5]], 0)  # replaced by the load
     fresh.load_state_dict(state)
-    assert (fresh.num_accumulated(), fresh.global_step, fresh.num_dropped) == (2, 4, 1)
-    found = apply_and_take(fresh, values[3:], 4)
-    assert all(map(same, found, wanted))
-    assert same(state["partial_sums"][0], before), "the caller's array was written"
+    assert frozen(fresh) == before
+    assert counters(fresh) == [(4, 4, 1)]
+    assert apply_and_take(fresh, given[4:], 4) == apply_and_take(acc, given[4:], 4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_over_a_mesh_with_any_number_of_devices_filled(mesh, dtype):
-    everyone = range(len(mesh))
-    values = random_data((len(mesh), 19), dtype)
+def test_the_gradient_counts_of_all_rows_are_saved(sparse):
+    """More than are counted together; gradients after the load are counted in addition."""
+    acc, fresh = sparse(), sparse()
+    for turn in range(70):
+        acc.apply_grad([turn % 2, 2], np.ones((2, 1), "float32"))
+    state = acc.state_dict()
+    assert state["partial_sums"][0]["num_touches"].tolist() == [35, 35, 70]
+    fresh.load_state_dict(state)
+    for _ in range(70):
+        fresh.apply_grad([0, 3], np.full((2, 1), 4, "float32"))
+    indices, values, _ = fresh.take_grad(140)
+    assert indices.tolist() == [0, 1, 2, 3]
+    assert values.tolist() == [[3.0], [1.0], [1.0], [4.0]]
+
+
+@pytest.mark.parametrize("sparse_mean", ["per_row", "per_gradient"])
+def test_the_restored_mean_has_the_same_divisor(sparse, sparse_mean):
+    acc, fresh = (sparse(sparse_mean=sparse_mean) for _ in range(2))
+    acc.apply_grad([1, 4], [[2.0], [6.0]])
+    acc.apply_grad([4], [[6.0]])
+    state = acc.state_dict()
+    assert state["sparse_mean"] == sparse_mean
+    fresh.load_state_dict(state)
+    assert frozen(fresh) == frozen(acc)
+    for each in (acc, fresh):
+        each.apply_grad([4], [[6.0]])  # after the load: the third gradient
+        each.apply_grad([], np.empty((0, 1), "float32"))
+    by = {"per_row": [1, 3], "per_gradient": [4, 4]}[sparse_mean]
+    wanted = [[2.0 / by[0]], [18.0 / by[1]]]
+    assert [each.take_grad(4)[1].tolist() for each in (acc, fresh)] == [wanted, wanted]
+
+
+def test_over_a_mesh_with_any_number_of_devices_filled(mesh, kind):
+    everyone, dtype = range(len(mesh)), "bfloat16"
+    given = [kind.random(seed, dtype) for seed in range(1, 1 + 2 * len(mesh))]
     for filled in ((), everyone[1:2], everyone[1:], everyone):
-        acc, fresh = (gr.ConditionalAccumulator(dtype, (None,), device=mesh) for _ in range(2))
+        acc, fresh = (kind.make(dtype, device=mesh) for _ in range(2))
         for place in filled:
             with gr.replica(place):
-                acc.apply_grad(values[place])
+                gr.apply_grads([acc], [given[place]])
+        num_copies = len(filled)
+        if kind is Sparse:
+            num_copies = sum(given[place].indices.size > 0 for place in filled)
         with mesh.journal() as journal:
             state = acc.state_dict()
-        assert (journal.copies, journal.launches, journal.uploads) == (len(filled), 0, 0)
+        assert (journal.copies, journal.launches, journal.uploads) == (num_copies, 0, 0)
         assert [total is not None for total in state["partial_sums"]] == [
             place in filled for place in everyone
         ]
         with mesh.journal() as journal:
             fresh.load_state_dict(state)
-        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, len(filled))
+        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, num_copies)
         assert frozen(fresh) == frozen(acc)
-        arrivals = [gr.PerReplica(list(values[::-1]), mesh)]
-        assert all(map(same, apply_and_take(fresh, arrivals, 0), apply_and_take(acc, arrivals, 0)))
+        arrivals = [gr.PerReplica(given[len(mesh) :], mesh)]
+        assert apply_and_take(fresh, arrivals, 0) == apply_and_take(acc, arrivals, 0)
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -153,26 +210,23 @@ def test_a_state_is_a_consistent_snapshot_and_its_downloads_block_no_call(
         assert acc.take_grad(12).values[0].tolist() == [12.0] * 5
 
 
-def test_a_load_completes_waiting_takes(accumulator, call_threads):
-    acc, other, source = accumulator(), accumulator(), accumulator()
-    for value in (1.0, 3.0):
-        source.apply_grad([value])
-    state = source.state_dict()
-    more = call_threads.waiting(acc.take_grad, 3)
-    joint = call_threads.waiting(gr.take_grads, [acc, other], 2)
-    last = call_threads.waiting(acc.take_grad, 2)
-    acc.load_state_dict(state)
-    assert [call.is_done for call in (more, joint, last)] == [False] * 3
-    acc.apply_grad([5.0])
-    assert more.result().tolist() == [3.0]
-    other.load_state_dict(state)
+def test_a_load_completes_waiting_takes(sparse, accumulator, call_threads):
+    made = sparse(), accumulator(), sparse(), accumulator()
+    states = []
+    for acc, kind in zip(made[2:], (Sparse, Dense), strict=True):
+        for value in (1.0, 3.0):
+            gr.apply_grads([acc], [kind.value(value)])
+        states.append(acc.state_dict())
+    joint = call_threads.waiting(gr.take_grads, made[:2], 2)
+    last = call_threads.waiting(gr.take_grads, made[:1], 2)
+    made[0].load_state_dict(states[0])
     assert not joint.is_done
-    acc.load_state_dict(state)
+    made[1].load_state_dict(states[1])
     assert joint.is_done
-    assert [array.tolist() for array in joint.result()] == [[2.0], [2.0]]
+    assert contents(joint.result()) == [Sparse.result(2.0), Dense.result(2.0)]
     assert not last.is_done
-    acc.load_state_dict(state)
-    assert last.result().tolist() == [2.0]
+    made[0].load_state_dict(states[0])
+    assert contents(last.result()) == [Sparse.result(2.0)]
 
 
 def test_a_load_that_lowers_the_step_does_not_warn(accumulator, caplog):
@@ -182,9 +236,6 @@ def test_a_load_that_lowers_the_step_does_not_warn(accumulator, caplog):
     acc.load_state_dict(state)
     assert acc.global_step == 0
     assert caplog.text == ""
-
-
-# -- kinds ----------------------------------------------------------------------------------------
 
 
 def test_a_load_restores_the_array_type_of_the_next_result(accumulator, device, monkeypatch):
@@ -251,79 +302,3 @@ def test_a_mesh_that_fails_and_is_reset_during_a_save_or_a_load(
     with pytest.raises(CollectiveError, match="the mesh failed while the state of an accumulator"):
         acc.state_dict() if method == "download" else acc.load_state_dict(state)
     assert acc.num_accumulated() == 0
-
-
-# -- a process that is killed ---------------------------------------------------------------------
-
-RUN = """
-import pickle, sys
-from pathlib import Path
-import numpy as np
-import gradreduce as gr
-
-mode, path = sys.argv[1], Path(sys.argv[2])
-mesh = gr.open_mesh([0, 0, 1], backend="sim")
-accumulators = [
-    gr.ConditionalAccumulator("float16", device=mesh.devices[1]),
-    gr.ConditionalAccumulator("bfloat16", (2, 50), device=mesh),
-    gr.SparseConditionalAccumulator("float16", (9, 50), device=mesh),
-]
-data = np.random.default_rng(8).standard_normal((4, 2, 50)).astype("float32")
-
-def apply(turn):
-    with gr.replica(1 + turn % 2):
-        for accumulator in accumulators[:2]:
-            accumulator.apply_grad(data[turn], 5, cast=True)
-        accumulators[2].apply_grad([8 - turn, turn % 2], data[turn], None, 5, cast=True)
-
-if mode == "resume":
-    for accumulator, state in zip(accumulators, pickle.loads(path.read_bytes())):
-        accumulator.load_state_dict(state)
-else:
-    for accumulator in accumulators:
-        accumulator.set_global_step(5)
-    apply(0)
-    apply(1)
-if mode == "killed":
-    path.write_bytes(pickle.dumps([accumulator.state_dict() for accumulator in accumulators]))
-    apply(3)  # it is lost
-    print("saved", flush=True)
-    sys.stdin.read()
-apply(2)
-for accumulator in accumulators:
-    count, step = accumulator.num_accumulated(), accumulator.global_step
-    taken = accumulator.take_grad(3, output_type="numpy")
-    indices, taken, shape = taken if isinstance(taken, tuple) else ("all", taken, "")
-    array = taken.values[2] if isinstance(taken, gr.Mirrored) else taken
-    print(count, step, array.dtype, array.tobytes().hex(), indices, shape)
-"""
-
-
-def started(mode, path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", RUN, mode, str(path)],
-        env={**os.environ, "PYTHONPATH": str(Path(gr.__file__).parent.parent)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_another_process_continues_from_the_state_of_a_killed_one(tmp_path, call_threads):
-    path = tmp_path / "checkpoint"
-    first, whole = processes = [started(mode, path) for mode in ("killed", "whole")]
-    try:
-        said = call_threads.start(first.stdout.readline).result()
-        os.kill(first.pid, signal.SIGKILL)
-        assert (said, first.wait(LIMIT_S)) == ("saved\n", -signal.SIGKILL), first.stderr.read()
-        processes.append(started("resume", path))
-        found, wanted = (each.communicate(timeout=LIMIT_S) for each in (processes[2], whole))
-    finally:
-        for process in processes:
-            with process:
-                process.kill()
-    assert found == wanted
-    counted = [line.split()[:3] for line in wanted[0].splitlines()]
-    assert counted == [["3", "5", dtype] for dtype in ("float16", "bfloat16", "float16")], wanted
-    assert wanted[0].endswith(" [0 1 6 7 8] (9, 50)\n"), wanted

@@ -1,290 +1,446 @@
-"""A failed launch or allocation leaves count, step and sum as they were."""
+"""If anything fails in a call, nothing has changed, or the devices have failed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import numpy as np
 import pytest
+from accumulator.kinds import KINDS, contents
+from support import failing_operations as operations
+from support.accumulator_states import frozen
+from support.failing_operations import METHODS, InjectedError
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
-from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.accumulator.state import AccumulatorState
+from gradreduce.backends.sim.collective import SimCollective
+from gradreduce.errors import BackendUnavailableError, CancelledError
+
+FAILURES = (InjectedError, KeyboardInterrupt)
 
 
-class InjectedError(RuntimeError):
-    """The failure that a test plants."""
+@contextlib.contextmanager
+def failing_at(mesh, number, methods=METHODS, times=1):
+    """Makes the n-th operation fail; yields the names of all tried.
+
+    The operations are those of the devices; and the first update of the counts of accumulators,
+    where Ctrl-C comes after all of them.
+    """
+    submit, update = SimCollective._submit, AccumulatorState.update
+    with (
+        operations.failing_at(mesh.devices, number, methods, times) as failing,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+
+        def submitted(self, issue, *rest):
+            return submit(self, failing(issue, "collective"), *rest)
+
+        def updated(self, **entries):
+            wrapped = failing(update, "update", KeyboardInterrupt)
+            (update if "update" in failing.tried else wrapped)(self, **entries)
+
+        patch.setattr(SimCollective, "_submit", submitted)
+        if methods is METHODS:
+            patch.setattr(AccumulatorState, "update", updated)
+        yield failing.tried
 
 
-@pytest.fixture(params=["_launch", "_allocate"])
-def method(request) -> str:
-    """The method of a device that fails."""
-    return request.param
+def rows(indices, dtype="float32", value=1.0):
+    return gr.IndexedSlices(np.full((len(indices), 2), value, dtype), indices)
+
+
+def sparse(home, *gradients, dtype="float32"):
+    acc = gr.SparseConditionalAccumulator(dtype, device=home)
+    for each in gradients:
+        acc.apply_indexed_slices_grad(each)
+    return acc
+
+
+def dense(home, *gradients, dtype="float32", **options):
+    acc = gr.ConditionalAccumulator(dtype, device=home, **options)
+    for each in gradients:
+        acc.apply_grad(each)
+    return acc
+
+
+# -- what is made to fail: the accumulators, and the call -----------------------------------------
+
+
+def dense_applies(mesh, earlier=(), grad=(1.0,), dtype="float32"):
+    acc = dense(mesh.devices[1], *earlier, dtype=dtype)
+    return [acc], lambda: acc.apply_grad(grad)
+
+
+def dense_takes(mesh, dtype):
+    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype)
+    return [acc], lambda: acc.take_grad(2)
+
+
+def takes_now(mesh):
+    accumulators = [dense(mesh.devices[1], [3.0], dtype="float16"), dense(mesh.devices[1])]
+    return accumulators, lambda: take_now(accumulators, 1)
+
+
+def replicas_on_one_device(mesh, num_earlier):
+    given = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
+    acc = dense(mesh.devices[0], *[given] * num_earlier)
+    return [acc], lambda: acc.apply_grad(given)
+
+
+def dense_joint(mesh):
+    home = mesh.devices[1]
+    accumulators = [dense(home), dense(home, [1.0]), dense(home, dtype="float16")]
+    return accumulators, lambda: gr.apply_grads(accumulators, [[5.0]] * 3)
+
+
+def dense_across(mesh, num_earlier):
+    given = gr.PerReplica([np.full(1, place, "float16") for place in range(len(mesh))], mesh)
+    acc = dense(mesh, *[given] * num_earlier, dtype="float16")
+    return [acc], lambda: acc.apply_grad(given)
+
+
+def partly_filled_take(mesh):
+    acc = dense(mesh)
+    with gr.replica(1):
+        acc.apply_grad([4.0])
+    return [acc], lambda: acc.take_grad(1)
+
+
+def applies(mesh, earlier=(), indices=(3, 1, 3), dtype="float32"):
+    acc = sparse(mesh.devices[1], *map(rows, earlier))
+    grad = rows(list(indices), dtype)
+    return [acc], lambda: acc.apply_indexed_slices_grad(grad, cast=True)
+
+
+def several(mesh, sums, terms):
+    home = mesh.devices[1]
+    accumulators = [sparse(home, *sums), dense(home, *[np.ones(4, "float32")] * len(sums))]
+    far = mesh.devices[2].upload(np.ones(4, "float32"))
+    return accumulators, lambda: gr.apply_grads(accumulators, [rows(terms), far])
+
+
+def replicas(mesh, indices):
+    return gr.PerReplica([rows([place, *indices]) for place in range(3)], mesh)
+
+
+def across(mesh, earlier, indices):
+    acc, given = sparse(mesh, *[replicas(mesh, each) for each in earlier]), replicas(mesh, indices)
+    return [acc], lambda: acc.apply_indexed_slices_grad(given)
+
+
+def new_and_old(mesh):
+    """On the second GPU in place, and on the first into new memory, which is launched first."""
+    acc, given = sparse(mesh[[2, 0]]), replicas(mesh, [])
+    with gr.replica(2):
+        acc.apply_indexed_slices_grad(rows([1, 2]))
+    return [acc], lambda: acc.apply_indexed_slices_grad(given)
+
+
+def takes(mesh):
+    acc = sparse(mesh.devices[1], rows([3, 1]), rows([1]))
+    return [acc], lambda: acc.take_grad(2)
+
+
+def takes_over_a_mesh(mesh):
+    acc = sparse(mesh, replicas(mesh, [4, 5]))
+    return [acc], lambda: acc.take_grad(3)
+
+
+def takes_both(mesh):
+    """Sparse sums are merged out of place; dense sums are divided in place, so they come last."""
+    accumulators = [dense(mesh.devices[1], *np.ones((2, 4), "float32")),
+                    sparse(mesh.devices[1], rows([3, 1]), rows([1]))]  # fmt: skip
+    return accumulators, lambda: gr.take_grads(accumulators, 2)
+
+
+def dense_take(mesh, sums, algorithm="hierarchical_copy", size=3):
+    """A joint take of sums with these dtypes and counts: on a device, or over the mesh."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm)
+    made = []
+    for dtype, place, times in sums:
+        home = mesh if place is None else mesh.devices[place]
+        made.append(dense(home, dtype=dtype, cross_device_ops=ops))
+        for value in range(1, times + 1):
+            one = np.full(size, value, dtype)
+            made[-1].apply_grad(gr.PerReplica([one] * len(mesh), mesh) if place is None else one)
+    return made, lambda: gr.take_grads(made, 2)
+
+
+class Case(NamedTuple):
+    """One call.
+
+    Attributes:
+        name: of the case.
+        make: returns the accumulators and the call.
+        work: the operations of the devices, in order; in capitals if a failure makes them fail.
+        placement: the placement of the mesh.
+        peers: whether GPUs have peer access.
+    """
+
+    name: str
+    make: Callable
+    work: str
+    placement: tuple[int, ...] = (0, 0, 1)
+    peers: bool = True
+
+
+F32, F16 = "float32", "float16"
+PLAN = "allocate upload "
+FAR = "allocate copy "
+CASES = [
+    Case("dense first", dense_applies, "allocate launch update"),
+    Case("dense later", partial(dense_applies, earlier=[[1.0]], grad=[100.0], dtype=F16),
+         "launch UPDATE"),
+    Case("dense upload", partial(dense_applies, earlier=[[1, 1]], grad=np.ones(4, F32)[::2]),
+         f"{PLAN}launch UPDATE"),
+    Case("dense take", partial(dense_takes, dtype=F32), "launch UPDATE"),
+    Case("half take", partial(dense_takes, dtype=F16), "allocate launch update"),
+    Case("takes now", takes_now, "allocate launch update"),
+    Case("replicas first", partial(replicas_on_one_device, num_earlier=0),
+         f"{FAR}allocate launch launch update", peers=False),
+    Case("replicas later", partial(replicas_on_one_device, num_earlier=1), "launch UPDATE"),
+    Case("replicas later, copied", partial(replicas_on_one_device, num_earlier=1),
+         f"{FAR}launch UPDATE", peers=False),
+    Case("dense joint", dense_joint, "allocate allocate launch launch launch UPDATE"),
+    Case("dense across first", partial(dense_across, num_earlier=0),
+         "allocate allocate allocate launch launch update"),
+    Case("dense across later", partial(dense_across, num_earlier=1), "launch LAUNCH UPDATE"),
+    Case("partly filled take", partly_filled_take,
+         "allocate allocate launch COLLECTIVE LAUNCH UPDATE"),
+    Case("first", applies, f"allocate {PLAN}launch update"),
+    Case("later", partial(applies, earlier=[[1, 2, 3]]), f"{PLAN}launch UPDATE"),
+    Case("grows", partial(applies, earlier=[[1, 2]]), f"allocate launch {PLAN}launch update"),
+    Case("casts", partial(applies, earlier=[[1, 3]], indices=[3, 1], dtype=F16),
+         f"{PLAN}launch UPDATE"),
+    Case("several first", partial(several, sums=[], terms=[3, 1]),
+         f"allocate {PLAN}allocate launch launch update"),
+    Case("several first, copied", partial(several, sums=[], terms=[3, 1]),
+         f"allocate {PLAN}{FAR}allocate launch launch update", peers=False),
+    Case("several later", partial(several, sums=[rows([3, 1])], terms=[1, 3]),
+         f"{PLAN}launch LAUNCH UPDATE"),
+    Case("several later, copied", partial(several, sums=[rows([3, 1])], terms=[1, 3]),
+         f"{PLAN}{FAR}launch LAUNCH UPDATE", peers=False),
+    Case("several grow", partial(several, sums=[rows([1])], terms=[1, 3]),
+         f"allocate launch {PLAN}launch launch UPDATE"),
+    Case("across first", partial(across, earlier=[], indices=[4, 5]),
+         f"allocate allocate allocate {PLAN}{PLAN}launch launch update"),
+    Case("across later", partial(across, earlier=[[4, 5]], indices=[5]),
+         f"{PLAN}{PLAN}launch LAUNCH UPDATE"),
+    Case("new and old", new_and_old, f"allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH UPDATE"),
+    Case("takes", takes, f"allocate {PLAN}launch update"),
+    Case("takes over a mesh", takes_over_a_mesh, f"allocate launch allocate {PLAN}launch "
+         "allocate allocate launch copy update"),
+    Case("takes both", takes_both, f"allocate {PLAN}launch launch UPDATE"),
+    # Takes of several dense sums.
+    Case("side by side", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 2)]), "launch UPDATE"),
+    Case("other counts", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 3)]),
+         "launch LAUNCH UPDATE"),
+    Case("other dtypes", partial(dense_take, sums=[(F32, 0, 2), (F16, 1, 2)]),
+         "allocate launch launch UPDATE"),
+    Case("other GPUs", partial(dense_take, sums=[(F32, 0, 2), ("float64", 1, 2)]),
+         "launch LAUNCH UPDATE", (0, 1)),
+    Case("three", partial(dense_take, sums=[(F32, 0, 2), (F16, 0, 2), (F16, 1, 2)]),
+         "allocate allocate launch launch launch UPDATE", (0, 1)),
+    Case("mesh", partial(dense_take, sums=[(F32, None, 2)]), "launch UPDATE", (0, 1)),
+    # Two slices, one on each GPU; and without peer access, where nothing is reduced in place.
+    Case("slices", partial(dense_take, sums=[(F32, None, 2)], size=20_000),
+         "launch LAUNCH UPDATE", (0, 1)),
+    Case("slices, copied", partial(dense_take, sums=[(F32, None, 2)], size=20_000),
+         f"allocate allocate {FAR}{FAR}launch copy launch copy update", (0, 1),
+         peers=False),
+    # Two packs with two divisors: the first is reduced out of place, the second in place.
+    Case("packs", partial(dense_take, sums=[(F32, None, 2), (F32, None, 3)]),
+         "allocate allocate launch allocate allocate launch update", (0, 1)),
+    # The single sum is divided last; the sums of the mesh must still be intact before.
+    Case("mesh and device", partial(dense_take, sums=[(F32, None, 2), (F32, 0, 2)]),
+         "allocate allocate launch launch UPDATE", (0, 1)),
+    # The collective, which one of the two may have received, and their divisions.
+    Case("nccl", partial(dense_take, sums=[(F32, None, 2)], algorithm="nccl"),
+         "COLLECTIVE LAUNCH LAUNCH UPDATE", (0, 1)),
+    Case("nccl of three", partial(dense_take, sums=[(F32, None, 2)], algorithm="nccl"),
+         "launch COLLECTIVE LAUNCH LAUNCH UPDATE"),
+    Case("nccl and device",
+         partial(dense_take, sums=[(F32, None, 2), (F16, 1, 2)], algorithm="nccl"),
+         "allocate allocate allocate collective launch launch launch update", (0, 1)),
+]  # fmt: skip
+LOSSES = [
+    pytest.param(case, number, id=f"{case.name}-{number}")
+    for case in CASES
+    for number, name in enumerate(case.work.split(), 1)
+    if name.isupper()
+]
+
+
+def opened(case):
+    return gr.open_mesh(case.placement, backend="sim", strict=True, peer_access=case.peers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_any_failure_leaves_the_state_unchanged(case):
+    """Each operation of the call fails once, one after the other; then the call succeeds."""
+    with opened(case) as mesh:
+        accumulators, call = case.make(mesh)
+        before = [frozen(acc) for acc in accumulators]
+        for number, name in enumerate(case.work.split(), 1):
+            if name.isupper():
+                continue
+            with failing_at(mesh, number), pytest.raises(FAILURES, match=name) as caught:
+                call()
+            assert getattr(caught.value, "__notes__", []) == []
+            assert [frozen(acc) for acc in accumulators] == before, (number, name)
+            assert not any(acc.accumulator_ref.queue for acc in accumulators)
+        with failing_at(mesh, 0) as tried:
+            found = call()
+        assert tried == case.work.lower().split()
+        others, call = case.make(mesh)
+        assert contents(call()) == contents(found)
+        assert [frozen(acc) for acc in others] == [frozen(acc) for acc in accumulators]
+
+
+@pytest.mark.parametrize(("case", "number"), LOSSES)
+def test_a_partly_written_accumulator_cannot_be_used(case, number):
+    with opened(case) as mesh:
+        accumulators, call = case.make(mesh)
+        before = [frozen(acc) for acc in accumulators]
+        counts = [acc.num_accumulated() for acc in accumulators]
+        with failing_at(mesh, number), pytest.raises(FAILURES) as caught:
+            call()
+        assert "cannot be used any more" in caught.value.__notes__[0]
+        lost = []
+        for acc, state in zip(accumulators, before, strict=True):
+            try:
+                assert frozen(acc) == state, "it is on a device that was not written"
+            except BackendUnavailableError as error:
+                lost.append(acc)
+                assert "failed half way" in str(error)
+                with pytest.raises(BackendUnavailableError, match="failed half way"):
+                    acc.take_grad(1)
+        assert len(lost) == (2 if case.name == "three" else len(accumulators))
+        assert [acc.num_accumulated() for acc in accumulators] == counts
+        assert [acc.num_dropped for acc in accumulators] == [0] * len(accumulators)
+
+
+# -- takes that another call completes ------------------------------------------------------------
+
+
+TAKE = ("_allocate", "_upload", "_launch")  # the operations of an apply and a take, in order
 
 
 @pytest.fixture
-def inject_error():
-    """Makes a method of devices fail from the n-th call on, ``times`` times; returns the calls.
-
-    First removes a failure injected before. Without devices, it does only that.
-    """
-    patch = pytest.MonkeyPatch()
-
-    def failing(real, calls, planned):
-        def run(*args):
-            calls.append(real.__name__)
-            if len(calls) in planned:
-                raise InjectedError(real.__name__)
-            return real(*args)
-
-        return run
-
-    def injected(devices=(), method="", first=1, times=1):
-        patch.undo()
-        calls, planned = [], range(first, first + times)
-        for device in devices:
-            patch.setattr(device, method, failing(getattr(device, method), calls, planned))
-        return calls
-
-    yield injected
-    patch.undo()
+def home():
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True) as mesh:
+        yield mesh
 
 
-def counters(*accumulators):
-    return [(acc.num_accumulated(), acc.global_step, acc.num_dropped) for acc in accumulators]
-
-
-def values(acc):
-    return [None if total is None else total.numpy().tolist()
-            for total in acc.accumulator_ref.totals]  # fmt: skip
-
-
-# -- one device -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_the_first_apply(accumulator, device, inject_error, method, dtype):
-    acc = accumulator(dtype)
-    inject_error([device], method)
-    with pytest.raises(InjectedError):
-        acc.apply_grad([1.0])
-    assert counters(acc) == [(0, 0, 0)]
-    assert values(acc) == [None]
-    acc.apply_grad([2.0, 3.0])  # the shape is still unknown, too
-    assert acc.take_grad(1).tolist() == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_later_apply(accumulator, device, inject_error, method, dtype):
-    acc = accumulator(dtype)
-    acc.apply_grad([1.0])
-    calls = inject_error([device], method)
-    if method == "_allocate":
-        assert acc.apply_grad([3.0]), "it needs no memory"
-        assert calls == []
-        inject_error()
-    else:
-        with pytest.raises(InjectedError):
-            acc.apply_grad([100.0])
-        assert counters(acc) == [(1, 0, 0)]
-        assert values(acc) == [[1.0]]
-        assert acc.apply_grad([3.0])
-    assert acc.take_grad(2).tolist() == [2.0]
-
-
-def test_an_upload(accumulator, device, inject_error):
-    acc = accumulator()
-    acc.apply_grad([1.0, 1.0])
-    inject_error([device], "_allocate")
-    with pytest.raises(InjectedError):
-        acc.apply_grad(np.ones(4, "float32")[::2])
-    assert counters(acc) == [(1, 0, 0)]
-    assert acc.take_grad(1).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_take(accumulator, device, inject_error, method, dtype):
-    acc = accumulator(dtype)
-    for value in (1.0, 3.0):
-        acc.apply_grad([value])
-    calls = inject_error([device], method)
-    if dtype == "float32" and method == "_allocate":
-        assert acc.take_grad(2).tolist() == [2.0], "it needs no memory"
-        assert calls == []
-        return
-    with pytest.raises(InjectedError):
-        acc.take_grad(2)
-    assert counters(acc) == [(2, 0, 0)]
-    assert values(acc) == [[4.0]]
-    assert not acc.accumulator_ref.queue
-    acc.apply_grad([8.0])
-    assert acc.take_grad(2).tolist() == [4.0]
-    assert counters(acc) == [(0, 1, 0)]
-
-
-def test_a_take_that_does_not_wait(accumulator, device, inject_error, method):
-    acc, empty = accumulator("float16"), accumulator()
-    acc.apply_grad([3.0])
-    inject_error([device], method)
-    with pytest.raises(InjectedError):
-        take_now([acc, empty], 1)
-    assert counters(acc, empty) == [(1, 0, 0), (0, 0, 0)]
-    assert values(acc) == [[3.0]]
-    taken, nothing = take_now([acc, empty], 1)
-    assert (taken.tolist(), nothing) == ([3.0], None)
-    assert counters(acc, empty) == [(0, 1, 0), (0, 1, 0)]
-
-
-def test_a_take_that_another_threads_apply_completes(
-    accumulator, device, inject_error, method, call_threads
-):
+@pytest.mark.parametrize(
+    ("kind", "number"), [("dense", 2), ("dense", 3), *[("sparse", place) for place in range(4, 8)]]
+)
+def test_a_take_that_another_threads_apply_completes(home, call_threads, kind, number):
     """The consumer gets the error, the applier continues, and the next take is checked."""
-    acc = accumulator("float16")
-    takes = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 2, 1)]
-    acc.apply_grad([1.0])
-    # Its own launch succeeds; the launch that completes the first take fails.
-    inject_error([device], method, first=2 if method == "_launch" else 1)
-    assert acc.apply_grad([3.0]) is True
-    assert [take.is_done for take in takes] == [True, True, False]
+    made = KINDS[kind]
+    grad, wanted = partial(made.value, dtype=F16), made.result
+    acc = made.make(F16, device=home.devices[1])
+    heads = [call_threads.waiting(gr.take_grads, [acc], count) for count in (2, 2, 1)]
+    gr.apply_grads([acc], [grad(1.0)])
+    with failing_at(home, number, TAKE):
+        assert gr.apply_grads([acc], [grad(3.0)]) is True
+    assert [head.is_done for head in heads] == [True, True, False]
     with pytest.raises(InjectedError):
-        takes[0].result()
-    assert takes[1].result().tolist() == [2.0]
-    assert counters(acc) == [(0, 1, 0)]
-    acc.apply_grad([5.0], 1)
-    assert takes[2].result().tolist() == [5.0]
+        heads[0].result()
+    assert contents(heads[1].result()) == [wanted(2.0)]
+    assert (acc.num_accumulated(), acc.global_step, acc.num_dropped) == (0, 1, 0)
+    gr.apply_grads([acc], [grad(5.0)], 1)
+    assert contents(heads[2].result()) == [wanted(5.0)]
 
 
-def test_every_waiting_take_may_fail(accumulator, device, inject_error, method, call_threads):
-    acc = accumulator("float16")
-    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(3)]
-    inject_error([device], method, first=2, times=3)  # after the launch of the apply itself
-    assert acc.apply_grad([3.0]) is True
-    for take in takes:
-        assert take.is_done
+def test_every_waiting_take_may_fail(home, call_threads, kind):
+    acc = kind.make(F16, device=home)
+    heads = [call_threads.waiting(gr.take_grads, [acc], 1) for _ in range(3)]
+    with failing_at(home, 2, ["_launch"], times=9):  # after the launch of the apply itself
+        assert gr.apply_grads([acc], [kind.value(2.0, F16)]) is True
+    for head in heads:
+        assert head.is_done
         with pytest.raises(InjectedError):
-            take.result()
-    assert counters(acc) == [(1, 0, 0)]
-    assert values(acc) == [[3.0]]
-    assert acc.take_grad(1, timeout=0).tolist() == [3.0]
+            head.result()
+    assert contents(gr.take_grads([acc], 1, timeout=0)) == [[kind.result(2.0)] * 3]
 
 
-def test_a_take_that_a_timeout_completes(accumulator, device, inject_error, method, call_threads):
+@pytest.mark.parametrize("method", ["_launch", "_allocate"])
+def test_a_take_that_a_timeout_completes(home, call_threads, method):
     """The next consumer gets the error, not the one whose timeout expired."""
-    acc = accumulator("float16")
-    acc.apply_grad([3.0])
+    acc = dense(home.devices[1], [3.0], dtype=F16)
+    before = frozen(acc)
     head = call_threads.expiring(acc.take_grad, 2)
     behind = call_threads.waiting(acc.take_grad, 1)
-    inject_error([device], method)
-    head.expire()
-    with pytest.raises(TimeoutError):
-        head.result()
+    with failing_at(home, 1, [method]):
+        head.expire()
+        with pytest.raises(TimeoutError):
+            head.result()
+        with pytest.raises(InjectedError):
+            behind.result()
+    assert frozen(acc) == before
+
+
+@pytest.mark.parametrize("number", [3, 5, 6])  # after the two of the apply itself
+def test_a_joint_take_that_an_apply_to_one_completes(home, call_threads, number):
+    """The dense sum is unchanged, too, and the next take of it alone completes."""
+    accumulators = sparse(home.devices[1]), dense(home.devices[1])
+    both = call_threads.waiting(gr.take_grads, accumulators, 1)
+    behind = call_threads.waiting(accumulators[1].take_grad, 1)
+    accumulators[0].apply_indexed_slices_grad(rows([1]))
+    with failing_at(home, number, TAKE):
+        assert accumulators[1].apply_grad(np.ones(3, "float32")) is True
     with pytest.raises(InjectedError):
-        behind.result()
-    assert counters(acc) == [(1, 0, 0)]
-    assert values(acc) == [[3.0]]
+        both.result()
+    assert behind.result().tolist() == [1.0] * 3
+    assert [acc.num_accumulated() for acc in accumulators] == [1, 0]
 
 
-@pytest.mark.parametrize("step", ["_allocate", "_copy", "_launch"])
-def test_replicas_that_are_added_on_one_device(mesh, inject_error, step):
-    """If any allocation, copy or launch fails, no replica is added."""
-    acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0], reduction_type="SUM")
-    grad = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
-    for applied in range(2):
-        before = values(acc)
-        for first in range(1, 10):
-            calls = inject_error(mesh.devices, step, first=first)
-            try:
-                acc.apply_grad(grad)
-            except InjectedError:
-                assert counters(acc) == [(applied * len(mesh), 0, 0)]
-                assert values(acc) == before
-                continue
-            assert len(calls) < first, "all have failed once"
-            break
-        inject_error()
-    assert acc.take_grad(1).numpy().tolist() == [2.0 * len(mesh)] * 2
-
-
-# -- several accumulators -------------------------------------------------------------------------
-
-
-def test_a_joint_apply(accumulator, device, inject_error, method):
-    accumulators = [accumulator(dtype) for dtype in ("float32", "float32", "float16")]
-    accumulators[1].apply_grad([1.0])
-    for first in (1, 2):
-        inject_error([device], method, first=first)
-        with pytest.raises(InjectedError):
-            gr.apply_grads(accumulators, [[5.0], [5.0], [5.0]])
-        assert counters(*accumulators) == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
-        assert [values(acc) for acc in accumulators] == [[None], [[1.0]], [None]]
-    assert gr.apply_grads(accumulators, [[5.0], [5.0], [5.0]])
-    assert [array.tolist() for array in gr.take_grads(accumulators, 1)] == [[5.0], [3.0], [5.0]]
-
-
-def test_a_joint_take(accumulator, device, inject_error, method):
-    """All memory is allocated before the first launch, so a failed allocation harms no sum."""
-    accumulators = [accumulator(dtype) for dtype in ("float32", "float16", "bfloat16")]
-    for _ in range(2):
-        gr.apply_grads(accumulators, [[2.0], [4.0], [6.0]])
-    for first in (1, 2) if method == "_allocate" else (1,):
-        inject_error([device], method, first=first)
-        with pytest.raises(InjectedError):
-            gr.take_grads(accumulators, 2)
-        assert counters(*accumulators) == [(2, 0, 0)] * 3
-        assert [values(acc) for acc in accumulators] == [[[4.0]], [[8.0]], [[12.0]]]
-        assert [len(acc.accumulator_ref.queue) for acc in accumulators] == [0, 0, 0]
-    assert [array.tolist() for array in gr.take_grads(accumulators, 2)] == [[2.0], [4.0], [6.0]]
-
-
-def test_a_joint_take_that_an_apply_to_one_completes(
-    accumulator, device, inject_error, method, call_threads
-):
-    first, second = accumulator("float16"), accumulator("float16")
-    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+def test_a_failing_take_and_the_takes_queued_behind_it_raise_the_error(home, call_threads):
+    """Also if another thread's apply completes it: that apply adds its gradient and continues."""
+    first, second = (dense(each, *[[1.0]] * times)
+                     for each, times in zip(home.devices, (4, 2), strict=False))  # fmt: skip
+    joint = call_threads.waiting(gr.take_grads, [first, second], 3)
     behind = call_threads.waiting(second.take_grad, 1)
-    first.apply_grad([1.0])
-    inject_error([device], method, first=2)
-    assert second.apply_grad([2.0]) is True
-    with pytest.raises(InjectedError):
+    with failing_at(home, 3, ["_launch"]) as tried:  # the apply's own, and a division by 4
+        assert second.apply_grad([1.0]) is True
+    assert len(tried) == 3
+    with pytest.raises(InjectedError) as caught:
         joint.result()
-    assert behind.result().tolist() == [2.0]
-    assert counters(first, second) == [(1, 0, 0), (0, 1, 0)]
+    assert "cannot be used any more" in caught.value.__notes__[0]
+    with pytest.raises((BackendUnavailableError, CancelledError), match=r"failed|cancelled"):
+        behind.result()
+    assert [acc.num_accumulated() for acc in (first, second)] == [4, 3]
 
 
-# -- over a mesh ----------------------------------------------------------------------------------
+# -- what is new and what is old in one call ------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_over_a_mesh(mesh, inject_error, method, algorithm):
-    ops = gr.AllReduceCrossDeviceOps(algorithm)
-    acc = gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=ops)
-    wrong = gr.PerReplica([[50.0]] * len(mesh), mesh)
-    right = gr.PerReplica([[float(place)] for place in range(len(mesh))], mesh)
-    inject_error(mesh.devices, method)
-    with pytest.raises(InjectedError):
-        acc.apply_grad(wrong, cast=True)
-    assert counters(acc) == [(0, 0, 0)]
-    assert values(acc) == [None] * len(mesh)
-    acc.apply_grad(right, cast=True)
-    if method == "_launch":
-        inject_error(mesh.devices, method)
-        with pytest.raises(InjectedError):
-            acc.apply_grad(wrong, cast=True)
-        assert counters(acc) == [(len(mesh), 0, 0)]
-    inject_error(mesh.devices, method)
-    with pytest.raises(InjectedError):
-        acc.take_grad(1)
-    assert counters(acc) == [(len(mesh), 0, 0)]
-    assert values(acc) == [[float(place)] for place in range(len(mesh))]
-    mean = sum(range(len(mesh))) / len(mesh)
-    taken = acc.take_grad(1)
-    assert [value.tolist() for value in taken.values] == [[float(np.float16(mean))]] * len(mesh)
-
-
-def test_a_take_over_a_partly_filled_mesh(mesh, inject_error, method):
-    acc = gr.ConditionalAccumulator("float32", device=mesh)
+def test_a_new_sum_of_several_gradients_beside_one_in_place(home):
+    """The first gradient shares a launch with the other sum; the second has the next launch."""
+    acc = gr.SparseConditionalAccumulator("float32", device=home[:2], reduction_type="SUM")
     with gr.replica(1):
-        acc.apply_grad([4.0])
-    inject_error(mesh.devices, method)
-    with pytest.raises(InjectedError):
-        acc.take_grad(1)
-    assert counters(acc) == [(1, 0, 0)]
-    assert [value.tolist() for value in acc.take_grad(1).values] == [[4.0]] * len(mesh)
+        acc.apply_indexed_slices_grad(rows([5]))
+    given = gr.PerReplica([rows([1], value=10), rows([5], value=20), rows([1], value=30)], home)
+    acc.apply_indexed_slices_grad(given)
+    indices, values, _ = acc.take_grad(4)
+    assert indices.tolist() == [1, 5]
+    assert values.primary.tolist() == [[40.0] * 2, [21.0] * 2]
+
+
+def test_a_gradient_without_rows_is_refused_if_the_device_failed_or_closed():
+    """They launch nothing on an existing sum, but must not be reported as added."""
+    for lose in (True, False):
+        with gr.open_mesh([0, 1], backend="sim") as mesh:
+            acc, none = sparse(mesh, rows([1])), mesh.devices[0].upload(np.ones((0, 2), "float32"))
+            if lose:
+                mesh.devices[0].mark_failed("for a test")
+            else:
+                mesh.close()
+            with pytest.raises(BackendUnavailableError, match="for a test" if lose else "closed"):
+                acc.apply_grad([], none)
+            assert acc.num_accumulated() == 1

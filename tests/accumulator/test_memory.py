@@ -51,21 +51,32 @@ def check_steady(mesh, cycle, num_cycles, warm):
 
 @pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=LONG)])
 def test_many_cycles(num):
-    """Two applies and a take; some gradients are dropped, and some takes time out."""
+    """Two applies and a take; other rows in every cycle; sometimes a drop, or a timeout."""
+    luck = np.random.default_rng(0)
+    given = [
+        gr.IndexedSlices(np.ones((size, 3), "float32"), luck.integers(0, 99, size))
+        for size in luck.integers(0, 40, 64)
+    ]
     with gr.open_mesh(1, backend="sim") as mesh:
-        acc = gr.ConditionalAccumulator("float32", (1,), device=mesh.devices[0])
-        grad = np.ones(1, "float32")
+        dense = gr.ConditionalAccumulator("float32", (7,), device=mesh.devices[0])
+        rows = gr.SparseConditionalAccumulator("float32", device=mesh.devices[0])
+        both, grad = [dense, rows], np.ones(7, "float32")
 
         def cycle(step):
-            acc.apply_grad(grad, step)
-            acc.apply_grad(grad, step)
-            acc.take_grad(2)
-            if step % 100 == 0:
-                assert not acc.apply_grad(grad, step)
-                with pytest.raises(DeadlineExceededError):
-                    acc.take_grad(1, timeout=0)
+            gr.apply_grads(both, [grad, given[step % 64]], step)
+            dense.apply_grad(grad, step)
+            rows.apply_indexed_slices_grad(given[luck.integers(64)], step)
+            if step % 10:
+                dense.take_grad(2)
+                rows.take_indexed_slices_grad(2)
+                return
+            gr.take_grads(both, 2)
+            assert not gr.apply_grads(both, [grad, given[0]], step)
+            with pytest.raises(DeadlineExceededError):
+                gr.take_grads(both, 1, timeout=0)
 
-        assert check_steady(mesh, cycle, num, 500) == acc.global_step
+        assert check_steady(mesh, cycle, num, 800) == dense.global_step == rows.global_step
+        assert len(mesh.devices[0].freed) < 10
 
 
 @pytest.mark.parametrize(("algorithm", "peers"), [("nccl", True), ("hierarchical_copy", False)])

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from accumulator.kinds import Sparse, bits, counters, expected
 from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
@@ -30,18 +31,8 @@ def accumulator(mesh, algorithm):
     return make
 
 
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
-
-
 def replicas(mesh, dtype="float32", shape=(19,), seed=0):
     return exact_data((len(mesh), *shape), dtype, num_terms=32, seed=seed)
-
-
-def divided(total, count, dtype):
-    """The mean of an exact sum: one division, one rounding."""
-    wide = accumulate_dtype(np.dtype(dtype))
-    return np.asarray(total.astype(wide) / wide.type(count)).astype(dtype)
 
 
 def check_mirrored(taken, mesh, wanted):
@@ -50,39 +41,6 @@ def check_mirrored(taken, mesh, wanted):
     assert [buffer.device for buffer in taken.buffers] == list(mesh.devices)
     assert all(same(buffer.numpy(), wanted) for buffer in taken.buffers)
     assert len({buffer.address for buffer in taken.buffers}) == len(mesh)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-def test_every_replica_counts_once(accumulator, mesh, dtype, reduction_type):
-    acc = accumulator(dtype, reduction_type=reduction_type)
-    for step, num_applies in enumerate((1, 3)):
-        values = [replicas(mesh, dtype, seed=seed) for seed in range(num_applies)]
-        for place, value in enumerate(values):
-            assert acc.apply_grad(gr.PerReplica(list(value), mesh), step)
-            assert counters(acc) == ((place + 1) * len(mesh), step, 0)
-        total = np.concatenate(values).astype(np.float64).sum(axis=0)
-        count = num_applies * len(mesh) if reduction_type == "MEAN" else 1
-        check_mirrored(acc.take_grad(1), mesh, divided(total, count, dtype))
-        assert counters(acc) == (0, step + 1, 0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("num_packs", [0, 1, 3])
-def test_any_subset_of_devices_may_hold_gradients(accumulator, mesh, dtype, num_packs):
-    """One, all but one, all: the other devices add zeros, which are not counted."""
-    acc = accumulator(dtype, num_packs=num_packs)
-    everyone = range(len(mesh))
-    patterns = [{place} for place in everyone]
-    patterns += [set(everyone) - {place} for place in everyone] + [set(everyone)]
-    for step, pattern in enumerate(filter(None, patterns)):
-        values = replicas(mesh, dtype, seed=step)
-        for place in pattern:
-            with gr.replica(place):
-                assert acc.apply_grad(values[place], step)
-        assert acc.num_accumulated() == len(pattern)
-        total = sum(values[place].astype(np.float64) for place in pattern)
-        check_mirrored(acc.take_grad(1), mesh, divided(total, len(pattern), dtype))
 
 
 def test_a_plain_gradient_is_added_on_its_own_device(accumulator, mesh):
@@ -269,79 +227,6 @@ def test_scalars_and_gradients_without_elements(accumulator, mesh):
     assert journal.launches == journal.copies == 0
 
 
-def test_a_stale_per_replica_drops_every_replica_and_does_no_work(accumulator, mesh):
-    acc = accumulator()
-    acc.set_global_step(1)
-    grad = gr.PerReplica(list(replicas(mesh)), mesh)
-    with mesh.journal() as journal:
-        assert acc.apply_grad(grad, 0) is False
-    assert journal.records == []
-    assert counters(acc) == (0, 1, len(mesh))
-
-
-def test_launches_and_zeros(accumulator, mesh):
-    """One launch on each GPU for a gradient; only devices without a gradient are zeroed."""
-    acc = accumulator()
-    grad = gr.PerReplica(list(replicas(mesh)), mesh)
-    with mesh.journal() as journal:
-        acc.apply_grad(grad)
-        acc.apply_grad(grad)
-    num_physical = len(mesh.by_physical)
-    assert [record.name for record in journal.of("launch")] == (
-        ["add_n"] * num_physical + ["accumulate_n"] * num_physical
-    )
-    assert sorted({record.kind for record in journal.records}) == ["launch"]
-    with mesh.journal() as journal:
-        acc.take_grad(1)
-    assert journal.of("fill") == []
-    assert (journal.syncs, journal.uploads) == (0, 0)
-    with gr.replica(1):
-        acc.apply_grad(np.ones(19, "float32"), 1)
-    with mesh.journal() as journal:
-        acc.take_grad(1)
-    assert [record.device for record in journal.of("fill")] == [
-        place for place in range(len(mesh)) if place != 1
-    ]
-    assert (journal.syncs, journal.uploads) == (0, 0)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_results_belong_to_the_caller_and_gradients_are_not_written(accumulator, mesh, dtype):
-    acc = accumulator(dtype)
-    before = replicas(mesh, dtype)
-    values = before.copy()
-    values.flags.writeable = False
-    held, wanted = [], []
-    for step in range(3):
-        for _ in range(step + 1):
-            acc.apply_grad(gr.PerReplica(list(values), mesh), step)
-            with gr.replica(1):
-                acc.apply_grad(values[0], step)
-        taken = acc.take_grad(1)
-        held.append(taken)
-        wanted.append(taken.primary.copy())
-    acc.apply_grad(values[0], 3)
-    for taken, array in zip(held, wanted, strict=True):
-        check_mirrored(taken, mesh, array)
-        for copy in taken.values:
-            copy[...] = 77
-    assert (values == before).all()
-    check_mirrored(acc.take_grad(1), mesh, before[0])
-
-
-def test_the_array_type_of_a_result(accumulator, mesh):
-    acc = accumulator()
-    arrays = list(replicas(mesh))
-    buffers = [device.put(array) for device, array in zip(mesh.devices, arrays, strict=True)]
-    for step, (first, kind) in enumerate([(arrays, np.ndarray), (buffers, gr.Buffer)]):
-        acc.apply_grad(gr.PerReplica(first, mesh), step)
-        acc.apply_grad(buffers[1], step)
-        acc.apply_grad(arrays[0], step)
-        taken = acc.take_grad(1)
-        assert {type(value) for value in taken.values} == {kind}
-        assert type(taken.get(mesh.devices[1])) is kind
-
-
 def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
     acc = accumulator(shape=(None,))
     values = list(replicas(mesh))
@@ -350,40 +235,35 @@ def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
         (gr.PerReplica(odd, mesh), "replicas differ in shape"),
         (gr.PerReplica([value.reshape(1, -1) for value in values], mesh), "incompatible"),
         (gr.PerReplica([*values[:-1], values[0].astype("float64")], mesh), "float64"),
+        (gr.PerReplica([gr.IndexedSlices(np.ones((1,)), [0], (1,))] * len(mesh), mesh), "float64"),
     ]:
         with pytest.raises(ValueError, match=match):
             acc.apply_grad(grad)
     with pytest.raises(TypeError, match="Mirrored"):
         acc.apply_grad(gr.Mirrored(values, mesh))
-    assert counters(acc) == (0, 0, 0)
+    assert counters(acc) == [(0, 0, 0)]
     acc.apply_grad(np.ones(4, "float32"))
     with pytest.raises(InvalidArgumentError, match=r"expected \[4\], got \[19\]"):
         acc.apply_grad(gr.PerReplica(values, mesh))
-    assert counters(acc) == (1, 0, 0)
+    assert counters(acc) == [(1, 0, 0)]
     check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
 
 
-def test_a_take_waits_for_replicas(accumulator, mesh, call_threads):
-    acc = accumulator()
-    take = call_threads.waiting(acc.take_grad, len(mesh) + 1)
-    behind = call_threads.waiting(acc.take_grad, 1)
-    acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
-    assert not take.is_done
-    with gr.replica(1):
-        acc.apply_grad([1.0])
-    check_mirrored(take.result(), mesh, np.ones(1, "float32"))
-    assert not behind.is_done
-    acc.apply_grad([5.0], 1)
-    check_mirrored(behind.result(), mesh, np.full(1, 5, "float32"))
-
-
-def test_memory_does_not_grow(accumulator, mesh):
-    acc = accumulator("bfloat16")
-    for step in range(30):
-        acc.apply_grad(gr.PerReplica(list(replicas(mesh, "bfloat16", (500,))), mesh), step)
-        with gr.replica(1):
-            acc.apply_grad(np.ones(500, acc.dtype), step)
-        acc.take_grad(1)
-        if step == 2:
-            grown = [device._pool.grown for device in mesh.devices]
-    assert [device._pool.grown for device in mesh.devices] == grown
+def test_sparse_accumulators_filled_together_share_launches(mesh):
+    """Each is merged alone."""
+    accumulators = [gr.SparseConditionalAccumulator("float32", device=mesh) for _ in range(5)]
+    grads = [
+        gr.PerReplica([Sparse.random(seed, "float32", (2 + seed % 5,))
+                       for seed in range(turn, turn + 5 * len(mesh), 5)], mesh)
+        for turn in range(5)
+    ]  # fmt: skip
+    with mesh.journal() as journal:
+        gr.apply_grads(accumulators, grads)
+    assert journal.launches == len(mesh.by_physical)
+    with mesh.journal() as journal:
+        taken = gr.take_grads(accumulators, 1)
+    launched = [record.name for record in journal.of("launch")]
+    assert (launched.count("segment_sum"), journal.uploads, journal.syncs) == (5, 5, 0)
+    for each, grad in zip(taken, grads, strict=True):
+        parts = [gr.IndexedSlices(part.values.numpy(), part.indices) for part in grad.parts]
+        assert bits(each) == [expected([[part] for part in parts], "float32")] * len(mesh)

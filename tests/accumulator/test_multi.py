@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.exact_data import exact_data, same
+from accumulator.kinds import counters, slices
+from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.backends.sim.pool import SimPool
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.reduce.algorithms import ALGORITHMS
-
-
-def counters(*accumulators):
-    return [(acc.num_accumulated(), acc.global_step, acc.num_dropped) for acc in accumulators]
 
 
 def queues(*accumulators):
@@ -42,20 +36,27 @@ def test_all_gradients_are_added_or_all_are_dropped(several):
     assert [acc.take_grad(2).tolist() for acc in accumulators] == [[2.0], [3.0, 3.0], 4.0]
 
 
-def test_one_incompatible_gradient_rejects_the_whole_call(several, device):
-    first, second = accumulators = several(2)
-    second.apply_grad([1.0])
+def test_one_incompatible_gradient_rejects_the_whole_call(accumulator, sparse, device):
+    accumulators = [accumulator(), sparse("float32", (4, 1)), sparse()]
+    good = [np.ones((1, 1), "float32"), slices([3], 1), slices([9], 1)]
+    gr.apply_grads(accumulators, good)
+    wide = gr.IndexedSlices(np.ones((1, 2), "float32"), [0])
     with device.mesh.journal() as journal:
-        for grads, error in [
-            ([[1.0], [1.0, 2.0]], InvalidArgumentError),
-            ([[1.0], np.ones(1)], ValueError),
-            ([[1.0], None], TypeError),
-            ([[1.0]], ValueError),
-            ([[1.0]] * 3, ValueError),
+        for place, wrong, error in [
+            (0, np.ones((2, 1), "float32"), InvalidArgumentError),
+            (0, np.ones((1, 1)), ValueError),
+            (0, None, TypeError),
+            (1, slices([4], 1), InvalidArgumentError),
+            (2, wide, InvalidArgumentError),
+            (2, good[0], TypeError),
         ]:
+            grads = [*good[:place], wrong, *good[place + 1 :]]
             with pytest.raises(error):
                 gr.apply_grads(accumulators, grads)
-    assert counters(first, second) == [(0, 0, 0), (1, 0, 0)]
+        for grads in (good[:2], [*good, good[0]]):
+            with pytest.raises(ValueError, match=r"^grads has"):
+                gr.apply_grads(accumulators, grads)
+    assert counters(*accumulators) == [(1, 0, 0)] * 3
     assert journal.launches == 0
 
 
@@ -143,82 +144,6 @@ def test_one_launch_for_all_of_a_dtype(device):
     assert counters(*accumulators) == [(0, 1, 0)] * 4
 
 
-def test_fresh_and_later_sums_in_one_call(several, device):
-    accumulators = several(3, reduction_type="SUM")
-    accumulators[1].apply_grad([10.0])
-    with device.mesh.journal() as journal:
-        gr.apply_grads(accumulators, [[1.0], [2.0], [3.0]])
-    assert [(record.name, record.num_rows) for record in journal.records] == [
-        ("add_n", 2), ("accumulate_n", 1),
-    ]  # fmt: skip
-    assert [array.tolist() for array in gr.take_grads(accumulators, 1)] == [[1.0], [12.0], [3.0]]
-
-
-def test_sums_in_one_flat_buffer_do_not_overlap(several):
-    """They are end to end in one flat buffer; writing one result does not change the others."""
-    accumulators = several(3)
-    shapes = [(5,), (), (2, 3)]
-    gr.apply_grads(accumulators, [np.full(shape, 4, "float32") for shape in shapes])
-    first = accumulators[1].take_grad(1)
-    first[...] = -1
-    gr.apply_grads(
-        [accumulators[0], accumulators[2]], [np.full(shapes[0], 8.0), np.full(shapes[2], 8.0)],
-        cast=True,
-    )  # fmt: skip
-    rest = gr.take_grads([accumulators[2], accumulators[0]], 2)
-    assert [array.shape for array in rest] == [(2, 3), (5,)]
-    assert all((array == 6).all() for array in rest)
-
-
-# -- over a mesh ----------------------------------------------------------------------------------
-
-
-def test_over_a_mesh_one_launch_for_each_gpu_and_one_batch_at_the_take(mesh):
-    accumulators = [gr.ConditionalAccumulator("float32", device=mesh) for _ in range(3)]
-    shapes = [(7,), (), (3, 5)]
-    values = [exact_data((len(mesh), *shape), "float32", seed=len(shape)) for shape in shapes]
-    grads = [gr.PerReplica(list(value), mesh) for value in values]
-    num_physical = len(mesh.by_physical)
-    for _ in range(2):
-        with mesh.journal() as journal:
-            gr.apply_grads(accumulators, grads)
-        assert [record.kind for record in journal.records] == ["launch"] * num_physical
-    assert counters(*accumulators) == [(2 * len(mesh), 0, 0)] * 3
-    with mesh.journal() as together:
-        taken = gr.take_grads(accumulators, 1)
-    for result, value in zip(taken, values, strict=True):
-        total = (2 * value.astype(np.float64)).sum(axis=0).astype(np.float32)
-        wanted = np.asarray(total / np.float32(2 * len(mesh)))
-        assert all(same(buffer.numpy(), wanted) for buffer in result.buffers)
-    alone = gr.ConditionalAccumulator("float32", device=mesh)
-    alone.apply_grad(grads[0])
-    alone.apply_grad(grads[0])
-    with mesh.journal() as single:
-        alone.take_grad(1)
-    assert together.launches == single.launches
-    assert [record.name for record in together.of("launch")].count("pack") == 0
-
-
-def test_a_joint_take_of_partly_filled_accumulators(mesh):
-    accumulators = [gr.ConditionalAccumulator("float32", device=mesh) for _ in range(len(mesh))]
-    for place, acc in enumerate(accumulators):
-        with gr.replica(place):
-            acc.apply_grad(np.full(4, place + 1, "float32"))
-    for place, result in enumerate(gr.take_grads(accumulators, 1)):
-        assert all((value == place + 1).all() for value in result.values)
-
-
-def test_accumulators_of_a_device_and_of_a_mesh_together(mesh):
-    single = gr.ConditionalAccumulator("float16", device=mesh.devices[1])
-    spread = gr.ConditionalAccumulator("float32", device=mesh)
-    grad = gr.PerReplica([[1.0], [3.0]] + [[2.0]] * (len(mesh) - 2), mesh)
-    for _ in range(2):
-        gr.apply_grads([spread, single], [grad, [5.0]], cast=True)
-    mirrored, plain = gr.take_grads([spread, single], 2)
-    assert [value.tolist() for value in mirrored.values] == [[2.0]] * len(mesh)
-    assert (plain.dtype, plain.tolist()) == (np.float16, [5.0])
-
-
 # -- take -----------------------------------------------------------------------------------------
 
 
@@ -270,38 +195,3 @@ def test_a_take_that_waits_at_the_last_step_ends_with_the_error(mesh):
         with pytest.raises(InvalidArgumentError, match=r"^the accumulator 'acc' is at step 922"):
             waiting.result(30)
     assert counters(acc) == [(1, 2**63 - 1, 0)]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_joint_take_without_memory_leaves_every_sum_unchanged(algorithm, monkeypatch):
-    """The first batches may have been launched when a later one gets no memory."""
-    size = 40
-    with gr.open_mesh(2, backend="sim") as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, 1, mesh=mesh)
-        made = [
-            gr.ConditionalAccumulator(dtype, (size,), device=mesh, cross_device_ops=ops)
-            for dtype in ("float32", "float32", "float16")
-        ]
-        for acc, times in zip(made, (2, 1, 1), strict=True):
-            for _ in range(times):
-                acc.apply_grad(
-                    gr.PerReplica([np.full(size, r + 1, acc.dtype) for r in (0, 1)], mesh)
-                )
-        take = SimPool.allocate
-        for failing in range(20):
-            asked = itertools.count()
-
-            def fails(pool, nbytes, failing=failing, asked=asked):
-                if next(asked) >= failing:
-                    raise MemoryError("no more")
-                return take(pool, nbytes)
-
-            monkeypatch.setattr(SimPool, "allocate", fails)
-            try:
-                taken = gr.take_grads(made, 1, timeout=0)
-            except MemoryError:
-                assert [acc.num_accumulated() for acc in made] == [4, 2, 2]
-                continue
-            break
-        assert failing > 1
-        assert all((value == 1.5).all() for each in taken for value in each.values)

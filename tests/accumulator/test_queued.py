@@ -1,7 +1,7 @@
 """Accumulators in random schedules: producers, sums and consumers in every allowed order.
 
 Seed 0 runs work as late as the host allows, seed 1 as early, other seeds mix. Freed memory becomes
-NaN.
+NaN, and inputs of a call are overwritten when it has returned.
 """
 
 from __future__ import annotations
@@ -16,136 +16,148 @@ import gradreduce as gr
 from gradreduce.accumulator import take_now
 from gradreduce.reduce.algorithms import ALGORITHMS
 
-PLACEMENTS = ([0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0])
-CASES = list(itertools.product(PLACEMENTS, (True, False)))
+PLACES = list(itertools.product(([0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0]), (True, False)))
 SIZE = 37
-SEEDS = seeds(60, 200)
+# First some rows exist; then they are copied into more memory; then all exist.
+TURNS = ([4, 1, 4], [1, 7, 9, 2, 8], [9, 2, 4])
 
 
 class Scenario:
     """A mesh with queues in the order of a seed, a generator of data, and the values read."""
 
-    def __init__(self, placement, peers, seed):
+    def __init__(self, mesh):
+        self.mesh, self.devices, self.held = mesh, mesh.devices, []
         self.rng = np.random.default_rng(11)
-        self.mesh = gr.open_mesh(
-            placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
-        )
-        self.devices = self.mesh.devices
-        self.held = []
 
-    def data(self, dtype="float32"):
-        return self.rng.standard_normal(SIZE).astype(dtype)
+    def produced(self, device, acc, turn=0):
+        """A gradient that a queued launch of the device will write."""
+        is_sparse = isinstance(acc, gr.SparseConditionalAccumulator)
+        shape = (len(TURNS[turn]), SIZE) if is_sparse else (SIZE,)
+        terms = [device.upload(self.rng.standard_normal(shape).astype(acc.dtype)) for _ in range(2)]
+        made = gr.add_n(terms)
+        if is_sparse:
+            return gr.IndexedSlices(made, [(index + device.index) % 11 for index in TURNS[turn]])
+        return made
 
-    def produced(self, device, dtype="float32"):
-        """An array that a queued launch of the device will write."""
-        terms = [device.upload(self.data(dtype)) for _ in range(2)]
-        return gr.add_n(terms)
+    def everywhere(self, acc, turn=0):
+        return gr.PerReplica([self.produced(device, acc, turn) for device in self.devices])
 
-    def overwrite(self, *buffers):
-        """Overwrites them on their device; readers of the old values need a wait."""
-        for buffer in buffers:
-            buffer.device.upload(self.data(buffer.dtype), out=buffer)
+    def overwrite(self, *grads):
+        """Overwrites them on their devices; readers of the old values need a wait."""
+        for grad in grads:
+            for part in grad.parts if isinstance(grad, gr.PerReplica) else [grad]:
+                buffer = getattr(part, "values", part)
+                buffer.device.upload(np.full(buffer.shape, 9, buffer.dtype), out=buffer)
 
-    def consume(self, buffer, consumer):
-        """Reads a result on another device and frees it; what was computed is read late."""
-        other = consumer.upload(self.data(buffer.dtype))
-        self.held.append(gr.add_n([other, buffer]))
+    def consume(self, result, *consumers):
+        """Reads a result on other devices and frees it; what was computed is read late."""
+        for part in result.parts if isinstance(result, gr.Mirrored) else [result]:
+            buffer = getattr(part, "values", part)
+            for device in consumers or (buffer.device,):
+                zero = device.upload(np.zeros(buffer.shape, buffer.dtype))
+                self.held.append(gr.add_n([zero, buffer]))
 
     def read(self):
         """Returns all results, reading the device of the last one first."""
         return [buffer.numpy().tobytes() for buffer in reversed(self.held)]
 
 
-def on_devices(placement, peers, seed):
+def on_devices(scenario, algorithm, num_packs):
     """Accumulators of several devices, alone and together, with gradients from all devices."""
-    scenario = Scenario(placement, peers, seed)
     first, second, last = scenario.devices[0], scenario.devices[1], scenario.devices[-1]
-    with scenario.mesh:
-        accumulators = [
-            gr.ConditionalAccumulator("float32", device=second),
-            gr.ConditionalAccumulator("float16", device=first),
-            gr.ConditionalAccumulator("float32", device=last, reduction_type="SUM"),
-            gr.ConditionalAccumulator("float32", device=first),
-        ]
-        dtypes = [acc.dtype for acc in accumulators]
-        for step in range(2):
-            for producer in (first, last):
-                grads = [scenario.produced(producer, dtype) for dtype in dtypes]
-                gr.apply_grads(accumulators, grads, step)
-                scenario.overwrite(*grads)
-            everywhere = [scenario.produced(device) for device in scenario.devices]
-            accumulators[0].apply_grad(gr.PerReplica(everywhere), step)
-            accumulators[3].apply_grad(gr.PerReplica(everywhere), step)
-            accumulators[2].apply_grad(everywhere[0], step)
-            scenario.overwrite(*everywhere)
-            # On its own queue alone; the joint take has one launch for these two.
-            for place, device in ((0, second), (3, first)):
-                accumulators[place].apply_grad(scenario.produced(device), step)
-            if step == 0:
-                taken = gr.take_grads(accumulators, 1)
-            else:
-                taken = [acc.take_grad(1) for acc in accumulators]
-            scenario.consume(taken[3], first)
-            scenario.consume(taken[0], last)
-            scenario.consume(taken[2], first)
-            scenario.held.append(taken[1])
-            scenario.overwrite(taken[0])  # the caller owns it
-            del taken, grads, everywhere
-        return scenario.read()
-
-
-def over_a_mesh(placement, peers, seed, algorithm="hierarchical_copy", num_packs=1):
-    """Accumulators of one mesh, with gradients from all, some or one of its devices."""
-    scenario = Scenario(placement, peers, seed)
-    with scenario.mesh as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
-        accumulators = [
-            gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops)
-            for dtype in ("float32", "float16")
-        ]
-        for step in range(2):
-            grads = [
-                gr.PerReplica([scenario.produced(device, acc.dtype) for device in mesh])
-                for acc in accumulators
-            ]
+    accumulators = [
+        gr.ConditionalAccumulator("float32", device=second),
+        gr.ConditionalAccumulator("float16", device=first),
+        gr.ConditionalAccumulator("float32", device=last, reduction_type="SUM"),
+        gr.ConditionalAccumulator("float32", device=first),
+        gr.SparseConditionalAccumulator("float16", device=second),
+        *[gr.SparseConditionalAccumulator("float32", device=each) for each in (first, last)],
+    ]
+    for step in range(2):
+        for turn, producer in enumerate((first, last, first)):
+            grads = [scenario.produced(producer, acc, turn) for acc in accumulators]
             gr.apply_grads(accumulators, grads, step)
-            for grad in grads:
-                scenario.overwrite(*grad.buffers)
-            lone = scenario.produced(scenario.devices[step])
-            accumulators[0].apply_grad(lone, step)
-            scenario.overwrite(lone)
-            for result in gr.take_grads(accumulators, 1):
-                scenario.consume(result.buffers[-1], scenario.devices[0])
-                scenario.held += result.buffers[:-1]
-        accumulators[0].apply_grad(scenario.produced(scenario.devices[-1]), 2)
-        result, nothing = take_now(accumulators, 1)
-        assert nothing is None
-        scenario.held += result.buffers
-        del grads, grad, lone, result
-        return scenario.read()
+            scenario.overwrite(*grads)
+        spread, rows = (scenario.everywhere(accumulators[place], step) for place in (0, 4))
+        accumulators[0].apply_grad(spread, step)
+        accumulators[3].apply_grad(spread, step)
+        accumulators[2].apply_grad(spread.buffers[0], step)
+        accumulators[4].apply_indexed_slices_grad(rows, step)
+        scenario.overwrite(spread, rows)
+        # On its own queue alone; the joint take has one launch for these two.
+        for place, device in ((0, second), (3, first)):
+            accumulators[place].apply_grad(scenario.produced(device, accumulators[place]), step)
+        if step == 0:
+            taken = gr.take_grads(accumulators, 1)
+        else:
+            taken = [gr.take_grads([acc], 1)[0] for acc in accumulators]
+        for place, consumer in (
+            (3, first),
+            (0, last),
+            (2, first),
+            (4, last),
+            (5, last),
+            (6, first),
+        ):
+            scenario.consume(taken[place], consumer)
+        scenario.held.append(taken[1])
+        scenario.overwrite(taken[0])  # the caller owns it
+        del taken, grads, spread, rows
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_on_devices_the_bits_are_the_same_in_every_legal_order(seeds):
-    expected = [on_devices(*case, None) for case in CASES]
-    for seed in seeds:
-        place = seed % len(CASES)
-        assert on_devices(*CASES[place], seed) == expected[place], (seed, CASES[place])
+def over_a_mesh(scenario, algorithm, num_packs):
+    """Accumulators of one mesh, with gradients from all, some or one of its devices."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    options = {"device": scenario.mesh, "cross_device_ops": ops}
+    accumulators = [
+        gr.ConditionalAccumulator("float32", **options),
+        gr.ConditionalAccumulator("float16", **options),
+        gr.SparseConditionalAccumulator("float32", **options),
+    ]
+    for step in range(2):  # the second takes are in reused memory
+        for turn in range(3):
+            grads = [scenario.everywhere(acc, turn) for acc in accumulators]
+            gr.apply_grads(accumulators, grads, step)
+            scenario.overwrite(*grads)
+        lone = scenario.produced(scenario.devices[step], accumulators[0])
+        accumulators[0].apply_grad(lone, step)
+        scenario.overwrite(lone)
+        *dense, rows = gr.take_grads(accumulators, 1)
+        for result in dense:
+            scenario.consume(result.buffers[-1], scenario.devices[0])
+            scenario.held += result.buffers[:-1]
+        scenario.consume(rows)
+        del grads, lone, dense, rows, result
+    accumulators[0].apply_grad(scenario.produced(scenario.devices[-1], accumulators[0]), 2)
+    result, *nothing = take_now(accumulators, 1)
+    assert nothing == [None, None]
+    scenario.consume(result, scenario.devices[0])
 
 
-MESH_CASES = [
-    (tuple(placement), peers, *options)
+CASES = [
+    (scenario, *where, *options)
     for options in itertools.product(ALGORITHMS, (1, 2))
-    for placement, peers in CASES
+    for where in PLACES
+    for scenario in (on_devices, over_a_mesh)
 ]
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_over_a_mesh_the_bits_are_the_same_in_every_legal_order(seeds):
+def bits(case, seed):
+    work, placement, peers, *options = case
+    with gr.open_mesh(
+        placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
+    ) as mesh:
+        scenario = Scenario(mesh)
+        work(scenario, *options)
+        return scenario.read()
+
+
+@pytest.mark.parametrize("seeds", seeds(120, 480))
+def test_the_bits_are_the_same_in_every_legal_order(seeds):
     """Also for a single gradient and zeros; with peer access and without."""
     expected = {}
     for seed in seeds:
-        case = placement, peers, *options = MESH_CASES[seed % len(MESH_CASES)]
-        if case not in expected:
-            expected[case] = over_a_mesh(placement, peers, None, *options)
-        assert over_a_mesh(placement, peers, seed, *options) == expected[case], seed
+        place = seed % len(CASES)
+        if place not in expected:
+            expected[place] = bits(CASES[place], None)
+        assert bits(CASES[place], seed) == expected[place], (seed, CASES[place])

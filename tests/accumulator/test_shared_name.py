@@ -40,41 +40,40 @@ def test_without_one_every_accumulator_is_its_own(accumulator, shared_name):
     assert two.num_accumulated() == 0
 
 
-def test_other_names_are_other_accumulators(accumulator):
-    assert accumulator(shared_name="a").accumulator_ref is not (
-        accumulator(shared_name="b").accumulator_ref
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"dtype": "float64"}, "dtype"),
-        ({"shape": None}, "shape"),
-        ({"shape": (None, 2)}, "shape"),
-        ({"reduction_type": "SUM"}, "reduction_type"),
-    ],
-)
-def test_another_definition_is_refused(accumulator, options, field):
-    first = accumulator("float32", (3, 2), shared_name="defined")
-    wanted = {"dtype": "float32", "shape": (3, 2), **options}
-    with pytest.raises(ValueError, match=f"shared_name='defined' has {field}"):
-        accumulator(**wanted, shared_name="defined")
-    again = accumulator("float32", [3, 2], shared_name="defined")
-    assert again.accumulator_ref is first.accumulator_ref
-
-
-def test_another_sparse_mean_is_refused(device):
-    def make(**options):
-        return gr.SparseConditionalAccumulator(
-            "float32", shared_name="rows", device=device, **options
-        )
-
-    first = make()
-    text = r"^shared_name='rows' has sparse_mean per_row, not per_gradient$"
-    with pytest.raises(ValueError, match=text):
-        make(sparse_mean="per_gradient")
-    assert make(sparse_mean="per_row").accumulator_ref is first.accumulator_ref
+def test_another_definition_is_refused(device):
+    """Two CrossDeviceOps of the same settings are one; without an argument any is accepted."""
+    mesh, ops = device.mesh, gr.AllReduceCrossDeviceOps
+    dense, sparse = gr.ConditionalAccumulator, gr.SparseConditionalAccumulator
+    plain = {"dtype": "float32", "shape": (3, 2), "device": device}
+    over = plain | {"device": mesh, "cross_device_ops": ops("hierarchical_copy", 1)}
+    for make, first, others in [
+        (dense, plain, [
+            ({"dtype": "float64"}, "dtype float32, not float64"),
+            ({"shape": None}, "shape"),
+            ({"shape": (None, 2)}, "shape"),
+            ({"reduction_type": "SUM"}, "reduction_type MEAN, not SUM"),
+            ({"device": mesh.devices[0]}, "device sim:1, not sim:0"),
+            ({"device": mesh}, "device sim:1, not mesh of sim:0, sim:1"),
+            ({"device": mesh[1:]}, "device sim:1, not mesh of sim:1"),
+        ]),
+        (sparse, plain, [({"sparse_mean": "per_gradient"},
+                          "sparse_mean per_row, not per_gradient")]),
+        (dense, over, [({"cross_device_ops": ops(*how)}, "cross_device_ops <All")
+                       for how in (("nccl", 1), ("hierarchical_copy", 2))]),
+    ]:  # fmt: skip
+        one = make(**first, shared_name="defined")
+        for changed, text in others:
+            with pytest.raises(ValueError, match=f"^shared_name='defined' has {text}"):
+                make(**first | changed, shared_name="defined")
+        for same in ({"shape": [3, 2]}, {"cross_device_ops": None}):
+            again = make(**first | same, shared_name="defined")
+            assert again.accumulator_ref is one.accumulator_ref
+        if first is over:
+            again = make(**over | {"cross_device_ops": ops("hierarchical_copy", 1)},
+                         shared_name="defined")  # fmt: skip
+            assert again.accumulator_ref is one.accumulator_ref
+        assert one.num_accumulated() == 0
+        one.close()
 
 
 @pytest.mark.parametrize("make", [gr.ConditionalAccumulator, gr.SparseConditionalAccumulator])
@@ -89,17 +88,6 @@ def test_a_second_handle_needs_no_device(device, make):
         patch.setattr("gradreduce.backends._default", [other])
         again = make("float32", shared_name="found")  # the first of the name
         assert again.accumulator_ref.devices == other.devices
-
-
-def test_another_device_is_refused(accumulator, device):
-    first = accumulator(shared_name="placed")
-    for place in (device.mesh.devices[0], device.mesh):
-        with pytest.raises(ValueError, match=r"has device (mesh of )?sim:"):
-            gr.ConditionalAccumulator("float32", shared_name="placed", device=place)
-    part = device.mesh[1:]
-    with pytest.raises(ValueError, match=r"has device sim:1, not mesh of sim:1$"):
-        gr.ConditionalAccumulator("float32", shared_name="placed", device=part)
-    assert first.num_accumulated() == 0
 
 
 def test_the_last_handle_frees_the_memory_and_the_name(accumulator, device):
@@ -156,20 +144,3 @@ def test_a_closed_accumulator_releases_its_name(accumulator):
     assert accumulator("float64", shared_name="given up").num_accumulated() == 1
     with pytest.raises(CancelledError):
         first.apply_grad([1.0, 1.0])
-
-
-def test_over_a_mesh_it_is_reduced_in_one_way(device):
-    """Two objects with the same settings count as one; without an argument any is accepted."""
-
-    def made(*how):
-        ops = gr.AllReduceCrossDeviceOps(*how) if how else None
-        return gr.ConditionalAccumulator(
-            "float32", shared_name="one way", device=device.mesh, cross_device_ops=ops
-        )
-
-    first = made("hierarchical_copy", 1)
-    assert made("hierarchical_copy", 1).accumulator_ref is first.accumulator_ref
-    assert made().accumulator_ref is first.accumulator_ref
-    for other in (("nccl", 1), ("hierarchical_copy", 2)):
-        with pytest.raises(ValueError, match="'one way' has cross_device_ops <All"):
-            made(*other)

@@ -4,138 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import FLOATS, random_data, same
+from accumulator.kinds import contents, counters, slices
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
 from gradreduce.errors import InvalidArgumentError
-
-
-@pytest.fixture
-def sparse(device):
-    """Makes sparse accumulators on the device."""
-
-    def make(dtype="float32", shape=None, **options):
-        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
-
-    return make
-
-
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
-
-
-def coalesced(indices, values):
-    """The rows of one gradient by index, in the accumulate type; equal indices are added."""
-    wide, found = accumulate_dtype(values.dtype), {}
-    with np.errstate(all="ignore"):
-        for index, row in zip(indices, values.astype(wide), strict=True):
-            found[index] = found[index] + row if index in found else row
-    return found
-
-
-def combined(gradients, dtype, reduction_type="MEAN"):
-    """The expected result of a take, by a plain loop over the gradients: indices and rows."""
-    dtype = np.dtype(dtype)
-    wide, total, counts = accumulate_dtype(dtype), {}, {}
-    with np.errstate(all="ignore"):
-        for indices, values in gradients:
-            for index, row in coalesced(indices, values).items():
-                row = row.astype(wide)
-                total[index] = total[index] + row if index in total else row
-                counts[index] = counts.get(index, 0) + 1
-        found = sorted(total)
-        rows = np.array([total[index] for index in found], wide)
-        rows = rows.reshape(len(found), *gradients[0][1].shape[1:])
-        if reduction_type == "MEAN":
-            by = np.array([counts[index] for index in found], wide)
-            rows = rows / by.reshape(-1, *[1] * (rows.ndim - 1))
-        return found, rows.astype(dtype)
-
-
-def random_gradient(seed, dtype, row=(5,), num_rows=None, end=40):
-    """Indices in no order, some of them twice."""
-    luck = np.random.default_rng(seed)
-    indices = luck.integers(0, end, luck.integers(1, 30) if num_rows is None else num_rows)
-    return indices.tolist(), random_data((len(indices), *row), dtype, seed=seed)
-
-
-def check(acc, gradients, reduction_type="MEAN", num_required=1):
-    indices, values, _ = acc.take_grad(num_required)
-    wanted, rows = combined(gradients, acc.dtype, reduction_type)
-    assert indices.dtype == np.int64
-    assert indices.tolist() == wanted
-    assert same(values if isinstance(values, np.ndarray) else values.numpy(), rows)
-
-
-# -- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_are_added_at_their_index(sparse, dtype, reduction_type):
-    acc = sparse(dtype, reduction_type=reduction_type)
-    for turn, row in enumerate([(5,), (), (2, 3), (16,), (1,)]):
-        gradients = [random_gradient(seed, dtype, row) for seed in range(turn, turn + 4)]
-        for indices, values in gradients:
-            assert acc.apply_grad(indices, values, local_step=turn) is True
-        assert counters(acc) == (4, turn, 0)
-        check(acc, gradients, reduction_type, 4)
-        assert counters(acc) == (0, turn + 1, 0)
-
-
-def test_each_row_is_divided_by_the_gradients_that_touched_it(sparse):
-    """Not by the number of all gradients. An index that repeats in a gradient counts once."""
-    acc = sparse()
-    acc.apply_grad([0, 1], [[1, 0], [0, 2]])
-    acc.apply_grad([0, 2], [[0, 1], [3, 0]])
-    acc.apply_grad([2, 2], [[1, 1], [2, 2]])
-    indices, values, shape = acc.take_grad(3)
-    assert indices.tolist() == [0, 1, 2]
-    assert values.tolist() == [[0.5, 0.5], [0, 2], [3, 1.5]]
-    assert shape == (-1, 2)
-
-
-def test_rows_of_one_gradient_are_merged_before_they_are_added(sparse):
-    """1e8 - 1e8 + 1 is 1. Added one by one to a sum of 1, they would give 1, not 2."""
-    acc = sparse(reduction_type="SUM")
-    acc.apply_grad([3], [[1.0]])
-    acc.apply_grad([3, 3, 3], [[1e8], [-1e8], [1.0]])
-    assert acc.take_grad(2)[1].tolist() == [[2.0]]
-
-
-def test_half_precision_is_summed_in_float32_and_rounded_once(sparse):
-    acc = sparse("float16", reduction_type="MEAN")
-    for value in (60000, 60000, 1):
-        acc.apply_grad([7], [[value]])
-    assert acc.take_grad(3)[1].tolist() == [[float(np.float16(np.float32(120001) / 3))]]
-
-
-def test_many_gradients_of_few_rows_and_a_sum_that_grows(sparse):
-    """More gradients than are counted together, and rows that outgrow their memory often."""
-    acc = sparse("float16")
-    gradients = [random_gradient(seed, "float16", (3,), 2, end=1000) for seed in range(200)]
-    for indices, values in gradients:
-        acc.apply_grad(indices, values)
-    check(acc, gradients)
-
-
-def test_a_large_gradient_is_spread_over_threads(sparse):
-    acc = sparse()
-    gradients = [random_gradient(seed, "float32", (256,), 1200, end=1500) for seed in range(3)]
-    for indices, values in gradients:
-        acc.apply_grad(indices, values)
-    check(acc, gradients)
-
-
-def test_nan_and_infinities_stay_in_their_element(sparse):
-    acc = sparse(reduction_type="SUM")
-    acc.apply_grad([1, 2], [[np.nan, 1], [np.inf, 2]])
-    acc.apply_grad([2, 1], [[-np.inf, 3], [1, 1]])
-    rows = acc.take_grad(2)[1]
-    assert np.isnan(rows[:, 0]).all()
-    assert rows[:, 1].tolist() == [2, 5]
-
 
 # -- indices --------------------------------------------------------------------------------------
 
@@ -144,7 +16,8 @@ def test_nan_and_infinities_stay_in_their_element(sparse):
 def test_indices_of_every_dtype(sparse, dtype):
     acc = sparse()
     acc.apply_grad(np.array([9, 3], dtype), np.ones((2, 1), "float32"))
-    assert acc.take_grad(1)[0].tolist() == [3, 9]
+    indices = acc.take_grad(1)[0]
+    assert (indices.dtype, indices.tolist()) == (np.int64, [3, 9])
 
 
 def test_indices_on_a_device(sparse, device):
@@ -205,7 +78,7 @@ def test_incompatible_values_change_nothing(sparse, device, indices, values, sha
         with device.mesh.journal() as journal, pytest.raises(InvalidArgumentError, match=text):
             acc.apply_grad(indices, values, shape, step)
         assert journal.records == []
-    assert counters(acc) == (1, 0, 0)
+    assert counters(acc) == [(1, 0, 0)]
     indices, values, shape = acc.take_grad(1)
     assert (indices.tolist(), values.tolist(), shape) == ([1], [[1, 1]], (4, 2))
 
@@ -215,7 +88,7 @@ def test_indices_that_are_no_integers(sparse, indices):
     acc = sparse()
     with pytest.raises((TypeError, ValueError)):
         acc.apply_grad(indices, [[1.0]])
-    assert counters(acc) == (0, 0, 0)
+    assert counters(acc) == [(0, 0, 0)]
 
 
 # -- shapes ---------------------------------------------------------------------------------------
@@ -256,39 +129,12 @@ def test_the_first_gradient_fixes_unknown_dimensions_until_the_take(sparse):
         with pytest.raises(InvalidArgumentError, match=text):
             acc.apply_grad(indices, values, shape)
         assert acc.apply_grad(indices, values, shape, -1) is False, "stale comes first here"
-    assert counters(acc) == (2, 0, 4)
+    assert counters(acc) == [(2, 0, 4)]
     acc.take_grad(2)
     assert acc.apply_grad([70], [[1, 2, 3]], None, 1)
 
 
-def test_a_shape_of_a_later_gradient_is_not_kept(sparse):
-    """Earlier gradients may have rows beyond it."""
-    acc = sparse()
-    acc.apply_grad([30], [[1, 2]])
-    acc.apply_grad([3], [[1, 2]], (7, 2))
-    assert acc.take_grad(2)[2] == (-1, 2)
-
-
-@pytest.mark.parametrize("shape", [(2, -1), 3, (2.0,)])
-def test_an_invalid_shape_is_refused(device, shape):
-    with pytest.raises((TypeError, ValueError)):
-        gr.SparseConditionalAccumulator("float32", shape, device=device)
-
-
 # -- dtypes and kinds -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("given", FLOATS, ids=str)
-def test_only_cast_converts(sparse, device, dtype, given):
-    acc = sparse(dtype, reduction_type="SUM")
-    gradients = [random_gradient(seed, given) for seed in range(3)]
-    for indices, values in gradients:
-        if given != dtype:
-            with pytest.raises(ValueError, match=f"the gradient is {given}, the accumulator"):
-                acc.apply_grad(indices, values)
-        assert acc.apply_grad(indices, device.put(values), cast=True)
-    check(acc, gradients, "SUM", 3)
 
 
 def test_invalid_sparse_gradients_are_refused(sparse, device):
@@ -298,15 +144,7 @@ def test_invalid_sparse_gradients_are_refused(sparse, device):
             acc.apply_indexed_slices_grad(grad)
     with pytest.raises(TypeError, match="expects IndexedSlices"):
         gr.apply_grads([acc], [gr.PerReplica([[1.0]], devices=[device])])
-    with pytest.raises(ValueError, match="cannot convert"):
-        acc.apply_grad([0], np.ones((1, 1), "int32"), cast=True)
-    assert counters(acc) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
-def test_a_dtype_that_is_not_accumulated(device, dtype):
-    with pytest.raises(TypeError, match="dtype"):
-        gr.SparseConditionalAccumulator(dtype, device=device)
+    assert counters(acc) == [(0, 0, 0)]
 
 
 def test_a_shared_name_is_either_dense_or_sparse(device, sparse):
@@ -320,12 +158,122 @@ def test_a_shared_name_is_either_dense_or_sparse(device, sparse):
     assert isinstance(first, gr.ConditionalAccumulatorBase)
 
 
-def test_the_array_type_is_that_of_the_first_gradient(sparse, device):
+# -- launches -------------------------------------------------------------------------------------
+
+
+def array(*values):
+    """Rows of float32."""
+    return np.array(values, "float32").reshape(len(values), -1)
+
+
+def names(journal):
+    return [record.name for record in journal.of("launch")]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_gradient_is_one_launch_and_one_upload_and_a_take_too(sparse, device, dtype):
+    acc = sparse(dtype)
+    grad = gr.IndexedSlices(device.put(np.ones((3, 4), dtype)), [5, 2, 5])
+    for _ in range(3):
+        with device.mesh.journal() as journal:
+            acc.apply_indexed_slices_grad(grad)
+        assert names(journal) == ["segment_sum"]
+        assert (journal.uploads, journal.copies, journal.syncs) == (1, 0, 0)
+        assert journal.of("fill") == []
+    with device.mesh.journal() as journal:
+        acc.take_indexed_slices_grad(1)
+    assert names(journal) == ["segment_sum"]
+    assert (journal.uploads, journal.copies, journal.syncs) == (1, 0, 0)
+    assert journal.of("fill") == []
+
+
+def test_a_growing_sum_is_copied_rarely(sparse, device):
+    """The memory doubles each time: ten copies for a thousand rows, not a thousand."""
     acc = sparse()
-    acc.apply_indexed_slices_grad(gr.IndexedSlices(device.put(np.ones((1, 1), "float32")), [0]))
-    acc.apply_grad([0], [[1.0]])
-    assert isinstance(acc.take_indexed_slices_grad(2).values, gr.device.Buffer)
-    acc.apply_grad([0], [[1.0]], None, 1)
-    assert isinstance(acc.take_indexed_slices_grad(1).values, np.ndarray)
-    acc.apply_grad([0], [[1.0]], None, 2)
-    assert isinstance(acc.take_grad(1, output_type="buffer")[1], gr.device.Buffer)
+    with device.mesh.journal() as journal:
+        for index in range(1000):
+            acc.apply_grad([index], [[1.0]])
+    assert names(journal).count("segment_sum") == 1000
+    assert names(journal).count("pack") == 10
+    assert acc.take_grad(1)[1].sum() == 1000
+
+
+def test_a_sum_never_takes_more_than_its_shape(sparse, device):
+    acc = sparse("float32", (5, 2))
+    for index in (0, 1, 2, 3, 4):
+        acc.apply_grad([index], [[1.0, 2.0]])
+    (total,) = acc.accumulator_ref.totals
+    assert total.values.shape == (5, 2)
+
+
+def test_equal_counts_upload_no_divisors(sparse, device):
+    acc = sparse()
+    for _ in range(3):
+        acc.apply_grad([1, 2], array(1, 2))
+    with device.mesh.journal() as journal:
+        acc.take_grad(1)
+    even = journal.of("upload")[0].nbytes
+    for indices in ([1, 2], [1, 2], [1]):
+        acc.apply_grad(indices, array(*indices), None, 1)
+    with device.mesh.journal() as journal:
+        acc.take_grad(1)
+    assert journal.of("upload")[0].nbytes > even
+
+
+# -- with others ----------------------------------------------------------------------------------
+
+
+def test_sparse_and_dense_together(sparse, accumulator, device):
+    """One launch for all sparse ones of a dtype, one decision for all."""
+    accumulators = [sparse(), accumulator(), sparse(), accumulator()]
+    grads = [slices([4, 4], 1, 2), array(5), slices([0], 3), array(6)]
+    with device.mesh.journal() as journal:
+        assert gr.apply_grads(accumulators, grads)
+    assert sorted(names(journal)) == ["add_n", "segment_sum"]
+    with device.mesh.journal() as journal:
+        assert gr.apply_grads(accumulators, grads)
+    assert sorted(names(journal)) == ["accumulate_n", "segment_sum"]
+    accumulators[2].set_global_step(1)
+    assert gr.apply_grads(accumulators, grads) is False
+    assert counters(*accumulators) == [(2, 0, 1), (2, 0, 1), (2, 1, 1), (2, 0, 1)]
+    with device.mesh.journal() as journal:
+        first, second, third, fourth = gr.take_grads(accumulators, 2)
+    assert sorted(names(journal)) == ["all_sum", "segment_sum", "segment_sum"]
+    assert contents([first, second]) == [([4], [[3]], (-1, 1)), [[5]]]
+    assert contents([third, fourth]) == [([0], [[3]], (-1, 1)), [[6]]]
+
+
+# -- sparse gradients in a dense accumulator ------------------------------------------------------
+
+
+def test_a_dense_accumulator_makes_sparse_gradients_dense(accumulator, device):
+    acc = accumulator("float32", reduction_type="SUM")
+    acc.apply_grad(gr.IndexedSlices(array(1, 2, 4), [2, 0, 2], (3, 1)))
+    acc.apply_grad(array(1, 1, 1))
+    taken = acc.take_grad(2)
+    assert isinstance(taken, np.ndarray)
+    assert taken.tolist() == [[3], [1], [6]]
+    acc = accumulator("float32", (3, 1))
+    acc.apply_grad(slices([1], 5))  # without a shape, it has the accumulator's
+    assert acc.take_grad(1).tolist() == [[0], [5], [0]]
+
+
+def test_sparse_gradients_that_do_not_fit_a_dense_accumulator(accumulator, device):
+    for shape, grad, text in [
+        (None, slices([1], 5), "dense_shape .*unknown"),
+        ((3, 1), slices([3], 5), "not below"),
+        ((3, 1), gr.IndexedSlices(array(5), [0], (4, 1)), "incompatible"),
+        ((3, 2), slices([1], 5), "not rows of an array"),
+        (None, gr.IndexedSlices(np.ones((1, 1)), [0], (3, 1)), "the gradient is float64"),
+    ]:
+        acc = accumulator("float32", shape)
+        for step in (0, -1):
+            with device.mesh.journal() as journal, pytest.raises(ValueError, match=text):
+                acc.apply_grad(grad, step)
+            assert journal.records == []
+        assert counters(acc) == [(0, 0, 0)]
+    acc = accumulator("float32", (3, 1))
+    with device.mesh.journal() as journal:
+        assert acc.apply_grad(slices([1], 5), -1) is False
+    assert journal.records == []
+    assert counters(acc) == [(0, 0, 1)]

@@ -2,88 +2,38 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
-from support.exact_data import FLOATS, exact_data, same
+from accumulator.kinds import Sparse, bits, contents, mapped
+from support.exact_data import FLOATS
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
 
-SHAPE = (12, 3)
-
-
-@pytest.fixture(params=["device", "mesh"])
-def home(request, mesh):
-    """Where accumulators are: on one device, or over a mesh."""
-    return mesh if request.param == "mesh" else mesh.devices[1]
-
-
-def gradient(seed, dtype):
-    """Rows in any order, some of them twice; none for every fourth seed."""
-    indices = np.random.default_rng(seed).integers(0, SHAPE[0], seed % 4 * 2)
-    return gr.IndexedSlices(exact_data((indices.size, 3), dtype, seed=seed), indices, SHAPE)
-
-
-def first(taken):
-    """The IndexedSlices of the first device; those of the others have the same bits."""
-    parts = taken.values if isinstance(taken, gr.Mirrored) else (taken,)
-    for part in parts[1:]:
-        assert same(part.indices, parts[0].indices)
-        assert same(part.values, parts[0].values)
-    return parts[0]
-
-
-def of_replicas(home, seeds, dtype):
-    """A gradient for each replica of a mesh, or the first one alone."""
-    grads = [gradient(seed, dtype) for seed in seeds]
-    return gr.PerReplica(grads, home) if isinstance(home, gr.Mesh) else grads[0]
-
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_per_gradient_is_the_mean_of_the_dense_gradients(home, dtype, num_calls):
-    """Each replica of a PerReplica is one gradient, also one without rows."""
-    make = partial(gr.SparseConditionalAccumulator, dtype, SHAPE, device=home)
-    mean, total = make(sparse_mean="per_gradient"), make(reduction_type="SUM")
-    size = len(home) if isinstance(home, gr.Mesh) else 1
-    dense, count, wide = np.zeros(SHAPE), num_calls * size + 1, accumulate_dtype(dtype)
+def test_per_gradient_is_the_sum_divided_by_the_number_of_gradients(home, dtype, num_calls):
+    """Each replica of a PerReplica is one gradient, also one without rows; one rounding."""
+    wide, size = accumulate_dtype(dtype), len(home) if isinstance(home, gr.Mesh) else 1
+    mean = Sparse.make(dtype, (12, 3), device=home, sparse_mean="per_gradient")
+    total = Sparse.make(wide, (12, 3), device=home, reduction_type="SUM")
+    given = [Sparse.random(seed, dtype, (3,)) for seed in range(num_calls * size + 1)]
+    given[0] = gr.IndexedSlices(np.empty((0, 3), dtype), [])
     for call in range(num_calls):
-        seeds = range(call * size, (call + 1) * size)
-        for acc in (mean, total):
-            acc.apply_indexed_slices_grad(of_replicas(home, seeds, dtype))
-        for seed in seeds:
-            slices = gradient(seed, dtype)
-            np.add.at(dense, slices.indices, slices.values.astype("float64"))
-    single = gradient(7, dtype)  # from one replica alone
-    np.add.at(dense, single.indices, single.values.astype("float64"))
-    for acc in (mean, total):
-        acc.apply_indexed_slices_grad(single)
-        assert acc.num_accumulated() == count
-    taken, summed = (first(acc.take_indexed_slices_grad(1)) for acc in (mean, total))
-    assert same(taken.indices, summed.indices)
-    wanted = (dense.astype(wide) / wide.type(count)).astype(dtype)  # x / n, rounded once
-    assert (taken.values == wanted[taken.indices]).all()
-    assert (taken.to_dense(output_type="numpy") == wanted).all()
-
-
-def test_each_take_divides_by_its_own_number_of_gradients(home):
-    acc = gr.SparseConditionalAccumulator("float32", device=home, sparse_mean="per_gradient")
-    for step, count in enumerate((1, 4, 2)):
-        for turn in range(count):
-            assert acc.apply_grad([turn], [[8.0]], None, step)
-            assert not acc.apply_grad([turn], [[8.0]], None, step - 1)  # does not count
-        taken = first(acc.take_indexed_slices_grad(1))  # not by num_required
-        assert taken.values.tolist() == [[8.0 / count]] * count
-
-
-def test_only_gradients_without_rows(home):
-    acc = gr.SparseConditionalAccumulator("float32", device=home, sparse_mean="per_gradient")
-    for _ in range(2):
-        acc.apply_grad([], np.empty((0, 3), "float32"))
-    taken = first(acc.take_indexed_slices_grad(2))
-    assert (taken.indices.size, taken.values.shape) == (0, (0, 3))
+        grads = given[call * size : (call + 1) * size]
+        spread = gr.PerReplica(grads, home) if isinstance(home, gr.Mesh) else grads[0]
+        gr.apply_grads([mean, total], [spread] * 2, cast=True)
+    gr.apply_grads([mean, total], [given[-1]] * 2, cast=True)  # from one replica alone
+    assert mean.num_accumulated() == len(given)
+    taken, summed = gr.take_grads([mean, total], 1, output_type="numpy")
+    parts = [each.values if size > 1 else [each] for each in (taken, summed)]
+    with np.errstate(all="ignore"):
+        wanted = [
+            mapped(part, lambda rows: (rows / wide.type(len(given))).astype(dtype))
+            for part in parts[1]
+        ]
+    assert list(map(bits, parts[0])) == list(map(bits, wanted))
 
 
 def test_a_joint_take_divides_each_by_its_own_rule(home):
@@ -105,10 +55,10 @@ def test_a_joint_take_divides_each_by_its_own_rule(home):
                 assert gr.apply_grads(accumulators, [*grads, np.array([6.0], "float32")])
             *taken, dense = gr.take_grads(accumulators, 2, output_type="numpy")
         found.append((journal.launches, journal.copies, journal.uploads, journal.syncs))
-        for kind, slices in zip(each, map(first, taken), strict=True):
-            wanted = [6.0, 6.0] if kind == "per_row" else [3.0, 6.0]
-            assert slices.values.ravel().tolist() == wanted
-        assert np.asarray(getattr(dense, "primary", dense)).tolist() == [6.0]
+        for kind, result in zip(each, taken, strict=True):
+            wanted = [1, 4], [[6.0 if kind == "per_row" else 3.0], [6.0]], (9, 1)
+            assert contents(result) in (wanted, [wanted] * len(mesh))
+        assert contents(dense) in ([6.0], [[6.0]] * len(mesh))
     assert found[0] == found[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import re
@@ -11,14 +10,11 @@ import weakref
 
 import numpy as np
 import pytest
+from accumulator.kinds import counters
 
 import gradreduce as gr
-from gradreduce.accumulator import multi, take_queue
-from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
-
-
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+from gradreduce.accumulator import take_now, take_queue
+from gradreduce.errors import CancelledError, DeadlineExceededError
 
 
 def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
@@ -31,7 +27,7 @@ def test_a_take_waits_for_enough_gradients_and_the_last_apply_completes_it(
         assert not take.is_done
     assert acc.apply_grad([6.0])
     assert take.is_done
-    assert counters(acc) == (0, 1, 0)
+    assert counters(acc) == [(0, 1, 0)]
     assert take.result().tolist() == [3.0]
 
 
@@ -101,31 +97,6 @@ def test_a_take_of_several_accumulators_says_which_it_waits_for(accumulator, fee
     ]
 
 
-def test_a_waiting_take_of_two_drops_the_third_gradient_of_the_step(accumulator, call_threads):
-    """The first two are averaged, and the third is dropped."""
-    acc = accumulator()
-    take = call_threads.waiting(acc.take_grad, 2)
-    assert [acc.apply_grad([value]) for value in (1.0, 3.0, 100.0)] == [True, True, False]
-    assert take.result().tolist() == [2.0]
-    assert counters(acc) == (0, 1, 1)
-
-
-def test_a_take_that_needs_more_blocks_a_later_one_that_needs_less(accumulator, call_threads):
-    acc = accumulator()
-    head = call_threads.waiting(acc.take_grad, 3)
-    behind = call_threads.waiting(acc.take_grad, 1)
-    acc.apply_grad([1.0])
-    acc.apply_grad([2.0])
-    assert not head.is_done
-    assert not behind.is_done
-    acc.apply_grad([6.0])
-    assert head.is_done
-    assert not behind.is_done, "the head got all three"
-    acc.apply_grad([7.0], 1)
-    assert head.result().tolist() == [3.0]
-    assert behind.result().tolist() == [7.0]
-
-
 def test_a_take_with_enough_gradients_does_not_overtake(accumulator, call_threads):
     acc = accumulator()
     head = call_threads.waiting(acc.take_grad, 2)
@@ -136,71 +107,7 @@ def test_a_take_with_enough_gradients_does_not_overtake(accumulator, call_thread
     assert head.result().tolist() == [2.0]
 
 
-def test_three_takes_need_three_steps(accumulator, call_threads):
-    acc = accumulator()
-    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(3)]
-    for step in range(3):
-        assert [take.is_done for take in takes] == [place < step for place in range(3)]
-        assert acc.apply_grad([float(step)], step)
-        assert not acc.apply_grad([50.0], step), "of a step that is over"
-    assert [take.result().tolist() for take in takes] == [[0.0], [1.0], [2.0]]
-
-
-def test_one_apply_completes_one_take(accumulator, call_threads):
-    acc = accumulator()
-    takes = [call_threads.waiting(acc.take_grad, 1) for _ in range(4)]
-    acc.apply_grad([5.0], 100)
-    assert [take.is_done for take in takes] == [True, False, False, False]
-    for _ in range(3):
-        acc.apply_grad([5.0], 100)
-    assert all(take.result().tolist() == [5.0] for take in takes)
-
-
-def test_dropped_and_refused_gradients_wake_no_take(accumulator, call_threads):
-    acc = accumulator()
-    acc.set_global_step(1)
-    acc.apply_grad([1.0], 1)
-    take = call_threads.waiting(acc.take_grad, 2)
-    assert not acc.apply_grad([1.0], 0)
-    with pytest.raises(InvalidArgumentError):
-        acc.apply_grad([1.0, 2.0], 1)
-    with pytest.raises(ValueError, match="float64"):
-        acc.apply_grad(np.ones(1), 1)
-    assert not take.is_done
-    assert counters(acc) == (1, 1, 1)
-    acc.apply_grad([2.0], 1)
-    assert take.result().tolist() == [1.5]
-
-
-def test_setting_the_step_wakes_no_take_and_applies_to_later_gradients(accumulator, call_threads):
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    take = call_threads.waiting(acc.take_grad, 2)
-    acc.set_global_step(7)
-    assert not take.is_done
-    assert not acc.apply_grad([1.0], 6)
-    assert acc.apply_grad([2.0], 7)
-    assert take.result().tolist() == [1.5]
-    assert acc.global_step == 8
-
-
-def test_the_array_type_of_a_waiting_take_is_that_of_the_first_gradient(
-    accumulator, device, call_threads
-):
-    acc = accumulator()
-    take = call_threads.waiting(acc.take_grad, 2)
-    acc.apply_grad(device.put(np.ones(1, "float32")))
-    acc.apply_grad([1.0])
-    assert isinstance(take.result(), gr.Buffer)
-
-
 # -- time -----------------------------------------------------------------------------------------
-
-
-def test_timeout_zero_takes_available_gradients(accumulator):
-    acc = accumulator()
-    acc.apply_grad([2.0])
-    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -np.inf, 0.001, np.float32(0)])
@@ -216,7 +123,7 @@ def test_the_error_has_the_step_the_count_and_the_missing_number(accumulator, ti
     for part in ("step 4", "1 of 3 gradients", "2 missing", "1 dropped"):
         assert part in text
     assert "behind" not in text
-    assert counters(acc) == (1, 4, 1)
+    assert counters(acc) == [(1, 4, 1)]
     assert len(acc.accumulator_ref.queue) == 0
 
 
@@ -262,56 +169,6 @@ def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, 
     assert take.result().tolist() == [2.0]
 
 
-def test_a_take_in_the_middle_that_times_out(accumulator, call_threads):
-    acc = accumulator()
-    first = call_threads.waiting(acc.take_grad, 1)
-    middle = call_threads.waiting(acc.take_grad, 1, timeout=0.001)
-    last = call_threads.waiting(acc.take_grad, 1)
-    with pytest.raises(DeadlineExceededError):
-        middle.result()
-    assert not first.is_done
-    acc.apply_grad([1.0])
-    acc.apply_grad([2.0], 1)
-    assert first.result().tolist() == [1.0]
-    assert last.result().tolist() == [2.0]
-
-
-class Interrupted(threading.Event):
-    """An event whose waiter is interrupted by Ctrl-C."""
-
-    def wait(self, timeout=None):
-        raise KeyboardInterrupt
-
-
-def test_an_interrupted_take_keeps_the_sum(accumulator, monkeypatch):
-    acc = accumulator()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            multi, "PendingTake", functools.partial(multi.PendingTake, done=Interrupted())
-        )
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(1)
-    acc.apply_grad([2.0])
-    assert counters(acc) == (1, 0, 0)
-    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
-
-
-def test_a_take_that_is_interrupted_while_it_completes_leaves_the_queue(accumulator, monkeypatch):
-    acc = accumulator()
-    acc.apply_grad([2.0])
-
-    def interrupted(states):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(take_queue, "take_locked", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            acc.take_grad(1)
-    assert counters(acc) == (1, 0, 0)
-    acc.apply_grad([4.0])
-    assert acc.take_grad(2, timeout=0).tolist() == [3.0]
-
-
 def test_an_error_keeps_no_sum_alive(accumulator):
     acc = accumulator()
     acc.apply_grad([2.0])
@@ -340,38 +197,6 @@ def test_close_cancels_all_waiting_takes(accumulator, call_threads):
             take.result()
 
 
-def test_close_completes_no_take(accumulator, call_threads):
-    """The second would have enough gradients when the first has left the queue."""
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    takes = [call_threads.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
-    acc.close()
-    for take in takes:
-        with pytest.raises(CancelledError):
-            take.result()
-
-
-def test_the_with_block_ends_in_another_thread(accumulator, call_threads):
-    acc = accumulator()
-    inside, leave = threading.Event(), threading.Event()
-
-    def worker():
-        with acc:
-            inside.set()
-            assert leave.wait(30)
-
-    closer = call_threads.start(worker)
-    assert inside.wait(30)
-    with acc:
-        take = call_threads.waiting(acc.take_grad, 1)
-        leave.set()
-        closer.result()
-        with pytest.raises(CancelledError):
-            take.result()
-        with pytest.raises(CancelledError):
-            acc.apply_grad([1.0])
-
-
 def test_close_races_with_applies_and_takes(accumulator, call_threads):
     """In any order, no take waits forever and none returns a result after the close."""
     for _ in range(50):
@@ -398,3 +223,96 @@ def test_close_races_with_applies_and_takes(accumulator, call_threads):
             acc.num_accumulated()
         assert not acc.accumulator_ref.queue
         assert acc.accumulator_ref.totals == [None]
+
+
+# -- several accumulators -------------------------------------------------------------------------
+
+
+def queues(*accumulators):
+    return [len(acc.accumulator_ref.queue) for acc in accumulators]
+
+
+@pytest.fixture
+def several(accumulator):
+    """Makes accumulators on one device."""
+    return lambda count, **options: [accumulator(**options) for _ in range(count)]
+
+
+def test_a_timeout_leaves_all_queues_and_names_each(several):
+    first, second = several(2)
+    first.apply_grad([5.0])
+    second.set_global_step(3)
+    with pytest.raises(DeadlineExceededError) as caught:
+        gr.take_grads([first, second], 1, timeout=0)
+    assert "within 0.0 s; accumulators[1] at step 3: 0 of 1 gradients, 1 missi" in str(caught.value)
+    assert queues(first, second) == [0, 0]
+    assert counters(first, second) == [(1, 0, 0), (0, 3, 0)]
+    assert first.take_grad(1, timeout=0).tolist() == [5.0]
+
+
+def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkeypatch):
+    """The accumulator is closed and its takes are not cancelled yet; they get nothing."""
+    first, second = several(2)
+    first.apply_grad([1.0])
+    joint = call_threads.waiting(gr.take_grads, [first, second], 1)
+    locked, kept = take_queue.locked, []
+
+    def late(states):
+        if not kept:
+            kept.append(None)
+            kept.append(call_threads.start(second.apply_grad, [2.0]).result())
+        return locked(states)
+
+    monkeypatch.setattr(take_queue, "locked", late)
+    first.close()
+    assert kept == [None, True]
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert second.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_take_now_does_not_overtake_a_take_of_any_of_them(several, call_threads):
+    first, second = several(2)
+    first.apply_grad([3.0])
+    waiting = call_threads.waiting(second.take_grad, 1)
+    assert take_now([first, second], 1) is None
+    assert counters(first, second) == [(1, 0, 0), (0, 0, 0)]
+    second.apply_grad([7.0])
+    assert waiting.result().tolist() == [7.0]
+    taken, nothing = take_now([first, second], 1)
+    assert (taken.tolist(), nothing) == ([3.0], None)
+    assert counters(first, second) == [(0, 1, 0), (0, 2, 0)]
+
+
+def test_opposite_orders_never_deadlock(several, call_threads):
+    """take_grads([A, B]) against take_grads([B, A]), both against applies in both orders."""
+    rounds = 150
+    first, second = several(2, reduction_type="SUM")
+    start = threading.Barrier(4)
+
+    def take(accumulators):
+        start.wait(30)
+        return [
+            [float(array[0]) for array in gr.take_grads(accumulators, 1)] for _ in range(rounds)
+        ]
+
+    def apply(accumulators, grads):
+        start.wait(30)
+        return sum(gr.apply_grads(accumulators, grads, 10**9) for _ in range(rounds))
+
+    takes = [call_threads.start(take, order) for order in ([first, second], [second, first])]
+    applies = [
+        call_threads.start(apply, [first, second], [[1.0], [2.0]]),
+        call_threads.start(apply, [second, first], [[2.0], [1.0]]),
+    ]
+    assert [call.result() for call in applies] == [rounds, rounds]
+    # As many takes as applies, so the last takes may lack gradients: add some.
+    while call_threads.any_running(takes):
+        gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
+    for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):
+        results = call.result()
+        assert len(results) == rounds
+        assert all(pair[0] * right == pair[1] * left > 0 for pair in results)
+
+
+# -- take_now: what the training step uses --------------------------------------------------------

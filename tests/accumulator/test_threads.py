@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import deque
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from accumulator.kinds import Dense
+from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
 from gradreduce.accumulator.state import locked
@@ -23,12 +24,9 @@ LONG_S = 180.0  # a run takes ten seconds on an idle machine
 
 
 @pytest.fixture(autouse=True)
-def fast_thread_switching():
-    """Makes Python switch threads a hundred times more often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(before / 100)
-    yield
-    sys.setswitchinterval(before)
+def switching():
+    with fast_thread_switching():
+        yield
 
 
 @contextmanager
@@ -61,6 +59,26 @@ class Watched(deque):
         super().remove(pending_take)
 
 
+def given(acc, grad):
+    """The gradient; as rows for a sparse accumulator, one of them in two terms."""
+    if isinstance(acc, gr.ConditionalAccumulator):
+        return grad
+    number = np.flatnonzero(grad)[0]
+    second = number + NUM_APPLIERS
+    return gr.IndexedSlices(np.array([[grad[second]], [1.5], [-0.5]]), [second, number, number])
+
+
+def whole(taken):
+    """A result, or the sum of a state, as an array of all elements."""
+    if isinstance(taken, dict):
+        taken = gr.IndexedSlices(taken["values"], taken["indices"])
+    if isinstance(taken, gr.IndexedSlices):
+        made = np.zeros(2 * NUM_APPLIERS)
+        made[taken.indices] = taken.values[:, 0]
+        return made
+    return np.broadcast_to(taken, 2 * NUM_APPLIERS)
+
+
 class Run:
     """Appliers and consumers that start together; records the take of every gradient.
 
@@ -89,9 +107,9 @@ class Run:
         # The rest is not enough for the first take, so takes would wait forever.
         self.left, self.counts, self.steps = [], [], []
         with locked(self.states):
-            for state in self.states:
-                totals = [total.numpy() for total in state.totals if total is not None]
-                self.left.append(np.sum(totals, axis=0))
+            for acc, state in zip(accumulators, self.states, strict=True):
+                totals = acc.state_dict()["partial_sums"]
+                self.left.append(sum(whole(total) for total in totals if total is not None))
                 self.counts.append(state.count)
                 self.steps.append(state.step)
                 close(state)  # this may complete a take from the next one alone
@@ -113,7 +131,7 @@ class Run:
     def apply_one(self, number, grad, step):
         """Applies a gradient; returns the number of gradients that were added."""
         (acc,) = self.accumulators
-        return int(acc.apply_grad(grad, step))
+        return int(gr.apply_grads([acc], [given(acc, grad)], step))
 
     def take(self, number):
         mine = self.results[threading.get_ident()] = []
@@ -126,7 +144,7 @@ class Run:
 
     def take_one(self, number, timeout):
         (acc,) = self.accumulators
-        return [acc.take_grad(1 + 5 * number, timeout=timeout)]
+        return gr.take_grads([acc], 1 + 5 * number, timeout=timeout)
 
     # -- what must have happened --------------------------------------------------------------
 
@@ -154,6 +172,7 @@ class Run:
         for pending_take in served:
             taken = handed[pending_take][pending_take.states.index(state)]
             copies = taken.values if isinstance(taken, gr.Mirrored) else [taken]
+            copies = [whole(copy) for copy in copies]
             assert all((copies[0] == copy).all() for copy in copies[1:])
             assert copies[0][:NUM_APPLIERS].sum() >= pending_take.num_required
             sums.append(copies[0])
@@ -185,14 +204,15 @@ class MeshRun(Run):
         (acc,) = self.accumulators
         mesh = acc.accumulator_ref.devices[0].mesh
         if number % 5 == 0:
-            return len(mesh) * acc.apply_grad(gr.PerReplica([grad] * len(mesh), mesh), step)
+            spread = gr.PerReplica([given(acc, grad)] * len(mesh), mesh)
+            return len(mesh) * gr.apply_grads([acc], [spread], step)
         with gr.replica(number % 5 - 1):
-            return int(acc.apply_grad(grad, step))
+            return super().apply_one(number, grad, step)
 
 
-def test_sixty_four_threads_over_a_mesh(implementation, call_threads):
+def test_sixty_four_threads_over_a_mesh(implementation, call_threads, kind):
     with opened([0, 0, 1, 1], implementation) as mesh:
-        acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh)
+        acc = kind.make("float64", reduction_type="SUM", device=mesh)
         MeshRun(call_threads, [acc], 40).check()
 
 
@@ -203,22 +223,24 @@ class SeveralRun(Run):
         return self.accumulators[:: -1 if number % 2 else 1]
 
     def apply_one(self, number, grad, step):
-        return int(gr.apply_grads(self.ordered(number), [grad, grad], step))
+        accumulators = self.ordered(number)
+        return int(gr.apply_grads(accumulators, [given(acc, grad) for acc in accumulators], step))
 
     def take_one(self, number, timeout):
         if number % 3 == 0:
-            (acc, _) = self.ordered(number)
-            return [acc.take_grad(1 + number, timeout=timeout)]
+            return gr.take_grads(self.ordered(number)[:1], 1 + number, timeout=timeout)
         return gr.take_grads(self.ordered(number), 1 + number, timeout=timeout)
 
 
 @pytest.mark.parametrize("second", [0, slice(1, None)], ids=["device", "mesh"])
-def test_sixty_four_threads_on_two_accumulators_together(implementation, call_threads, second):
+def test_sixty_four_threads_on_two_accumulators_together(
+    implementation, call_threads, second, kind
+):
     with opened([0, 0, 1], implementation) as mesh:
         homes = mesh.devices[1], mesh.devices[0] if second == 0 else mesh[second]
         accumulators = [
-            gr.ConditionalAccumulator("float64", reduction_type="SUM", device=home)
-            for home in homes
+            each.make("float64", reduction_type="SUM", device=home)
+            for each, home in zip((Dense, kind), homes, strict=True)
         ]
         SeveralRun(call_threads, accumulators, 40).check()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import FLOATS, random_data, same
+from accumulator.kinds import Dense, Sparse, bits, counters, mapped
+from support.exact_data import FLOATS
 
 import gradreduce as gr
+from gradreduce.device import accumulate_dtype
 from gradreduce.errors import DeadlineExceededError, InvalidArgumentError
 
 
@@ -14,32 +16,49 @@ def ones(*shape, dtype="float32"):
     return np.ones(shape, dtype)
 
 
-def counters(acc):
-    return acc.num_accumulated(), acc.global_step, acc.num_dropped
-
-
 # -- dtypes and conversion ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("wrong", ["float16", "bfloat16", "float32", "float64", "int32", "bool",
-                                   "complex64", "longdouble", ">f4"])  # fmt: skip
-def test_an_array_of_another_dtype(accumulator, device, dtype, wrong):
-    wrong = gr.device.as_dtype(wrong) if wrong == "bfloat16" else np.dtype(wrong)
-    if wrong == dtype:
-        return
-    acc = accumulator(dtype)
-    with pytest.raises(ValueError, match=f"is {wrong}, the accumulator is {dtype}") as no:
-        acc.apply_grad(np.zeros(2, wrong))
-    assert ("cast=True" in str(no.value)) == (wrong in FLOATS), "only where it helps"
-    if wrong in FLOATS:
-        with pytest.raises(ValueError, match="cast=True"):
-            acc.apply_grad(device.put(np.zeros(2, wrong)))
-        assert acc.apply_grad(np.zeros(2, wrong), cast=True)
-    else:
-        with pytest.raises(ValueError, match="cannot convert"):
-            acc.apply_grad(np.zeros(2, wrong), cast=True)
-    assert acc.num_accumulated() == (wrong in FLOATS)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_only_cast_converts(device, kind, dtype, given):
+    """Equal rows of a gradient are added in its own accumulate type, before it is converted."""
+    wide = accumulate_dtype(dtype)
+    acc, exact, merged = (
+        kind.make(each, reduction_type="SUM", device=device)
+        for each in (dtype, wide, accumulate_dtype(given))
+    )
+
+    def converted(grad, to):
+        with np.errstate(all="ignore"):
+            return mapped(grad, lambda array: array.astype(to))
+
+    for seed in range(3):
+        grad = kind.random(seed, given)
+        if given != dtype:
+            text = f"the gradient is {given}, the accumulator is {dtype}.*cast=True"
+            for each in (grad, mapped(grad, device.put)):
+                with pytest.raises(ValueError, match=text):
+                    gr.apply_grads([acc], [each])
+        assert gr.apply_grads([acc], [mapped(grad, device.put)], cast=True)
+        gr.apply_grads([merged], [converted(grad, merged.dtype)], seed)
+        gr.apply_grads([exact], [converted(gr.take_grads([merged], 1)[0], wide)])
+    found, wanted = gr.take_grads([acc, exact], 3, output_type="numpy")
+    assert bits(found) == bits(converted(wanted, dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [(Sparse, "int32"), *[(Dense, each) for each in ("int32", "bool", "complex64", "g", ">f4")]],
+)
+def test_other_dtypes_cannot_be_cast(device, kind, wrong):
+    acc = kind.make("float32", device=device)
+    text = f"the gradient is {np.dtype(wrong)}, the accumulator is float32$"  # no hint to cast
+    with pytest.raises(ValueError, match=text):
+        gr.apply_grads([acc], [kind.value(0, wrong)])
+    with pytest.raises(ValueError, match="cannot convert"):
+        gr.apply_grads([acc], [kind.value(0, wrong)], cast=True)
+    assert acc.num_accumulated() == 0
 
 
 def test_a_numpy_scalar_is_an_array(accumulator):
@@ -47,19 +66,6 @@ def test_a_numpy_scalar_is_an_array(accumulator):
     assert acc.apply_grad(np.float32(1))
     with pytest.raises(ValueError, match="float64"):
         acc.apply_grad(np.float64(1))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("given", FLOATS, ids=str)
-def test_cast_converts_to_the_type_that_is_added(accumulator, dtype, given):
-    acc = accumulator(dtype, reduction_type="SUM")
-    wide = "float64" if dtype == np.float64 else "float32"
-    terms = list(random_data((3, 501), given))
-    for term in terms:
-        acc.apply_grad(term, cast=True)
-    with np.errstate(all="ignore"):
-        wanted = terms[0].astype(wide) + terms[1].astype(wide) + terms[2].astype(wide)
-        assert same(acc.take_grad(3), wanted.astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -89,7 +95,7 @@ def test_invalid_gradients_are_refused(accumulator, grad, error):
     acc = accumulator()
     with pytest.raises(error):
         acc.apply_grad(grad)
-    assert counters(acc) == (0, 0, 0)
+    assert counters(acc) == [(0, 0, 0)]
 
 
 def test_values_of_other_modules_are_no_gradients(accumulator, device):
@@ -99,24 +105,19 @@ def test_values_of_other_modules_are_no_gradients(accumulator, device):
             acc.apply_grad(grad)
     with gr.open_mesh(1, backend="sim") as other:
         for grad in (other.devices[0].put(ones(1)), gr.PerReplica([ones(1)], other)):
-            with pytest.raises(gr.errors.DeviceMismatchError):
-                acc.apply_grad(grad)
-    assert counters(acc) == (0, 0, 0)
+            for step in (0, -1):  # checked before the step
+                with pytest.raises(gr.errors.DeviceMismatchError):
+                    acc.apply_grad(grad, step)
+    assert counters(acc) == [(0, 0, 0)]
 
 
 # -- definitions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "str", "complex64", "nonsense", None])
-def test_a_dtype_that_is_not_accumulated(accumulator, dtype):
+def test_a_dtype_that_is_not_accumulated(device, kind, dtype):
     with pytest.raises(TypeError, match="dtype"):
-        accumulator(dtype)
-
-
-@pytest.mark.parametrize("reduction_type", ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN])
-def test_reduction_types_are_mean_and_sum(accumulator, reduction_type):
-    with pytest.raises(ValueError, match='not in: "MEAN", "SUM"'):
-        accumulator(reduction_type=reduction_type)
+        kind.make(dtype, device=device)
 
 
 @pytest.mark.parametrize(
@@ -131,19 +132,20 @@ def test_reduction_types_are_mean_and_sum(accumulator, reduction_type):
         ({"cross_device_ops": "nccl"}, TypeError),
     ],
 )
-def test_wrong_definitions(device, options, error):
+def test_wrong_definitions(device, kind, options, error):
     with pytest.raises(error):
-        gr.ConditionalAccumulator("float32", **{"device": device, **options})
+        kind.make("float32", **{"device": device, **options})
 
 
-def test_names(accumulator):
-    assert accumulator().name == "conditional_accumulator"
-    assert accumulator(name="y").name == "y"
-    assert accumulator(name="Q/x/y").name == "y"
-    acc = accumulator("bfloat16")
-    assert acc.dtype == gr.device.as_dtype("bfloat16")
-    assert isinstance(acc, gr.ConditionalAccumulatorBase)
-    assert acc.accumulator_ref is acc.accumulator_ref
+def test_names(device, kind):
+    by_default = {Dense: "conditional_accumulator", Sparse: "sparse_conditional_accumulator"}
+    for given, name in [({}, by_default[kind]), ({"name": None}, by_default[kind]),
+                        ({"name": "y"}, "y"), ({"name": "Q/x/y"}, "y")]:  # fmt: skip
+        acc = kind.make("bfloat16", device=device, **given)
+        assert acc.name == name
+        assert acc.dtype == gr.device.as_dtype("bfloat16")
+        assert isinstance(acc, gr.ConditionalAccumulatorBase)
+        assert acc.accumulator_ref is acc.accumulator_ref
 
 
 def test_names_of_operations_are_ignored(accumulator):
@@ -154,20 +156,27 @@ def test_names_of_operations_are_ignored(accumulator):
     assert acc.take_grad(1, "take").tolist() == [2.0]
 
 
+@pytest.mark.parametrize("num_required", [0, -1, -(10**30)])
+def test_num_required_must_be_positive(device, kind, num_required):
+    acc = kind.make("float32", device=device)
+    gr.apply_grads([acc], [kind.value(1.0)])
+    for take in (acc.take_grad, getattr(acc, "take_indexed_slices_grad", acc.take_grad)):
+        with pytest.raises(InvalidArgumentError, match="num_required must be positive, but was"):
+            take(num_required)
+    assert counters(acc) == [(1, 0, 0)]
+
+
+@pytest.mark.parametrize("reduction_type", ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN])
+def test_reduction_types_are_mean_and_sum(accumulator, reduction_type):
+    with pytest.raises(ValueError, match='not in: "MEAN", "SUM"'):
+        accumulator(reduction_type=reduction_type)
+
+
 def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
     with gr.open_mesh(3, backend="sim") as mesh:
         monkeypatch.setattr("gradreduce.accumulator.base.default_mesh", lambda: mesh)
         acc = gr.ConditionalAccumulator("float32")
         assert acc.accumulator_ref.devices == mesh.devices[:1]
-
-
-@pytest.mark.parametrize("num_required", [0, -1, -(10**30)])
-def test_num_required_must_be_positive(accumulator, num_required):
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    with pytest.raises(InvalidArgumentError, match="num_required must be positive, but was"):
-        acc.take_grad(num_required)
-    assert counters(acc) == (1, 0, 0)
 
 
 def test_a_required_number_may_be_a_variable(accumulator, device):
@@ -200,14 +209,5 @@ def test_a_required_number_is_an_integer(accumulator, num_required):
     acc.apply_grad([1.0])
     with pytest.raises(TypeError, match="num_required"):
         acc.take_grad(num_required)
-    assert counters(acc) == (1, 0, 0)
+    assert counters(acc) == [(1, 0, 0)]
     assert acc.take_grad(np.int64(1)).tolist() == [1.0]
-
-
-def test_none_is_no_name(device):
-    for make, name in (
-        (gr.ConditionalAccumulator, "conditional_accumulator"),
-        (gr.SparseConditionalAccumulator, "sparse_conditional_accumulator"),
-    ):
-        assert make("float32", name=None, device=device).name == name
-        assert make("float32", name="own", device=device).name == "own"

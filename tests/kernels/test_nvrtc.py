@@ -25,11 +25,13 @@ from gradreduce.ops.add_n import ADD_N
 pytestmark = pytest.mark.nvrtc
 
 # The exhaustive tier compiles all templates for the GPU of the figures, and some for every
-# other: arch -> the first, and how many further the next one is. A plain run compiles so many of
-# each kernel's that every kind of element is among them, for sm_90 by NVRTC 12, and one kernel for
-# every GPU; test_sass.py compiles what the table has by both.
+# other: arch -> the first, and how many further the next one is. CI's compile tier compiles so many
+# of each kernel's that every kind of element is among them, for sm_90 by NVRTC 12. A plain run
+# compiles those of a few kernels, one of them for every GPU. test_sass.py compiles what the table
+# has by both.
 SAMPLES = {70: (0, 4), 75: (2, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
 FOR_ALL = "momentum"
+PLAIN = (FOR_ALL, "add_n", "pack", "segment_sum")
 PARAMETERS = ("version", "kernel", "arch", "templates")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ITEMSIZE |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
@@ -62,7 +64,8 @@ def programs_of(*archs):
     for kernel in KERNELS:
         for arch in archs if kernel.name == FOR_ALL else [90]:
             name = f"{kernel.name}-sm_{arch}-few"
-            values.append(pytest.param(12, kernel, arch, few(kernel), id=name))
+            marks = () if kernel.name in PLAIN else (pytest.mark.exhaustive,)
+            values.append(pytest.param(12, kernel, arch, few(kernel), id=name, marks=marks))
         for version in WHEELS:
             for arch in [90] if has_a_stand_in(kernel) else archs:
                 first, step = SAMPLES[arch]

@@ -29,31 +29,6 @@ def step(optimizer, variables, seed):
     optimizer.apply_gradients(pairs)
 
 
-@pytest.mark.parametrize("masters", [None, "float32"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_a_loaded_optimizer_continues_with_the_same_bits(mesh, make, dtype, masters):
-    one, variables = make(master_dtype=masters), variables_on(mesh, dtype)
-    for turn in range(2):
-        step(one, variables, turn)
-    state = one.state_dict()
-    values = [variable.numpy() for variable in variables]
-    step(one, variables, 2)
-    with gr.open_mesh(2, backend="sim") as other:
-        two, restored = make(master_dtype=masters), variables_on(other, dtype)
-        step(two, restored, 7)  # replaced by the load
-        for variable, value in zip(restored, values, strict=True):
-            variable.assign(value)
-        two.load_state_dict(state, restored[::-1])
-        step(two, restored, 2)
-        assert two.get_slot_names() == one.get_slot_names()
-        for here, there in zip(variables, restored, strict=True):
-            kept = [(here, there)]
-            kept += [(one.get_slot(here, n), two.get_slot(there, n)) for n in one.get_slot_names()]
-            for left, right in kept:
-                assert left.name == right.name
-                assert all(same(left.numpy(), buffer.numpy()) for buffer in right.buffers)
-
-
 def test_before_the_first_update_there_is_nothing(mesh, make):
     optimizer, variables = make(), variables_on(mesh, "float32")
     empty = optimizer.state_dict()
@@ -74,20 +49,6 @@ def test_slots_that_no_update_has_changed_have_no_powers(mesh):
     two.load_state_dict(state, half)
     assert two.get_slot_names() == ["m", "master", "v"]
     step(two, [half], 0)
-
-
-def test_a_state_is_a_consistent_snapshot_with_its_own_memory(mesh):
-    optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
-    step(optimizer, variables, 0)
-    state = optimizer.state_dict()
-    kept = {owner: by["momentum"].copy() for owner, by in state["slots"].items()}
-    step(optimizer, variables, 1)
-    assert all(same(state["slots"][owner]["momentum"], kept[owner]) for owner in SHAPES)
-    optimizer.load_state_dict(state, variables)
-    for by_name in state["slots"].values():
-        by_name["momentum"][...] = 9
-    for variable in variables:
-        assert same(optimizer.get_slot(variable, "momentum").numpy(), kept[variable.name])
 
 
 def test_an_update_while_it_is_downloaded_is_not_in_it(mesh, monkeypatch):

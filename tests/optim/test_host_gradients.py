@@ -96,6 +96,7 @@ def test_an_invalid_gradient_at_a_later_step_changes_nothing(mesh, size, given):
              (np.ones(size), "is float64"), (np.ones(size, "int32"), "is int32")]  # fmt: skip
     wrong = [(as_given(array, given, device), match) for array, match in wrong]
     own = [variables[0].array(), variables[0].array()[:], slot.array().reshape(-1)]
+    own += [each.buffers[0] for each in (*variables, slot)]
     for grad, match in [
         *wrong,
         *((array, "shares memory with a variable or slot") for array in own),

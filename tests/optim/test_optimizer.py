@@ -5,24 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from optim.model import ones
-from support.exact_data import exact_data, same
+from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 # -- gradients ------------------------------------------------------------------------------------
-
-
-def test_plain_mirrored_and_per_replica_gradients_do_the_same(mesh):
-    value = exact_data((5,), "float32")
-    alone = gr.Mirrored([value] * len(mesh), mesh)
-    apart = gr.PerReplica([value * place for place in range(len(mesh))], mesh)
-    mean = value * np.float32((len(mesh) - 1) / 2)
-    for grad, wanted in [(value, value), (alone, value), (apart, mean),
-                         (mesh.devices[1].put(value), value), (value.tolist(), value)]:  # fmt: skip
-        variable = gr.Variable(np.zeros(5, "float32"), device=mesh)
-        gr.GradientDescentOptimizer(1.0).apply_gradients([(grad, variable)])
-        assert all((buffer.numpy() == -wanted).all() for buffer in variable.buffers)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -99,14 +87,6 @@ def test_none_is_skipped(mesh):
     assert (first.numpy().tolist(), second.numpy().tolist()) == ([1.0], [0.0])
     assert optimizer.get_slot(first, "momentum") is None
     assert optimizer.get_slot(second, "momentum") is not None
-
-
-def test_iterators_are_fine(mesh):
-    variables = [gr.Variable([1.0], device=mesh) for _ in range(3)]
-    optimizer = gr.GradientDescentOptimizer(0.5)
-    assert optimizer.apply_gradients(zip([[1.0]] * 3, variables, strict=True)) is None
-    assert optimizer.apply_gradients(([1.0], variable) for variable in variables) is None
-    assert [variable.numpy().tolist() for variable in variables] == [[0.0]] * 3
 
 
 def test_scalars_and_variables_without_elements(mesh):

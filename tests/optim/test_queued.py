@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from optim.agn.team import Own
 from support.exact_data import exact_data, same
 from support.exhaustive import seeds
 
@@ -13,24 +16,11 @@ SEEDS = seeds(6, 24)
 PLACEMENTS = {"00": [0, 0], "0110": [0, 1, 1, 0]}
 
 
-class Signs(gr.Optimizer):
-    """A rule that a user has written."""
-
-    _slot_names = ("mean",)
-
-    def __init__(self, **more):
-        super().__init__("Signs", **more)
-
-    def _apply(self, variable, slots, gradient):
-        slots["mean"] += gradient
-        variable -= np.sign(slots["mean"])
-
-
 RULES = {
-    "adam": lambda **more: gr.AdamOptimizer(0.5, **more),
-    "lazy adam": lambda **more: gr.AdamOptimizer(0.5, lazy=True, **more),
-    "nesterov": lambda **more: gr.MomentumOptimizer(0.5, 0.5, use_nesterov=True, **more),
-    "own": Signs,
+    "adam": partial(gr.AdamOptimizer, 0.5),
+    "lazy adam": partial(gr.AdamOptimizer, 0.5, lazy=True),
+    "nesterov": partial(gr.MomentumOptimizer, 0.5, 0.5, use_nesterov=True),
+    "own": Own,
 }
 
 

@@ -108,7 +108,9 @@ class Run:
         self.kill_chance = 0.0
         self.modules, self.num_shards, self.period = modules, num_shards, period
         folder = "memory" if period else None
-        self.settings = modules.shard.Settings("a", 0, num_shards, folder, period or 1, 0, "numpy")
+        self.settings = modules.shard.ActorSettings(
+            "a", 0, num_shards, folder, period or 1, 0, "numpy"
+        )
         self.acknowledged: list[str] = []
         self.taken: list[str] = []
         self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
@@ -129,7 +131,7 @@ class Run:
         origin = self.modules.lead.Origin(worker, number, 0)
         first, *others = [(name, shard) for shard in range(self.num_shards)]
         key = (worker, number)
-        sent = self.modules.lead.Call(key, "apply", (name,), first, others, origin)
+        sent = self.modules.lead.OrderedCall(key, "apply", (name,), first, others, origin)
         answers = await answer_of(self.modules, lambda: lead.call.remote(sent))
         assert answers[0] is True
         self.acknowledged.append(name)
@@ -414,7 +416,7 @@ def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
         await run.apply(lead, "w", 1)
 
         def fail_on(number: int, shard: int) -> Any:
-            sent = modules.lead.Call(("w", number), "fail_on", (shard,))
+            sent = modules.lead.OrderedCall(("w", number), "fail_on", (shard,))
             return answer_of(modules, lambda: lead.call.remote(sent))
 
         for number in (2, 3):
@@ -436,7 +438,7 @@ def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
         await run.apply(lead, "w", 1)
         run.world.kill("a")
         origin = modules.lead.Origin("w", 2, 0, (5,))
-        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
+        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
         await answer_of(modules, lambda: lead.call.remote(sent))
         assert run.lead._state.registered == {5}
 
@@ -476,7 +478,7 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
         for place in (0, 1):
             others: list[Any] = [("w.2", 1), ("w.2", 2)]
             others[place] = LOST
-            sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+            sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
             with pytest.raises(RayTaskError, match="ObjectLostError"):
                 await lead.call.remote(sent)
         await asyncio.sleep(1)
@@ -495,7 +497,7 @@ def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         messages = [("w.2", shard) for shard in range(3)]
-        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
+        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
         call = asyncio.ensure_future(run.lead.call(sent))
         await asyncio.sleep(polls * 0.005)
         call.cancel()

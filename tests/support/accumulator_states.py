@@ -14,6 +14,7 @@ EMPTY = {
     "kind": None,
     "partial_sums": [None],
 }
+EMPTY_SPARSE = EMPTY | {"format": "gradreduce sparse accumulator 1", "sparse_mean": "per_row"}
 
 
 def frozen(acc):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -30,25 +30,12 @@ class Call:
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.ticket: Any = None
-        self._call = call
-        self._value: Any = None
-        self._error: Exception | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._call()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._ended.set()
+        self._future = ThreadPoolExecutor(1).submit(call)
 
     def queued_in(self, state: Any, before: int) -> None:
         """Returns when the take stands in the queue of the accumulator, or has ended."""
         end = time.monotonic() + LIMIT_S
-        while not self._ended.wait(0.001):
+        while not wait([self._future], 0.001).done:
             with state.lock:
                 if len(state.queue) > before:
                     self.ticket = state.queue[-1]
@@ -61,15 +48,12 @@ class Call:
 
         TensorFlow's runner waited 0.3 s to be sure; here there is nothing to wait for.
         """
-        return not (self._ended.is_set() if self.ticket is None else self.ticket.done.is_set())
+        return not (self._future.done() if self.ticket is None else self.ticket.done.is_set())
 
     def result(self) -> Any:
         """What it returns or raises; it must end in time."""
-        self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "deadlock: a call did not end"
-        if self._error is not None:
-            raise self._error
-        return self._value
+        assert wait([self._future], LIMIT_S).done, "deadlock: a call did not end"
+        return self._future.result()
 
 
 class Accumulators:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from optim.test_update_rules import RULES
+import pytest
+from optim.test_update_rules import RULES, Model
 from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
+from gradreduce.optim.slots import MASTER
 
 
 class Own(gr.Optimizer):
@@ -36,6 +37,9 @@ KINDS = {
                   {"m": 0, "v": 0}),
     "own": (own, Own, {"direction": 0}),
 }  # fmt: skip
+BOTH_IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)], indirect=True
+)
 STARTS = {"table": (5, 2), "weights": (7,), "scale": ()}
 
 
@@ -92,6 +96,15 @@ class Worker:
         }
 
 
+def one_variable(mesh, inner=None, period=1, value=None, center=None, **options):
+    """A getter with one variable, the variable, and an optimizer that nobody else uses."""
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center or gr.AGNCenter(mesh))
+    value = np.zeros(2, "float32") if value is None else value
+    var = gr.get_variable("w", value, custom_getter=getter)
+    inner = inner or gr.MomentumOptimizer(1.0, 0.5)
+    return getter, var, gr.AGNOptimizer(inner, 1, getter, period, **options)
+
+
 def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worker]:
     """Workers of a center that is distributed over the mesh."""
     center = options.pop("center", None) or gr.AGNCenter(mesh)
@@ -104,32 +117,19 @@ def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worke
 # -- the model ------------------------------------------------------------------------------------
 
 
-class Copy:
-    """A variable and its slots; if there is a master, it replaces the variable."""
-
-    def __init__(self, kind, value, masters):
-        self.formula, _, starts = KINDS[kind]
-        self.dtype, self.wide = value.dtype, accumulate_dtype(value.dtype)
-        kept = self.wide if masters else self.dtype
-        self.state = [value.astype(kept), *(np.full(value.shape, s, kept) for s in starts.values())]
-
-    def move(self, turn, grad, rows):
-        old = [array[rows].astype(self.wide) for array in self.state]
-        with np.errstate(all="ignore"):
-            new = self.formula(self.wide.type, turn, grad.astype(self.wide), *old)
-            for array, part in zip(self.state, new, strict=True):
-                array[rows] = part
-
-    @property
-    def value(self):
-        return self.state[0].astype(self.dtype)
+def move(model, turn, grad, rows):
+    """Moves a variable in a turn, which all variables and the center count together."""
+    model.step = turn - 1
+    model.move(grad, rows)
 
 
 class ModelWorker:
     def __init__(self, center, kind, starts, period, masters, gamma, resets):
         self.center, self.kind, self.period = center, kind, period
         self.gamma, self.resets = gamma, resets
-        self.local = {name: Copy(kind, value, masters) for name, value in starts.items()}
+        self.local = {
+            name: Model(KINDS[kind], value, master=masters) for name, value in starts.items()
+        }
         self.pulled = {name: copy.value for name, copy in self.local.items()}
         self.sums = {name: None for name in starts}  # sum, and the rows that were touched
         self.steps = self.turn = 0
@@ -138,7 +138,7 @@ class ModelWorker:
         """Runs a step with dense gradients, each with the rows that it touches."""
         self.turn += 1
         for name, (grad, rows) in grads.items():
-            self.local[name].move(self.turn, grad[rows], rows)
+            move(self.local[name], self.turn, grad[rows], rows)
             wide = grad.astype(self.local[name].wide)
             total, touched = self.sums[name] or (np.zeros_like(wide), set())
             self.sums[name] = (total + wide, None if rows is ... or touched is None
@@ -159,12 +159,18 @@ class ModelWorker:
             away = center.value.astype(center.wide) - self.pulled[name].astype(center.wide)
             total = total / (away * away / center.wide.type(self.gamma) + center.wide.type(1))
         rows = ... if touched is None else sorted(touched)
-        center.move(self.turn, (total / center.wide.type(self.period))[rows], rows)
+        move(center, self.turn, (total / center.wide.type(self.period))[rows], rows)
         local.state[0] = center.state[0].copy()
         self.pulled[name], self.sums[name] = center.value, None
         for name, state in zip(KINDS[self.kind][2], local.state[1:], strict=True):
             if self.resets and name in ("momentum", "m"):
                 state[...] = 0
+
+    def start(self):
+        """Copies the center; slots and the number of steps stay."""
+        for name, center in self.center.items():
+            self.local[name].state[0] = center.state[0].copy()
+            self.pulled[name], self.sums[name] = center.value, None
 
     def check(self, worker: Worker):
         """Checks all values, bit by bit, on every device of the worker."""
@@ -173,7 +179,11 @@ class ModelWorker:
             center = worker.getter.center_variable(var)
             for each, copy in ((var, self.local[name]), (center, self.center[name])):
                 found = [each, *(worker.optimizer.get_slot(each, slot) for slot in names)]
-                for at, wanted in zip(found, [copy.value, *copy.state[1:]], strict=True):
+                values = [copy.value, *copy.state[1:]]
+                if copy.state[0].dtype != copy.dtype:
+                    found.append(worker.optimizer.get_slot(each, MASTER))
+                    values.append(copy.state[0])
+                for at, wanted in zip(found, values, strict=True):
                     assert at is None or all(same(b.numpy(), wanted) for b in at.buffers), at
         assert worker.optimizer.local_step.numpy() == self.steps
 

@@ -26,12 +26,6 @@ STARTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 @pytest.fixture
 def meshes():
     """Devices of workers, and other devices of the center."""

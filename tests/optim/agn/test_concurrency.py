@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
 import pytest
+from optim.agn.team import one_variable
+from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
 from gradreduce import checkpoint
@@ -17,55 +19,36 @@ LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
-def worker(mesh, center, make=lambda: gr.MomentumOptimizer(1.0, 0.5), period=1, shape=(2,), **more):
-    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
-    var = gr.get_variable("w", np.zeros(shape, "float32"), custom_getter=getter)
-    return getter, var, gr.AGNOptimizer(make(), 1, getter, period, **more)
-
-
 def test_starts_and_checkpoints_are_consistent_snapshots(mesh):
     """All elements of a variable, and its slots, come from the same push."""
-    center, ended = gr.AGNCenter(mesh.devices[1]), threading.Event()
-    _, var, pushing = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0), shape=(200_000,))
-    _, mine, starting = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0),
-                               shape=(200_000,))  # fmt: skip
+    center, ended, one = gr.AGNCenter(mesh.devices[1]), threading.Event(), np.ones(200_000, "f4")
+    _, var, pushing = one_variable(mesh, gr.MomentumOptimizer(1.0, 1.0), value=one, center=center)
+    _, mine, starting = one_variable(mesh, gr.MomentumOptimizer(1.0, 1.0), value=one, center=center)
     pushing.prepare([var])
-    one = np.ones(200_000, "float32")
 
     def push() -> None:
         for _ in range(400):
             pushing.apply_gradients([(one, var)])
         ended.set()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with fast_thread_switching():
         thread, start = center.start_worker(0, push), starting.get_init_op(1)
         while not ended.is_set():
             start()
             assert np.ptp(mine.numpy()) == 0
             state = center.state_dict()
             (moment,) = state["optimizer"]["slots"]["global_center_variable/w"].values()
-            assert (state["variables"]["w"] == -moment * (moment + 1) / 2).all()
+            assert (state["variables"]["w"] == 1 - moment * (moment + 1) / 2).all()
         thread.join(LIMIT_S)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_refused_dense_gradient_keeps_the_sum_sparse(mesh):
     found = []
     for rates in ([1.0] * 6, [*[1.0] * 5, "no number", 1.0, 1.0]):
         asked = iter(rates)  # once for a step, and once more for a communication
-        getter, var, optimizer = worker(
-            mesh, gr.AGNCenter(mesh), partial(gr.MomentumOptimizer, partial(next, asked), 0.5), 2,
-            (3, 2),
-        )  # fmt: skip
+        getter, var, optimizer = one_variable(
+            mesh, gr.MomentumOptimizer(partial(next, asked), 0.5), 2, np.zeros((3, 2), "float32")
+        )
         dense = np.ones((3, 2), "float32")
         for _ in range(2):  # the center has momentum in each row, which only a dense update changes
             optimizer.apply_gradients([(dense, var)])
@@ -85,7 +68,7 @@ def test_a_refused_dense_gradient_keeps_the_sum_sparse(mesh):
 def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
     """No worker gets an error for its own gradient."""
     center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
-    team = [worker(mesh, center, period=1 + place % 2)[1:] for place in range(6)]
+    team = [one_variable(mesh, period=1 + place % 2, center=center)[1:] for place in range(6)]
     states = [center.state_dict()]  # without slots
     for var, optimizer in team:
         optimizer.prepare([var])
@@ -96,35 +79,21 @@ def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
             optimizer.apply_gradients([(ONE, var)])
             stepped.release()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with fast_thread_switching(), ExitStack() as ending:
+        ending.callback(ended.set)
         threads = [center.start_worker(place, partial(push, *each))
                    for place, each in enumerate(team)]  # fmt: skip
         for turn in range(num_loads):
             assert stepped.acquire(timeout=LIMIT_S)
             center.load_state_dict(states[turn % 2])
-    finally:
-        ended.set()
-        sys.setswitchinterval(interval)
     for thread in threads:
         thread.join(LIMIT_S)
     assert center.failed_workers == ()
 
 
-def test_a_center_is_loaded_without_slots_between_pushes(mesh):
-    center = gr.AGNCenter(mesh)
-    getter, var, optimizer = worker(mesh, center)
-    state = center.state_dict()
-    optimizer.apply_gradients([(ONE, var)])
-    center.load_state_dict(state)
-    assert optimizer.apply_gradients([(ONE, var)]) is True
-    assert (getter.center_variable(var).numpy() == -1).all()
-
-
 def test_a_push_after_a_load_goes_to_the_loaded_slots(mesh):
     center = gr.AGNCenter(mesh)
-    getter, var, optimizer = worker(mesh, center)
+    getter, var, optimizer = one_variable(mesh, center=center)
     optimizer.apply_gradients([(ONE, var)])
     state = center.state_dict()
     optimizer.apply_gradients([(ONE, var)])
@@ -138,8 +107,8 @@ def test_a_push_after_a_load_goes_to_the_loaded_slots(mesh):
 
 def test_a_learning_rate_is_called_twice_in_a_step_after_a_load_too(mesh):
     center, asked = gr.AGNCenter(mesh), []
-    _, var, optimizer = worker(
-        mesh, center, lambda: gr.MomentumOptimizer(lambda: asked.append(1) or 1.0, 0.5)
+    _, var, optimizer = one_variable(
+        mesh, gr.MomentumOptimizer(lambda: asked.append(1) or 1.0, 0.5), center=center
     )
     for _ in range(3):
         optimizer.apply_gradients([(ONE, var)])
@@ -164,7 +133,7 @@ def test_a_push_after_slots_were_loaded_writes_the_loaded_slots(mesh):
 
 def test_a_center_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkeypatch):
     center = gr.AGNCenter(mesh)
-    getter, var, optimizer = worker(mesh, center)
+    getter, var, optimizer = one_variable(mesh, center=center)
     optimizer.apply_gradients([(ONE, var)])
     state, before = center.state_dict(), getter.center_variable(var).numpy()
     with monkeypatch.context() as patch:
@@ -179,7 +148,7 @@ def test_a_center_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkey
 
 
 def test_slots_that_are_loaded_beside_the_worker_count(mesh):
-    _, var, optimizer = worker(mesh, gr.AGNCenter(mesh), period=100)
+    _, var, optimizer = one_variable(mesh, period=100)
     for _ in range(3):
         optimizer.apply_gradients([(ONE, var)])
     inner = optimizer._inner
@@ -190,7 +159,7 @@ def test_slots_that_are_loaded_beside_the_worker_count(mesh):
 
 
 def test_reading_an_empty_sum_returns_other_memory(mesh):
-    getter, var, optimizer = worker(mesh, gr.AGNCenter(mesh), period=2)
+    getter, var, optimizer = one_variable(mesh, period=2)
     optimizer.apply_gradients([(ONE, var)])
     optimizer.apply_gradients([(ONE, var)])
     shown = getter.accumulation(var).buffers
@@ -201,16 +170,16 @@ def test_reading_an_empty_sum_returns_other_memory(mesh):
 
 
 def test_sums_without_what_was_pulled_are_not_scaled_by_the_distance(mesh):
-    _, var, plain = worker(mesh, gr.AGNCenter(mesh), period=4)
+    _, var, plain = one_variable(mesh, period=4)
     plain.apply_gradients([(ONE, var)])
-    _, _, scaled = worker(mesh, gr.AGNCenter(mesh), period=4, distance_scale=1.0)
+    _, _, scaled = one_variable(mesh, period=4, distance_scale=1.0)
     with pytest.raises(ValueError, match=r"state\['pulled'\] has no \['w'\]"):
         scaled.load_state_dict(plain.state_dict())
     assert scaled.local_step.numpy() == 0
 
 
 def test_a_global_step_that_cannot_count_is_refused_first(mesh):
-    getter, var, optimizer = worker(mesh, gr.AGNCenter(mesh))
+    getter, var, optimizer = one_variable(mesh)
     with gr.open_mesh(1, backend="sim") as other:
         step = gr.Variable(0, trainable=False, device=other.devices[0])
     for wrong, error in ((step, RuntimeError), (optimizer.local_step, TypeError)):
@@ -240,12 +209,14 @@ def test_a_training_ends_with_its_getters_even_if_other_objects_are_kept(mesh):
 
 
 def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
-    getter, _, optimizer = worker(mesh, gr.AGNCenter(mesh))
+    getter, _, optimizer = one_variable(mesh)
     inner = optimizer._inner
     other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     for given in ((inner, 1, other), (gr.MomentumOptimizer(1.0, 0.5), 1, getter)):
         with pytest.raises(ValueError, match="is used by another AGNOptimizer"):
             gr.AGNOptimizer(*given)
+    # The refused one leaves the center and the other getter free.
+    assert gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, other).get_slot_names() == []
     del optimizer
     gc.collect()
     assert gr.AGNOptimizer(inner, 1, getter).get_slot_names() == []

@@ -72,24 +72,6 @@ def test_steps_and_pushes_are_labelled_with_the_variables(mesh, gamma):
     assert all(record.label.names == list(STARTS) for record in journal.of("launch"))
 
 
-def test_ten_pushes_are_distributed_over_the_devices(mesh):
-    """No device of the center gets more than its share of the bytes."""
-    if len(mesh) == 2:
-        return
-    starts = {f"v{place}": np.zeros(1000, "float32") for place in range(10)}
-    team = pair(mesh, 1, None, starts, 5)
-    with mesh.journal() as journal:
-        for worker in team:
-            worker.step({name: np.ones_like(value) for name, value in starts.items()})
-    held = Counter(var.devices[0].index for var in team[0].getter.center.variables())
-    assert set(held.values()) == {2}
-    carried = Counter()
-    for record in journal.records:
-        if record.kind == "launch" and record.name.startswith("global"):
-            carried[mesh.devices[record.device].physical] += record.num_rows
-    assert carried == {0: 20, 1: 20, 2: 10}
-
-
 @pytest.mark.parametrize("gamma", [None, 0.5])
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("make", [KINDS["momentum"][1], KINDS["lazy adam"][1], Own],

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 from optim.agn.team import KINDS, Own, pair, whole
+from support.failing_operations import InjectedError, failing_at
 
 import gradreduce as gr
 from gradreduce.errors import CollectiveError
@@ -20,41 +21,6 @@ WAYS = {
     "rows": (KINDS["momentum"][1], {"distance_scale": 0.5}),
     "own": (Own, {}),
 }
-
-
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
-class InjectedError(RuntimeError):
-    """The failure that a test plants."""
-
-
-@pytest.fixture
-def inject_error():
-    """Makes the n-th call of a method of devices fail once; without devices, removes this."""
-    patch = pytest.MonkeyPatch()
-
-    def failing(real, calls, first):
-        def run(*args):
-            calls.append(real.__name__)
-            if len(calls) == first:
-                raise InjectedError(real.__name__)
-            return real(*args)
-
-        return run
-
-    def injected(devices=(), method="", first=1):
-        patch.undo()
-        calls = []
-        for device in devices:
-            patch.setattr(device, method, failing(getattr(device, method), calls, first))
-        return calls
-
-    yield injected
-    patch.undo()
 
 
 def gradients(way, seed):
@@ -126,23 +92,22 @@ class Case:
 
 @pytest.mark.parametrize("method", ["_allocate", "_compile_kernel", "_launch", "_copy"])
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_fails(mesh, inject_error, way, method):
+def test_whatever_fails(mesh, way, method):
     """The first call fails, then the second, until all have failed once; every third allocation."""
     calm, step = Case(mesh, way), 3 if method in ("_allocate", "_compile_kernel") else 1
     assert calm.step(3) is True
     wanted, outcomes = calm.continued(), []
     for first in range(1, 60, step):
         case = Case(mesh, way)
-        inject_error(mesh.devices if method == "_copy" else mesh.devices[1:], method, first)
+        devices = mesh.devices if method == "_copy" else mesh.devices[1:]
         try:
-            case.step(3)
+            with failing_at(devices, first, [method]):
+                case.step(3)
         except InjectedError as error:
             told = any("push failed part-way" in note for note in getattr(error, "__notes__", ()))
-            inject_error()
             assert told is (case.center._shared.fault is not None)
             outcomes.append(case.after_a_failure(wanted))
             continue
-        inject_error()
         assert case.continued() == wanted
         break
     if method in ("_allocate", "_compile_kernel"):
@@ -157,12 +122,10 @@ def test_whatever_fails(mesh, inject_error, way, method):
         assert outcomes.count("due") >= (6 if "rows" in way else 1)
 
 
-def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, inject_error):
+def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh):
     case = Case(mesh, "momentum")
-    inject_error(mesh.devices[:1], "_launch")
-    with pytest.raises(InjectedError):
+    with failing_at(mesh.devices[:1], 1, ["_launch"]), pytest.raises(InjectedError):
         case.step(3)
-    inject_error()
     assert (case.worker.everything(), of_center(case.center)) == case.before
     assert case.center._shared.fault is None
 
@@ -195,13 +158,11 @@ def test_a_first_step_that_fails_leaves_no_slots_and_no_pending_push(mesh, monke
     assert worker.everything() == calm.everything()
 
 
-def test_a_pending_push_is_saved_by_a_checkpoint(mesh, inject_error):
+def test_a_pending_push_is_saved_by_a_checkpoint(mesh):
     calm, case = Case(mesh, "momentum"), Case(mesh, "momentum")
     calm.step(3)
-    inject_error(mesh.devices[1:], "_launch")
-    with pytest.raises(InjectedError):
+    with failing_at(mesh.devices[1:], 1, ["_launch"]), pytest.raises(InjectedError):
         case.step(3)
-    inject_error()
     state = case.worker.optimizer.state_dict()
     assert state["is_due"] is True
     case.worker.optimizer.get_init_op(0)()  # and is given up at a start

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from optim.agn.team import one_variable
 
 import gradreduce as gr
 from gradreduce.arrays import variable
@@ -17,25 +18,11 @@ LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 @pytest.fixture
 def own():
     """Devices of this test alone."""
     with gr.open_mesh(2, backend="sim") as mesh:
         yield mesh
-
-
-def made(mesh, inner=None, period=1, dtype="float32", **more):
-    center = more.pop("center", None) or gr.AGNCenter(mesh)
-    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
-    var = gr.get_variable("w", np.zeros(2, dtype), custom_getter=getter)
-    inner = inner or gr.GradientDescentOptimizer(1.0)
-    return getter, var, gr.AGNOptimizer(inner, 1, getter, period, **more)
 
 
 def reached(condition):
@@ -51,7 +38,7 @@ def stop(*_):
 
 
 def test_a_push_that_is_stopped_before_it_counts_is_not_made_again(own, monkeypatch):
-    getter, var, optimizer = made(own)
+    getter, var, optimizer = one_variable(own)
     monkeypatch.setattr("gradreduce.optim.agn.worker.ready_count", lambda _: stop)
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(ONE, var)])
@@ -63,7 +50,7 @@ def test_a_push_that_is_stopped_before_it_counts_is_not_made_again(own, monkeypa
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypatch, rows):
-    _, var, optimizer = made(own, period=9)
+    _, var, optimizer = one_variable(own, period=9)
     gradient = gr.IndexedSlices(np.ones(1, "float32"), [0], (2,)) if rows else ONE
     for _ in range(2):  # which are worked out once
         optimizer.apply_gradients([(gradient, var)])
@@ -76,7 +63,7 @@ def test_a_step_that_is_stopped_before_it_counts_fails_the_device(own, monkeypat
 
 
 def test_ctrl_c_after_a_step_does_not_separate_its_plan_and_its_sums(own, monkeypatch):
-    getter, var, optimizer = made(own, period=9)
+    getter, var, optimizer = one_variable(own, period=9)
     optimizer.apply_gradients([(ONE, var)])
     optimizer.get_init_op(0)()
     launch = optimizer._inner._launch
@@ -89,7 +76,7 @@ def test_ctrl_c_after_a_step_does_not_separate_its_plan_and_its_sums(own, monkey
 
 
 def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
-    _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
+    _, var, optimizer = one_variable(own, period=9)
     counted = optimizer._inner._slots.commit
     monkeypatch.setattr(optimizer._inner._slots, "commit", lambda powers: (counted(powers), stop()))
     with pytest.raises(KeyboardInterrupt):
@@ -109,7 +96,7 @@ def test_the_slots_of_a_first_update_that_was_made_stay(own, monkeypatch):
 
 
 def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypatch):
-    getter, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5))
+    getter, var, optimizer = one_variable(own)
     plain, free = gr.AdamOptimizer(), gr.Variable(ONE, device=own.devices[0])
     step = gr.Variable(0, "step", trainable=False, device=own.devices[1])
 
@@ -130,24 +117,15 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert step.numpy() == 1
 
 
-def test_an_optimizer_that_is_refused_leaves_the_center_free(mesh):
-    getter, _, optimizer = made(mesh, gr.AdamOptimizer(0.1))
-    other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
-    with pytest.raises(ValueError, match="is used by another"):
-        gr.AGNOptimizer(optimizer._inner, 1, other)
-    assert gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, other).get_slot_names() == []
-    assert getter.center.variables() != []
-
-
 def test_a_rule_of_the_same_name_is_another(mesh):
     theirs = type("GradientDescentOptimizer", (gr.Optimizer,), {})
-    getter, _, _ = made(mesh)
+    getter, _, _ = one_variable(mesh, gr.GradientDescentOptimizer(1.0))
     with pytest.raises(ValueError, match="this worker uses another GradientDescentOptimizer"):
-        made(mesh, theirs("mine"), center=getter.center)
+        one_variable(mesh, theirs("mine"), center=getter.center)
 
 
 def test_nothing_that_a_loss_has_read_is_written_in_it(mesh):
-    getter, var, optimizer = made(mesh)
+    getter, var, optimizer = one_variable(mesh)
     center = getter.center_variable(var)
     free = gr.Variable(ONE, device=mesh.devices[0])
     step = gr.Variable(np.float32(1), "step", trainable=False, device=mesh.devices[0])
@@ -175,7 +153,7 @@ def test_nothing_that_a_loss_has_read_is_written_in_it(mesh):
 @pytest.mark.parametrize(("period", "wanted"), [(1, -6.3125), (2, -2.75)])
 def test_a_rule_that_is_changed_is_changed_at_the_center_too(mesh, period, wanted):
     inner = gr.MomentumOptimizer(1.0, 0.5)
-    _, var, optimizer = made(mesh, inner, period)
+    _, var, optimizer = one_variable(mesh, inner, period)
     for turn in range(4):
         inner.use_nesterov = turn >= 2
         optimizer.apply_gradients([(ONE, var)])
@@ -217,30 +195,11 @@ def test_a_thread_that_failed_keeps_nothing_of_its_training(mesh):
         kept[1].join()
 
 
-def test_a_worker_starts_at_the_centers_masters(mesh):
-    inner = gr.GradientDescentOptimizer(2.0**-13, master_dtype="float32")
-    getter, var, optimizer = made(mesh, inner, 1, "float16")
-    gradient, center = np.ones(2, "float16"), getter.center_variable(var)
-    center.assign(gradient)
-    for _ in range(3):
-        optimizer.apply_gradients([(gradient, var)])
-    var.assign(gradient)
-    optimizer.get_init_op(0)()
-    for each in (var, center):  # which no half is
-        assert (optimizer.get_slot(each, "master").numpy() == 1 - 3 * 2.0**-13).all()
-
-
 def test_a_pending_push_needs_sums(mesh):
-    _, var, optimizer = made(mesh, period=5)
+    _, var, optimizer = one_variable(mesh, period=5)
     with pytest.raises(ValueError, match="there are no sums to push"):
         optimizer.load_state_dict({**optimizer.state_dict(), "is_due": True})
     assert optimizer.apply_gradients([(ONE, var)]) is False
-
-
-def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
-    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
-    with pytest.raises(ValueError, match=r"=1e-50 must be above 0 \(at least 1.2e-38"):
-        gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, distance_scale=1e-50)
 
 
 def test_a_wait_notices_a_worker_that_fails_at_once(mesh):
@@ -264,14 +223,3 @@ def test_a_wait_notices_a_round_that_ends_at_once(mesh):
             call(1)
     waiting.join(LIMIT_S)
     assert not waiting.is_alive()
-
-
-def test_hooks_in_the_style_of_tensorflow_end_their_round(mesh):
-    getter, _, optimizer = made(mesh)
-    hook = optimizer.make_session_run_hook(True, 0, wait_timeout=0)
-    for _ in range(2):
-        hook.begin()
-        hook.after_create_session()
-        assert getter.center._shared.registry._begun == {0}
-        hook.end()
-        assert getter.center._shared.registry._begun == set()

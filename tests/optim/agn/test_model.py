@@ -6,13 +6,20 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from optim.agn.team import KINDS, STARTS, Copy, ModelWorker, Worker, whole
+from optim.agn.team import BOTH_IMPLEMENTATIONS, KINDS, STARTS, ModelWorker, Worker, whole
+from optim.test_update_rules import Model
 
 import gradreduce as gr
 
+pytestmark = BOTH_IMPLEMENTATIONS
 FORMS = ("dense", "dense", "rows", "no rows", "none", "replicas", "rows of replicas")
 STEPS = st.lists(
-    st.tuples(st.integers(0, 7), st.tuples(*[st.sampled_from(FORMS)] * 3), st.booleans()),
+    st.tuples(
+        st.integers(0, 7),
+        st.tuples(*[st.sampled_from(FORMS)] * 3),
+        st.booleans(),
+        st.sampled_from([False, False, False, True]),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -65,14 +72,23 @@ class Run:
                    **options)
             for home in homes
         ]  # fmt: skip
-        kept = {name: Copy(kind, value, masters) for name, value in self.starts.items()}
+        kept = {
+            name: Model(KINDS[kind], value, master=masters) for name, value in self.starts.items()
+        }
         ways = options.get("distance_scale"), options.get("reset_momentum", False)
         self.models = [ModelWorker(kept, kind, self.starts, period, masters, *ways) for _ in homes]
         self.shared = gr.Variable(0, trainable=False, dtype="int64", device=mesh.devices[0])
         self.pushes = 0
 
-    def step(self, place, forms, looks, seed):
+    def step(self, place, forms, looks, starts, seed):
         worker, model = (each[place % len(self.workers)] for each in (self.workers, self.models))
+        if starts:
+            start = worker.optimizer.get_init_op(place)
+            model.check_sums(worker)
+            start()  # nothing is done before
+            model.start()
+            model.check(worker)
+            model.check_sums(worker)
         found = {
             name: gradient(form, worker, name, self.dtype, 3 * seed + at)
             for at, (form, name) in enumerate(zip(forms, STARTS, strict=True))
@@ -93,8 +109,8 @@ class Run:
             model.check_sums(worker)
 
     def run(self, steps):
-        for seed, (place, forms, looks) in enumerate(steps):
-            self.step(place, forms, looks, seed)
+        for seed, (place, forms, looks, starts) in enumerate(steps):
+            self.step(place, forms, looks, starts, seed)
         for worker, model in zip(self.workers, self.models, strict=True):
             model.check(worker)
             model.check_sums(worker)
@@ -136,6 +152,6 @@ def test_half_precision(mesh, kind, dtype, masters, mirrored):
     """The data are exact; the rule rounds where the model rounds."""
     forms = [("dense", "dense", "dense"), ("rows", "none", "dense"), ("replicas", "rows", "dense"),
              ("rows of replicas", "dense", "none")]  # fmt: skip
-    steps = [(place, forms[turn % 4], turn % 3 == 0)
+    steps = [(place, forms[turn % 4], turn % 3 == 0, turn == 3)
              for turn in range(6) for place in (0, 1)]  # fmt: skip
     Run(mesh, kind, 2, 2, dtype=dtype, masters=masters, mirrored=mirrored).run(steps)

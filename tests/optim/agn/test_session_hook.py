@@ -15,45 +15,10 @@ from gradreduce.errors import DeadlineExceededError
 LIMIT_S = 30.0
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 def ended(*threads):
     for thread in threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "deadlock: a worker did not end"
-
-
-def test_the_init_op_copies_the_center_and_clears_the_sum(mesh):
-    first, second = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5))
-    for _ in range(2):
-        first.step({"v": np.ones(3, "float32")})
-    second.step({"v": np.ones(3, "float32")})
-    start = second.optimizer.get_init_op(1)
-    assert (second.sums["v"] == 1).all()  # nothing is done before it is called
-    start()
-    assert (second.local["v"] == first.center["v"]).all()
-    assert (second.sums["v"] == 0).all()
-    slot = second.optimizer.get_slot(second.variables["v"], "momentum").numpy()
-    assert (slot == 1).all()
-    assert second.optimizer.local_step.numpy() == 1
-
-
-def test_every_copy_and_master_starts_at_the_center(mesh):
-    center = gr.AGNCenter(mesh)
-    getters = [gr.AGNCustomGetter(home, center=center) for home in (mesh.devices[0], mesh)]
-    ours = [gr.get_variable("v", np.full(2, place, "float16"), custom_getter=getter)
-            for place, getter in enumerate(getters)]  # fmt: skip
-    optimizers = [gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5, master_dtype="float32"), 2,
-                                  getter, 2) for getter in getters]  # fmt: skip
-    optimizers[1].apply_gradients([(np.ones(2, "float16"), ours[1])])
-    optimizers[1].get_init_op(0)()
-    master = optimizers[1].get_slot(ours[1], "master")
-    for each in (ours[1], master):
-        assert [buffer.numpy().tolist() for buffer in each.buffers] == [[0, 0]] * len(mesh)
 
 
 def test_the_distance_is_counted_from_the_start(mesh):

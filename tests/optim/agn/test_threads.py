@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import numpy as np
 import pytest
-from optim.agn.team import pair
+from optim.agn.team import BOTH_IMPLEMENTATIONS, pair
+from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
 from gradreduce.optim.agn.push import PushPlan
@@ -17,12 +17,9 @@ WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
 
 
 @pytest.fixture(autouse=True)
-def fast_thread_switching():
-    """Makes Python switch threads a hundred times more often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(before / 100)
-    yield
-    sys.setswitchinterval(before)
+def switching():
+    with fast_thread_switching():
+        yield
 
 
 @pytest.fixture
@@ -86,6 +83,7 @@ class Run:
         return found[:, 0].astype(int).tolist()
 
 
+@BOTH_IMPLEMENTATIONS
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh, noted, by_rows):
     run = Run(mesh, noted, by_rows=by_rows)

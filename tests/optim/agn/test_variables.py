@@ -13,12 +13,6 @@ import gradreduce as gr
 from gradreduce.errors import DeviceMismatchError
 
 
-@pytest.fixture(scope="session")
-def implementation() -> str:
-    """These tests do not depend on the implementation of kernels."""
-    return "numpy"
-
-
 def made(getter, name="v", value=0.0, **options):
     return gr.get_variable(name, value, custom_getter=getter, **options)
 
@@ -151,18 +145,6 @@ def test_the_process_wide_center_lives_as_long_as_a_getter_holds_it(mesh):
             assert alive() is None
     finally:
         gc.enable()
-
-
-def test_trainings_side_by_side_have_centers_of_their_own(mesh):
-    teams = [pair(mesh, 2) for _ in range(3)]
-    for turn in range(4):
-        for place, team in enumerate(teams):
-            for worker in team:
-                worker.step({"v": np.full(3, place, "float32")})
-                if turn % 2:
-                    assert (worker.local["v"] == worker.center["v"]).all()
-    for place, team in enumerate(teams):  # two periods of two workers
-        assert (team[0].center["v"] == -0.5 * place * 4).all()
 
 
 def test_what_a_getter_is_given(mesh):

@@ -1,0 +1,82 @@
+"""What takes return, of both kinds, on a device and over a mesh, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from accumulator.kinds import Dense, Sparse, bits, counters, expected
+from support.exact_data import FLOATS, exact_data, random_data
+
+import gradreduce as gr
+from gradreduce.reduce.algorithms import ALGORITHMS
+
+
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_take_includes_all_that_arrived_in_order(device, kind, dtype, reduction_type):
+    acc = kind.make(dtype, reduction_type=reduction_type, device=device)
+    for turn, shape in enumerate([(1003,), (), (2, 3), (16,), (1,)]):
+        grads = [kind.random(seed, dtype, shape) for seed in range(turn, turn + 4)]
+        for place, grad in enumerate(grads, 1):
+            assert gr.apply_grads([acc], [grad], turn) is True
+            assert counters(acc) == [(place, turn, 0)]
+        (taken,) = gr.take_grads([acc], 1)
+        assert bits(taken) == expected([grads], dtype, reduction_type)
+        assert counters(acc) == [(0, turn + 1, 0)]
+
+
+def rows_of(seed, num_rows, end, width, dtype):
+    indices = np.random.default_rng(seed).integers(0, end, num_rows)
+    return gr.IndexedSlices(random_data((num_rows, width), dtype, seed=seed), indices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "grads"),
+    [
+        (Dense, "bfloat16", lambda: [Dense.random(k, "bfloat16", (2**18 + 13,)) for k in range(3)]),
+        (Sparse, "float16", lambda: [rows_of(k, 2, 1000, 3, "float16") for k in range(200)]),
+        (Sparse, "float32", lambda: [rows_of(k, 1200, 1500, 256, "float32") for k in range(3)]),
+    ],
+    ids=["large array", "many rows", "large rows"],
+)
+def test_large_gradients_and_many(device, kind, dtype, grads):
+    """On several threads; more than are counted together; rows that outgrow their memory."""
+    acc, given = kind.make(dtype, device=device), grads()
+    for grad in given:
+        gr.apply_grads([acc], [grad])
+    (taken,) = gr.take_grads([acc], 1)
+    assert bits(taken) == expected([given], acc.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_replica_counts_once(mesh, kind, dtype, reduction_type, num_packs, algorithm):
+    """Sums of rows are added in the order of the mesh; dense data are exact in any order."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    acc = kind.make(dtype, reduction_type=reduction_type, device=mesh, cross_device_ops=ops)
+    size = len(mesh)
+    for step, num_applies in enumerate((1, 3)):
+        by_device = [
+            [
+                exact_data((19,), dtype, seed=turn * size + place)
+                if kind is Dense
+                else kind.random(turn * size + place, dtype)
+                for turn in range(num_applies)
+            ]
+            for place in range(size)
+        ]
+        for turn in range(num_applies):
+            grad = gr.PerReplica([each[turn] for each in by_device], mesh)
+            assert gr.apply_grads([acc], [grad], step)
+            assert counters(acc) == [((turn + 1) * size, step, 0)]
+        (taken,) = gr.take_grads([acc], 1)
+        assert counters(acc) == [(0, step + 1, 0)]
+        assert type(taken) is gr.Mirrored
+        assert taken.devices == mesh.devices
+        assert bits(taken) == [expected(by_device, dtype, reduction_type)] * size
+        buffers = [part.values if kind is Sparse else part for part in taken.parts]
+        assert [buffer.device for buffer in buffers] == list(mesh.devices)
+        if buffers[0].size:
+            assert len({buffer.address for buffer in buffers}) == size

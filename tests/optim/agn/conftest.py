@@ -1,0 +1,11 @@
+"""The kernels of the meshes."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def implementation(request) -> str:
+    """Most of these tests do not depend on it; see ``BOTH_IMPLEMENTATIONS``."""
+    return getattr(request, "param", "numpy")
