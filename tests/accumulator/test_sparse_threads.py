@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator.state import locked
+from gradreduce.accumulator.state import hold_locks
 from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError
 
@@ -65,7 +65,7 @@ class Run:
         for call in appliers:
             call.result()
         states = [acc.accumulator_ref for acc in accumulators]
-        with locked(states):
+        with hold_locks(states):
             # The rest is not enough for the first take, so takes would wait forever.
             self.left = [acc.state_dict() for acc in accumulators]
             for state in states:

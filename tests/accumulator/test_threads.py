@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator.state import locked
+from gradreduce.accumulator.state import hold_locks
 from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
@@ -88,7 +88,7 @@ class Run:
             call.result(LONG_S)
         # The rest is not enough for the first take, so takes would wait forever.
         self.left, self.counts, self.steps = [], [], []
-        with locked(self.states):
+        with hold_locks(self.states):
             for state in self.states:
                 totals = [total.numpy() for total in state.totals if total is not None]
                 self.left.append(np.sum(totals, axis=0))

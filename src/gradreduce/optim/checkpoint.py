@@ -21,13 +21,13 @@ from gradreduce.checkpoint import (
     Check,
     array,
     by_name,
-    checked,
     downloader,
     equal,
     flag,
     optional,
     plain,
     some_of,
+    validate_state,
 )
 from gradreduce.comm.description import digest_of
 from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
@@ -43,7 +43,7 @@ def queued_slots(slots: Slots) -> dict[str, Any]:
     copies: dict[str, Any] = {}
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
-            copies.setdefault(var.name, {})[name] = checkpoint.copied(slot.buffers[0])
+            copies.setdefault(var.name, {})[name] = checkpoint.queue_copy(slot.buffers[0])
     return {"optimizer": slots.kind.__name__, "slots": copies}
 
 
@@ -64,7 +64,7 @@ def queued_fingerprints(slots: Slots) -> dict[str, Any]:
             "would exchange their slots: give each a name",
             slots.owner, listed(alike),
         )  # fmt: skip
-    return {name: _queued_fingerprint(owners[name]) for name in checkpoint.numbered(owners)}
+    return {name: _queued_fingerprint(owners[name]) for name in checkpoint.select_numbered(owners)}
 
 
 def check_fingerprints(
@@ -111,7 +111,7 @@ def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
     Slots of float16 and bfloat16 are saved as float32, so they fit each other.
     """
     groups: dict[Any, list[str]] = {}
-    for name in checkpoint.numbered(owners):
+    for name in checkpoint.select_numbered(owners):
         var = owners[name]
         groups.setdefault((var.shape, accumulate_dtype(var.dtype)), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
@@ -119,7 +119,7 @@ def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
 
 def _queued_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str]:
     """Queues a copy; returns a function that returns its fingerprint, see ``downloader``."""
-    copy = checkpoint.copied(var.buffers[0])
+    copy = checkpoint.queue_copy(var.buffers[0])
     return lambda download: digest_of(converted(download(copy), var.dtype).tobytes())
 
 
@@ -421,7 +421,7 @@ class OptimizerState(NotCopied):
             "powers": optional(dict.fromkeys(slots.power_names, power)),
             "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
         }
-        found = checked(where, state, schema)
+        found = validate_state(where, state, schema)
         values = {owners[name]: of_var for name, of_var in found["slots"].items()}
         load_slots = ready_slots(slots, placed(values) if placed else values)
 

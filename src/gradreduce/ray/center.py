@@ -25,7 +25,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, mapped, on_host
+from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
@@ -568,6 +568,6 @@ class AGNCenter(SharedObject, LocalCenter):
         Raises:
             KeyError, TypeError, ValueError: see there.
         """
-        saved = mapped(on_host, state)
+        saved = map_leaves(on_host, state)
         self._client.read("check_state", saved)
         self._client.call("load_center", saved)

@@ -13,7 +13,7 @@ import numpy as np
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.convert import converted
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, checked, downloader, some_of
+from gradreduce.checkpoint import anything, downloader, some_of, validate_state
 from gradreduce.device import Buffer, Device, as_dtype, copied_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
 from gradreduce.optim.agn.checkpoint import queued_center, ready_center
@@ -405,10 +405,10 @@ class CenterShardState(ShardState):
     def _ready(self, state: Any) -> Any:
         """Validates a state of the center; returns a function that loads the part of this shard."""
         names = dict.fromkeys(self._specs, anything)
-        found = checked(
+        found = validate_state(
             "state", state, dict.fromkeys(("format", "variables", "optimizer"), anything)
         )
-        values = checked("state['variables']", found["variables"], names)
+        values = validate_state("state['variables']", found["variables"], names)
         own = self._center.variables
         found["variables"] = {name: values[name] for name in own}
         if isinstance(found["optimizer"], Mapping) and "slots" in found["optimizer"]:

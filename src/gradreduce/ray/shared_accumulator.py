@@ -20,7 +20,7 @@ from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
-from gradreduce.checkpoint import downloader, mapped, on_host
+from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
@@ -144,12 +144,12 @@ class SharedAccumulator(SharedObject):
             grad = slices_of(grad)
             kind = grad.kind if isinstance(grad, IndexedSlices) else kind_of(grad)
             kind = kind if kind in _KEPT_KINDS else "native"
-            found = state.storage.checked(state, grad, cast)
+            found = state.storage.validate(state, grad, cast)
             if isinstance(found, IndexedSlices) and self._spec.specs[index].is_sparse:
                 shape = numbers(list(found.dense_shape or ()), as_dtype("int64"))
                 parts = [found.indices, found.values, shape]
                 return kind, [to_buffer(part, self._device) for part in parts]
-            return kind, [state.storage.converted(state, found).values]
+            return kind, [state.storage.to_addend(state, found).values]
         except (TypeError, ValueError) as error:
             what = f"accumulator {state.name!r}"
             key = brief(self._spec.names[index]) if self._has_names else index
@@ -199,7 +199,7 @@ class SharedAccumulator(SharedObject):
         """Loads the state of each accumulator; checks all of them here before it sends any."""
         for state, saved in zip(self._states, states, strict=True):
             ready_state(state, saved, f"state of accumulator {state.name!r}")
-        self._client.call("load_states", [mapped(on_host, saved) for saved in states])
+        self._client.call("load_states", [map_leaves(on_host, saved) for saved in states])
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:

@@ -13,7 +13,7 @@ from gradreduce import optim
 from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import only_mesh
-from gradreduce.checkpoint import anything, array, checked, mapped, plain
+from gradreduce.checkpoint import anything, array, map_leaves, plain, validate_state
 from gradreduce.device import Mesh
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.optim.checkpoint import power, ready_slots
@@ -357,7 +357,7 @@ def _check_form(saved: Any, options: Sequence[str]) -> None:
     """Checks types, sizes and depths of a ``state_dict``, before PyTorch copies parts of it."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict is a {type(saved).__name__}; expected a dict")
-    mapped(anything, saved, "state_dict")
+    map_leaves(anything, saved, "state_dict")
     slots, groups = saved["state"], saved["param_groups"]
     if not isinstance(slots, Mapping) or not isinstance(groups, list | tuple):
         raise TypeError("state_dict['state'] must be a dict, state_dict['param_groups'] a list")
@@ -386,4 +386,4 @@ def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> 
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
-    return dict(checked(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))
+    return dict(validate_state(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))

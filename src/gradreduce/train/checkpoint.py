@@ -55,7 +55,7 @@ def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
     download = checkpoint.downloader(None, output_type)
     owners = checkpoint.by_name(step.variables)
-    copies = checkpoint.copies_of(owners)
+    copies = checkpoint.queue_copies(owners)
     accumulators = {}
     for name, accumulator in zip(owners, step.accumulators, strict=True):
         saved = accumulators[name] = accumulator.state_dict()
@@ -117,7 +117,7 @@ def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
     entries = state if isinstance(state, Mapping) else {}
     values = {key: entries.get(key) for key in schema}
     _check_alike(step.devices[0], "SyncStep.load_state_dict", values)
-    found = checkpoint.checked("state", state, schema)
+    found = checkpoint.validate_state("state", state, schema)
     checkpoint.check_order("state['variables']", state["variables"], owners)
     divided = step._shards.divided if step._shards else None
     optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
@@ -189,7 +189,7 @@ def _digest(value: Any) -> int:
         texts.append(f"{path}={leaf!r}")
 
     try:
-        checkpoint.mapped(add, value)
+        checkpoint.map_leaves(add, value)
     except (TypeError, ValueError):
         texts = ["not readable"]
     return int(digest_of("\n".join(texts).encode()), 16)

@@ -11,7 +11,7 @@ from typing import Any
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, anything, equal, integer, some_of, uploaded
+from gradreduce.checkpoint import Check, anything, equal, integer, some_of, upload_like
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import queued_slots, ready_slots, slots_schema
@@ -26,7 +26,7 @@ def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dic
     """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
     return {
         "format": _CENTER,
-        "variables": checkpoint.copies_of(variables),
+        "variables": checkpoint.queue_copies(variables),
         "optimizer": None if slots is None else queued_slots(slots),
     }
 
@@ -43,7 +43,7 @@ def ready_center(
         "variables": checkpoint.arrays_of(variables),
         "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
     }
-    found = checkpoint.checked("state", state, schema)
+    found = checkpoint.validate_state("state", state, schema)
     load_values = checkpoint.ready_values(found["variables"], variables)
     if slots is None:
         return load_values
@@ -61,16 +61,18 @@ def queued_worker(worker: Worker) -> dict[str, Any]:
     """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
     shared = worker.variables
     sums = {
-        var.name: checkpoint.copied(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
+        var.name: checkpoint.queue_copy(total[0])
+        if isinstance(total, tuple)
+        else SPARSE.save(total)
         for var, total in shared.sums.items()
     }
     variables = checkpoint.by_name(shared.centers)
     return {
         "format": _WORKER,
         "optimizer": worker.inner._queued_state(),
-        "variables": checkpoint.copies_of(variables),
+        "variables": checkpoint.queue_copies(variables),
         "sums": sums,
-        "pulled": {var.name: checkpoint.copied(kept) for var, kept in shared.pulled.items()},
+        "pulled": {var.name: checkpoint.queue_copy(kept) for var, kept in shared.pulled.items()},
         "local_step": shared.num_steps,
         "is_due": worker.push_pending,
     }
@@ -89,7 +91,7 @@ def load_worker(worker: Worker, state: Any) -> None:
         "local_step": integer(0, 2**31 - 1),
         "is_due": checkpoint.flag,
     }
-    found = checkpoint.checked("state", state, schema)
+    found = checkpoint.validate_state("state", state, schema)
     sums, pulled = found["sums"], found["pulled"]
     unknown = sorted(sums.keys() - pulled.keys())
     if unknown and worker.config.gamma is not None:
@@ -104,7 +106,7 @@ def load_worker(worker: Worker, state: Any) -> None:
     )
     load_values = checkpoint.ready_values(found["variables"], variables)
     totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
-    kept = {variables[name]: uploaded(each, variables[name]) for name, each in pulled.items()}
+    kept = {variables[name]: upload_like(each, variables[name]) for name, each in pulled.items()}
     with DeferInterrupts():
         load_optimizer()
         load_values()
