@@ -113,7 +113,7 @@ class RemoteRegistry:
                 them.
         """
         end = time.monotonic() + timeout
-        while len(begun := self._ask("begun")) < num_worker and time.monotonic() < end:
+        while len(begun := self._ask("list_begun")) < num_worker and time.monotonic() < end:
             for task in self._here.keys() - begun:  # a restarted actor does not know them
                 self._ask("begin", task)
             time.sleep(_LOOK_SECONDS)
@@ -201,7 +201,7 @@ class RemoteCenter(Center):
         self._shards |= shards
         return sorted(shards)
 
-    def prepare(
+    def set_up_push(
         self,
         optimizer: Optimizer,
         variables: WorkerVariables,
@@ -211,7 +211,7 @@ class RemoteCenter(Center):
         """See ``Center``; compiles what packs a push. The actors prepare at their first push."""
         rehearse_packing(of, self.devices[0], as_dtype("int64"))
 
-    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+    def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""
         return []
 
@@ -529,7 +529,7 @@ class AGNCenter(SharedObject, LocalCenter):
     @property
     def failed_workers(self) -> tuple[int, ...]:
         """The task indices of workers that an exception ended, in the order of the exceptions."""
-        return tuple(self._client.ask("failed"))
+        return tuple(self._client.ask("list_failed"))
 
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""

@@ -16,7 +16,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, downloader, some_of, validate_state
 from gradreduce.device import Buffer, Device, as_dtype, copied_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
-from gradreduce.optim.agn.checkpoint import queued_center, ready_center
+from gradreduce.optim.agn.checkpoint import queue_center, ready_center
 from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
 from gradreduce.optim.agn.sums import Sum
@@ -256,7 +256,7 @@ class CenterShardState(ShardState):
             return None
         centers = [self._center.variables[name] for name in key.names]
         rehearse_push(optimizer, centers, key.config, sparse=False)
-        self._center.written_by_update(optimizer, centers)
+        self._center.make_slots(optimizer, centers)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
         return DensePush(key, rows, optimizer, self._device)
@@ -284,7 +284,7 @@ class CenterShardState(ShardState):
         sparse = not request.sparse.isdisjoint(names)
         rehearse_push(optimizer, centers, request.config, sparse=sparse)
         rehearse_packing(centers, self._device)
-        rows = self._center.written_by_update(optimizer, centers)
+        rows = self._center.make_slots(optimizer, centers)
         sums, last = self._operands(names, request, message)
         pushed = [
             PushedVariable(name, written, total, (), then)
@@ -392,7 +392,7 @@ class CenterShardState(ShardState):
         """Returns the state of this shard in the form of ``gr.AGNCenter.state_dict``."""
         self._center.check_usable()
         state: dict[str, Any] = downloader(None)(
-            queued_center(self._center.variables, self._center.slots)
+            queue_center(self._center.variables, self._center.slots)
         )
         if self._saved_optimizer is not None:
             state["optimizer"] = self._saved_optimizer
@@ -428,14 +428,14 @@ class CenterShardState(ShardState):
 
     def register(self, tasks: Sequence[int]) -> None:
         """See ``ShardState``."""
-        for task in set(tasks).difference(self._center.registry.begun()):
+        for task in set(tasks).difference(self._center.registry.list_begun()):
             self._center.registry.begin(task)
 
     def registry(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the ``Registry`` of the center."""
         return getattr(self._center.registry, method)(*arguments)
 
-    def failed(self) -> list[int]:
+    def list_failed(self) -> list[int]:
         """Returns the task indices of the failed workers."""
         return list(self._center.registry.failed)
 

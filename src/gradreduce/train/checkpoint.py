@@ -66,14 +66,14 @@ def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
     _check_alike(step.devices[0], "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step.devices, saved["partial_sums"])
-    slots = step._shards.queued_slots() if step._shards else None
+    slots = step._shards.queue_slots() if step._shards else None
     return download(
         {
             "format": _FORMAT,
             "num_replicas": step.num_replicas,
             "num_required": step.num_required,
             "variables": copies,
-            "optimizer": step.optimizer._queued_state(slots),
+            "optimizer": step.optimizer._queue_state(slots),
             "accumulators": accumulators,
             **step._scaling.state_dict(),
         }

@@ -347,8 +347,8 @@ class OptimizerShards(CrossDeviceOps):
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def queued_slots(self) -> dict[str, Any]:
-        """Returns the slots of whole variables, like ``optim.checkpoint.queued_slots``.
+    def queue_slots(self) -> dict[str, Any]:
+        """Returns the slots of whole variables, like ``optim.checkpoint.queue_slots``.
 
         The slots of one variable at a time are joined on the first device, which needs little
         memory.

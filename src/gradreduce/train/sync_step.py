@@ -381,7 +381,7 @@ class SyncStep(StepParts):
         if group.size == 1 and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
-        scheduled = self.optimizer._scheduled()
+        scheduled = self.optimizer._numbers_of_schedules()
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
             numbers += first_nonfinite(() if step < now else checked, replicas.first)
@@ -409,7 +409,7 @@ class SyncStep(StepParts):
             "num_required": self.num_required,
             "aggregation_method": self.aggregation_method.name,
             "shard_optimizer": self._shards is not None,
-            **self.optimizer._compared(),
+            **self.optimizer._settings_to_compare(),
             **self._scaling.options,
             "tensors": with_gradients,
         }

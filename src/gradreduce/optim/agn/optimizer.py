@@ -21,12 +21,12 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.errors import brief
-from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
+from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .checkpoint import load_worker, queued_worker
+from .checkpoint import load_worker, queue_worker
 from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, step_counter
@@ -212,12 +212,11 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             KeyError: the getter did not create a variable.
-            ValueError, TypeError, BackendUnavailableError: see ``Optimizer.apply_gradients``.
-            CollectiveError: the mesh has failed, or the center rejects pushes, because a push
-                failed part-way.
+            ValueError, TypeError: see ``Optimizer.apply_gradients``.
+            CollectiveError: the center rejects pushes, because a push failed part-way.
         """
         seconds = as_deadline(deadline)
-        gradients, variables = checked_pairs(grads_and_vars)
+        gradients, variables = validate_pairs(grads_and_vars)
         check_global_step(global_step)
         return self._worker.apply(gradients, variables, global_step, seconds)
 
@@ -317,11 +316,9 @@ class AGNOptimizer(Optimizer):
         Raises:
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
-        return download(queued_worker(self._worker))
+        return download(queue_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
@@ -349,11 +346,11 @@ _owners: weakref.WeakKeyDictionary[Any, weakref.ref[AGNOptimizer]] = weakref.Wea
 
 
 def _check_free(*owned: Any) -> None:
-    for each in owned:
-        known = _owners.get(each)
+    for part in owned:
+        known = _owners.get(part)
         if known is not None and known() is not None:
             raise ValueError(
-                f"{each!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
+                f"{part!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
                 "and an AGNOptimizer for each worker"
             )
 
