@@ -36,7 +36,9 @@ def first_array(modules, answer):
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
     of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
-    state = of_state.CenterShardState(modules.shard.Settings("counts", 0, 1, None, 1, 0, "numpy"))
+    state = of_state.CenterShardState(
+        modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
+    )
     for name, shape in SHAPES.items():
         state.create(name, message(modules, [np.zeros(shape, np.float32)]))
     state.join(modules.center._rule_of(optimizer), None)
@@ -114,7 +116,7 @@ class Client:
 
     def restart(self) -> None:
         """Replaces the shards by new ones, which have no snapshot."""
-        settings = self._modules.shard.Settings("c", 0, self.num_shards, None, 1, 0, "numpy")
+        settings = self._modules.shard.ActorSettings("c", 0, self.num_shards, None, 1, 0, "numpy")
         self.states = [
             self._modules.center_state.CenterShardState(settings._replace(shard=shard))
             for shard in range(self.num_shards)
@@ -257,7 +259,7 @@ def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, ru
 
     def calls(mesh):
         actor, worker = (mesh, other) if where == "actor" else (other, mesh)
-        settings = modules.shard_state.Settings
+        settings = modules.shard_state.ActorSettings
         monkeypatch.setattr(settings, "open_device", lambda self: actor.devices[0])
         center = gr.AGNCenter(worker)
         center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")

@@ -27,7 +27,7 @@ def modules() -> Iterator[SimpleNamespace]:
 class Tally:
     """A ``ShardState`` that knows the names of the gradients in its sum."""
 
-    repeated = {"take": "taken"}  # noqa: RUF012
+    repeated = {"take": "results_of_last_take"}  # noqa: RUF012
     clock = 0
 
     def __init__(self, settings: Any) -> None:
@@ -62,9 +62,9 @@ class Tally:
         assert len(self.held) >= num_required
         self.results[key[0]] = (key[1], self.held)
         self.held = []
-        return self.taken(key[0])
+        return self.results_of_last_take(key[0])
 
-    def taken(self, caller: str) -> Any:
+    def results_of_last_take(self, caller: str) -> Any:
         return list(self.results[caller][1])
 
     def forget(self, key: Any) -> None:
@@ -108,7 +108,9 @@ class Run:
         self.kill_chance = 0.0
         self.modules, self.num_shards, self.period = modules, num_shards, period
         folder = "memory" if period else None
-        self.settings = modules.shard.Settings("a", 0, num_shards, folder, period or 1, 0, "numpy")
+        self.settings = modules.shard.ActorSettings(
+            "a", 0, num_shards, folder, period or 1, 0, "numpy"
+        )
         self.acknowledged: list[str] = []
         self.taken: list[str] = []
         self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
@@ -129,7 +131,7 @@ class Run:
         origin = self.modules.lead.Origin(worker, number, 0)
         first, *others = [(name, shard) for shard in range(self.num_shards)]
         key = (worker, number)
-        sent = self.modules.lead.Call(key, "apply", (name,), first, others, origin)
+        sent = self.modules.lead.OrderedCall(key, "apply", (name,), first, others, origin)
         answers = await answer_of(self.modules, lambda: lead.call.remote(sent))
         assert answers[0] is True
         self.acknowledged.append(name)
@@ -377,7 +379,7 @@ def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
     names = ("take", "withdraw", "delivered")
     methods = {name: SimpleNamespace(remote=partial(send, name)) for name in names}
     client.actor, client._poll_seconds = SimpleNamespace(**methods), 1.0
-    client._caller, client._answered = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
+    client._caller, client._call_lead = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
     monkeypatch.setattr(modules.client.cluster, "check_usable", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         client.take(1, None)
@@ -414,7 +416,7 @@ def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
         await run.apply(lead, "w", 1)
 
         def fail_on(number: int, shard: int) -> Any:
-            sent = modules.lead.Call(("w", number), "fail_on", (shard,))
+            sent = modules.lead.OrderedCall(("w", number), "fail_on", (shard,))
             return answer_of(modules, lambda: lead.call.remote(sent))
 
         for number in (2, 3):
@@ -436,7 +438,7 @@ def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
         await run.apply(lead, "w", 1)
         run.world.kill("a")
         origin = modules.lead.Origin("w", 2, 0, (5,))
-        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
+        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
         await answer_of(modules, lambda: lead.call.remote(sent))
         assert run.lead._state.registered == {5}
 
@@ -476,7 +478,7 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
         for place in (0, 1):
             others: list[Any] = [("w.2", 1), ("w.2", 2)]
             others[place] = LOST
-            sent = modules.lead.Call(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+            sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
             with pytest.raises(RayTaskError, match="ObjectLostError"):
                 await lead.call.remote(sent)
         await asyncio.sleep(1)
@@ -495,7 +497,7 @@ def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         messages = [("w.2", shard) for shard in range(3)]
-        sent = modules.lead.Call(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
+        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
         call = asyncio.ensure_future(run.lead.call(sent))
         await asyncio.sleep(polls * 0.005)
         call.cancel()

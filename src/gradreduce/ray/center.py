@@ -163,10 +163,10 @@ class RemoteCenter(Center):
 
     def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
         """Returns for each shard the names of its variables."""
-        found: list[list[str]] = [[] for _ in range(self._client.num_shards)]
+        names_of_shards: list[list[str]] = [[] for _ in range(self._client.num_shards)]
         for name in names:
-            found[self._shards[name]].append(name)
-        return found
+            names_of_shards[self._shards[name]].append(name)
+        return names_of_shards
 
     def join(self, optimizer: Optimizer) -> None:
         """See ``Center``."""
@@ -195,7 +195,7 @@ class RemoteCenter(Center):
         message = self._client.read("slot_value", name, slot)[shard]
         return Layout.of(message.form).arrays(message)[0]
 
-    def _located(self) -> list[str]:
+    def _locate_variables(self) -> list[str]:
         """Returns the sorted names of all center variables; records the shard of each."""
         shards = self._client.ask("shards")
         self._shards |= shards
@@ -462,7 +462,7 @@ class AGNCenter(SharedObject, LocalCenter):
         ValueError: the actor of this name is not a center, or has another number of shards,
             ``snapshots`` or ``durability``.
         TypeError: see ``AccumulatorSet``.
-        BackendUnavailableError, DeadlineExceededError: see ``AccumulatorSet``.
+        DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
@@ -507,7 +507,7 @@ class AGNCenter(SharedObject, LocalCenter):
         device, read = self.devices[0], self._remote._value
         return [
             RemoteVariable(f"global_center_variable/{name}", device, partial(read, name))
-            for name in self._remote._located()
+            for name in self._remote._locate_variables()
         ]
 
     def values(self) -> dict[str, np.ndarray]:
@@ -515,16 +515,16 @@ class AGNCenter(SharedObject, LocalCenter):
 
         All values are of the same moment, between two pushes.
         """
-        names_of_all, found = self._remote._located(), dict[str, np.ndarray]()
+        names_of_all, arrays_by_name = self._remote._locate_variables(), dict[str, np.ndarray]()
         by_shard = self._remote._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
             arrays = iter(Layout.of(message.form).arrays(message))
             _, with_master = message.value
             for name in names:
-                found[name] = next(arrays)
+                arrays_by_name[name] = next(arrays)
                 if name in with_master:
                     next(arrays)
-        return {name: found[name] for name in names_of_all}
+        return {name: arrays_by_name[name] for name in names_of_all}
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
