@@ -60,7 +60,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
             0.
     """
     seconds = as_deadline(deadline)
-    mesh = checked_mesh(cross_device_ops)
+    mesh = validate_mesh(cross_device_ops)
     worker = worker_of(mesh)
     mean_of = _Means(cross_device_ops, seconds)
 
@@ -96,7 +96,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     return hook
 
 
-def checked_mesh(cross_device_ops: Any) -> Any:
+def validate_mesh(cross_device_ops: Any) -> Any:
     """Returns the mesh of ``cross_device_ops``, which must have one device in each process."""
     if not isinstance(cross_device_ops, AllReduceCrossDeviceOps):
         raise TypeError(

@@ -182,7 +182,6 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             RuntimeError: a parameter has other memory than before, or its state was replaced.
                 Nothing is updated.
             ValueError: the rule cannot use the value of an option.
-            CollectiveError: the mesh has failed.
         """
         return self._step() if closure is None else self._step(closure)
 
@@ -260,10 +259,12 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             if missing:
                 raise KeyError(f"param_groups of the state have no {listed(missing)}")
             values: dict[Variable, dict[str, Any]] = {}
-            for index, each in zip(range(len(options["params"])), saved, strict=False):
-                if each:
+            for index, slots_of_parameter in zip(
+                range(len(options["params"])), saved, strict=False
+            ):
+                if slots_of_parameter:
                     variable = group.variable_of(options, index)
-                    values[variable] = _checked(group.rule, variable, each)
+                    values[variable] = _validate_slots(group.rule, variable, slots_of_parameter)
             slots = group.rule._slots
             powers = tuple(
                 [power(name, options[name]) for name in slots.power_names if name in options]
@@ -280,7 +281,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         self, group: _Group, options: Mapping[str, Any]
     ) -> list[tuple[Any, ParameterVariable]]:
         """Returns the gradients of a group that are not None, with their Variables."""
-        found = []
+        pairs = []
         for index, parameter in enumerate(options["params"]):
             grad = parameter.grad
             if grad is None:
@@ -295,8 +296,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                 )
             grad = grad.detach() if grad.requires_grad else grad
             order = variable.order
-            found.append((grad if order is None else in_order(grad, order), variable))
-        return found
+            pairs.append((grad if order is None else in_order(grad, order), variable))
+        return pairs
 
     def _show_state(self, group: _Group) -> None:
         """Adds new slots of parameters to ``state``."""
@@ -304,16 +305,16 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         for parameter, variable in group.variables.items() if slots else ():
             if parameter in group.views:
                 continue
-            made = {
+            views = {
                 name: of_name[variable].array("torch")
                 for name, of_name in slots.items()
                 if variable in of_name
             }
             if (order := variable.order) is not None:
-                made = {name: in_order(view, inverse(order)) for name, view in made.items()}
-            if made:
-                group.views[parameter] = list(made.values())
-                self.state[parameter] = made
+                views = {name: in_order(view, inverse(order)) for name, view in views.items()}
+            if views:
+                group.views[parameter] = list(views.values())
+                self.state[parameter] = views
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh:
@@ -380,7 +381,9 @@ def _as_saved(value: Any, order: Form) -> Any:
     return value if order is None or value.dim() != len(order) else in_order(value, order)
 
 
-def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
+def _validate_slots(
+    rule: optim.Optimizer, variable: ParameterVariable, saved: Any
+) -> dict[str, Any]:
     """Validates the slots of a parameter in a ``state_dict``; returns host arrays."""
     slot = array(variable.shape, rule._slots.state_dtype(variable))
     if isinstance(saved, Mapping):
