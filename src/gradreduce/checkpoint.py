@@ -405,10 +405,10 @@ def array(shape: tuple[int, ...], dtype: DType) -> Check:
     def check(where: str, saved: Any) -> Any:
         if not is_array(saved):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected an array")
-        found = _of_array(where, shape_and_dtype, saved)
-        if found != required:
+        actual = _of_array(where, shape_and_dtype, saved)
+        if actual != required:
             raise ValueError(
-                f"{where} is {found[1]}{found[0]}; expected {required[1]}{required[0]}"
+                f"{where} is {actual[1]}{actual[0]}; expected {required[1]}{required[0]}"
             )
         return on_host(where, saved)
 

@@ -134,25 +134,25 @@ def _clip_mirrored(
     present: Mapping[int, Any], limit: float, norm: float | None
 ) -> tuple[list[Any], Any]:
     at, first = next((index, each) for index, each in present.items() if isinstance(each, Mirrored))
-    for index, each in present.items():
-        if not isinstance(each, Mirrored):
+    for index, mirrored in present.items():
+        if not isinstance(mirrored, Mirrored):
             raise TypeError(
-                f"t_list[{at}] is Mirrored, but t_list[{index}] is {type(each).__name__}; all or "
-                "none must be Mirrored"
+                f"t_list[{at}] is Mirrored, but t_list[{index}] is {type(mirrored).__name__}; "
+                "all or none must be Mirrored"
             )
-        if each.devices != first.devices:
+        if mirrored.devices != first.devices:
             raise ValueError(
                 f"t_list[{at}] and t_list[{index}] are on different devices; all Mirrored "
                 "tensors must be on the same ones"
             )
-        each._discard_copies()
-    columns = zip(*(each.parts for each in present.values()), strict=True)
+        mirrored._discard_copies()
+    columns = zip(*(mirrored.parts for mirrored in present.values()), strict=True)
     on_each = [
         _clip_parts(dict(zip(present, parts, strict=True)), limit, norm, device)
         for device, parts in zip(first.devices, columns, strict=True)
     ]
     rows = zip(*(clipped for clipped, _ in on_each), strict=True)
-    kinds = [each.kind for each in present.values()]
+    kinds = [mirrored.kind for mirrored in present.values()]
     made = [Mirrored.of(parts, kind) for parts, kind in zip(rows, kinds, strict=True)]
     return made, Mirrored.of([result_norm for _, result_norm in on_each], first.kind)
 

@@ -64,13 +64,6 @@ class Optimizer(OptimizerState):
     ``optimizer.lr = 1`` raises ``AttributeError``. A subclass outside of the library may have any
     attributes.
 
-    Protected members for code of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
-    rule, or None if ``_apply`` is called. ``_slots`` has the slots, and ``_slot_start`` returns
-    their first values. ``_hyperparameters`` and ``_settings`` name the attributes that can be set;
-    ``_check_hyperparameters`` checks the former. ``_next_update``, ``_rehearse``,
-    ``_colocate_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
-    ``_queue_state`` and ``_ready_state`` are the parts of a checkpoint.
-
     Args:
         name: name of the optimizer.
         master_dtype: ``"float32"`` keeps a float32 copy, the master, of each float16 and bfloat16
@@ -287,17 +280,8 @@ class Optimizer(OptimizerState):
         all its replicas. For a JAX loss the host waits for the gradients; for other losses it does
         not wait.
 
-        A few rules for a loss of NumPy functions:
-
-        - An operation without a derivative rule raises ``NotImplementedError``.
-        - Values that another thread computes are constants. During the call, no other thread may
-          write to a Variable.
-        - If the loss overwrites an array that does not depend on a Variable, the derivatives use
-          its last values.
-        - ``h += y`` binds ``h`` to a new value; other names of the old value still have that one.
-        - Operations on values that depend on a Variable, and their derivatives, run on the GPU of
-          the Variable. For CuPy arrays that do not depend on one, select the GPU in the loss by
-          ``with cupy.cuda.Device(...)``.
+        ``docs/gradients.md`` has the rules for a loss of NumPy functions. For example, an operation
+        without a derivative rule raises ``NotImplementedError``.
 
         Args:
             loss: a function without arguments that reads Variables and returns the value to

@@ -69,10 +69,8 @@ class SyncStep(StepParts):
     divides by the number of replicas times the number of these calls.
 
     Over several processes, every process makes the same calls, with the gradients of its own
-    replicas. The constructor copies the values of process 0 to the variables of all processes. The
-    options and hyperparameters must be equal in all processes. A call compares them when they are
-    first used and when they have changed. Values of callables and Variables are compared by the
-    call after the update that used them.
+    replicas; see ``docs/processes.md``. The constructor copies the values of process 0 to the
+    variables of all processes.
 
     Args:
         variables: trainable Variables, all with a copy on each device of the same mesh.
@@ -323,17 +321,9 @@ class SyncStep(StepParts):
 
         Over several processes, every process makes this call, with the same state. On error,
         nothing has changed in this process; if another process has raised no error, load again in
-        all. Example: see ``state_dict``.
-
-        - The number of replicas may differ if the state was saved right after an update. If it has
-          gradients that wait for an update, the number of replicas must be the same; the number of
-          processes may differ.
-        - ``num_required`` becomes the saved number. So with half as many replicas, an update takes
-          twice as many calls.
-        - The number of dropped gradients is rounded down to whole calls.
-        - The optimizer gets the saved hyperparameters; see ``Optimizer.load_state_dict``.
-        - A dynamic loss scale continues with the saved scale. A fixed loss scale, and the other
-          options of this step, are not changed.
+        all. ``num_required`` becomes the saved number, and a dynamic loss scale continues with the
+        saved one. ``docs/checkpoints.md`` says when the number of replicas may differ, and what
+        else is loaded. Example: see ``state_dict``.
 
         Args:
             state: the ``state_dict`` of a step with variables of the same names. Types that

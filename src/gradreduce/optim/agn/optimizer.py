@@ -36,27 +36,13 @@ from .worker import Worker
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the center once per period.
 
-    Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Workers are
-    usually threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and
-    adds the gradients to a sum. Every ``communication_period`` calls, it also pushes and pulls:
-
-    - Push: the sum divided by the period updates the center variables by the same rule. All workers
-      share the slots of the center variables. Pushes of different workers do not interleave.
-    - Pull: the center variables are copied to the worker's variables, which loses the worker's
-      local progress. The slots of the worker's variables are not changed.
-
-    Adam's powers belong to the worker and advance with local and center updates. Hyperparameters
-    are read once for each local update and once for each center update.
-
-    If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
-    for each replica, inside ``gr.replica(i)``, where i counts the worker's devices. In it, a
-    Variable is read on that replica, ``PerReplica.get()`` returns that replica's value, and CuPy's
-    current GPU is that replica's. The gradients are ``PerReplica``, which ``apply_gradients``
-    reduces by MEAN. If you call the two methods inside a ``gr.replica``, they compute the gradients
-    of that replica only.
+    Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Each
+    ``apply_gradients`` updates the worker's variables by the inner rule and adds the gradients to a
+    sum. Every ``communication_period`` calls, it also updates the center variables by the mean
+    (push), and copies them to the worker's variables (pull). ``docs/agn.md`` describes steps,
+    pushes, pulls, and workers with several replicas.
 
     After the training, read the center variables. Gradients of an unfinished period are not pushed.
-    Periods, learning rates and ``distance_scale`` may differ between workers.
 
     Source: ``tf.contrib.opt.AGNOptimizer``; arXiv 1710.02368.
 
@@ -192,10 +178,6 @@ class AGNOptimizer(Optimizer):
 
         The host waits for devices only where ``Optimizer.apply_gradients`` does. It may wait until
         another worker has launched its push.
-
-        A variable without a gradient in the whole period is neither pushed nor pulled. Means of
-        float16 and bfloat16 gradients are rounded to that dtype before the center update if the
-        gradients are sparse or the rule is written in Python.
 
         If arguments are invalid, nothing changes. If a push fails before it has changed the center,
         the local step is kept, and the next call first repeats the push, which may fail again.
