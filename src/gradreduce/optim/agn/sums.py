@@ -36,11 +36,11 @@ def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[B
         return tuple(
             (device.zeros if fill else device.empty)(var.shape, dtype) for device in var.devices
         )
-    (whole,) = to_dense_n([merged_rows(var.shape, total)])
+    (whole,) = to_dense_n([merge_rows(var.shape, total)])
     return (whole, *(copy_to(device, whole) for device in var.devices[1:]))
 
 
-def merged_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
+def merge_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
     """Returns the rows of a sum in the order of their indices, in new memory."""
     plan, _ = ops.merge_row_index([total.slots], mean=False)
     (rows,) = coalesce_n([total.rows], [plan])
