@@ -89,7 +89,7 @@ def at_once(mesh, meanwhile):
         command_list.run()
         return command_list.run
 
-    mesh.devices[0]._captured = run
+    mesh.devices[0]._capture = run
     captured(mesh.devices, lambda: None, meanwhile)
 
 

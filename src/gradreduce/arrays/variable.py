@@ -26,7 +26,7 @@ from gradreduce.device import (
     Mesh,
     as_dtype,
     as_flag,
-    copied_to,
+    copy_to,
     overlap,
 )
 from gradreduce.errors import NotCopied, about, brief, listed
@@ -36,7 +36,7 @@ from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
     as_view_kind,
-    converted,
+    cast_array,
     from_buffer,
     is_array,
     kind_of,
@@ -47,7 +47,7 @@ from .convert import (
 from .convert_gpu import on_gpu_of, wait_for_inputs
 from .outputs import count_writes
 from .replica_context import current_replica
-from .trace_context import check_unread, current_reader, make_like, named_arguments
+from .trace_context import bind_arguments, check_unread, current_reader, make_like
 from .types import OutputType
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ class Variable(NotCopied, Traceable):
         device: DeviceLike | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
-        wanted = _wanted_dtype(initial_value, dtype, devices[0])
+        own_dtype = _choose_dtype(initial_value, dtype, devices[0])
         trainable = as_flag("trainable", trainable)
-        if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+        if trainable and own_dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
-                f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
+                f"Invalid type {own_dtype} of a trainable variable: allowed are float16, bfloat16, "
                 "float32 and float64; trainable=False takes any"
             )
         if name is not None and not isinstance(name, str):  # TensorFlow's second is trainable
@@ -123,10 +123,10 @@ class Variable(NotCopied, Traceable):
         number = next(_numbers)
         self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
         self.trainable = trainable
-        self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
+        self._buffers = tuple(_copy_to_new(initial_value, device, own_dtype) for device in devices)
 
     @classmethod
-    def _filled_like(
+    def _full_like(
         cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
     ) -> Variable:
         """Makes a slot: a non-trainable Variable like another one, filled with one number.
@@ -138,7 +138,7 @@ class Variable(NotCopied, Traceable):
             dtype: the dtype. Default: that of ``variable``.
         """
         dtype = variable.dtype if dtype is None else dtype
-        buffers = [_filled(device, variable.shape, dtype, value) for device in variable.devices]
+        buffers = [_full(device, variable.shape, dtype, value) for device in variable.devices]
         return cls._on_buffers(buffers, name, trainable=False)
 
     @classmethod
@@ -234,7 +234,7 @@ class Variable(NotCopied, Traceable):
         if reader is not None:
             return reader.read(self, current, output_type)
         with StreamScope():
-            return from_buffer(copied_to(current.device, current), kind)
+            return from_buffer(copy_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
@@ -299,7 +299,7 @@ class Variable(NotCopied, Traceable):
     def _ready_add(self, delta: Any) -> Callable[[], None]:
         """Checks, copies and compiles for ``assign_add``; returns a function that launches."""
         accessible = [
-            source if source.device is buffer.device else copied_to(buffer.device, source)
+            source if source.device is buffer.device else copy_to(buffer.device, source)
             for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
         ]
         compile_rows("sums", ops.add_to_rows, {(self.dtype, self.dtype)}, self.devices[0])
@@ -338,7 +338,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._make_like(function, args, kwargs)
-        named = named_arguments(function, args, kwargs)
+        named = bind_arguments(function, args, kwargs)
         in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
         _check_written([*args, *kwargs.values()][0] if in_place else named.get("out"))
         return _call(function, args, kwargs)
@@ -354,7 +354,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         """Runs PyTorch functions on the value as a tensor."""
         kwargs = kwargs or {}
-        _check_written(_written_tensor(function, args, kwargs))
+        _check_written(_find_output(function, args, kwargs))
         named = {name: _read(each, "torch") for name, each in kwargs.items()}
         return function(*[_read(each, "torch") for each in args], **named)
 
@@ -377,9 +377,9 @@ class Variable(NotCopied, Traceable):
         """Returns ``value`` for each copy; copied if it overlaps this variable's memory."""
         check_unread([self])
         begin_writes([self])
-        sources = [self._checked(value, buffer) for buffer in self._buffers]
+        sources = [self._to_source(value, buffer) for buffer in self._buffers]
         return [
-            copied_to(source.device, source)
+            copy_to(source.device, source)
             if any(overlap(source, buffer) for buffer in self._buffers)
             else source
             for source in sources
@@ -395,7 +395,7 @@ class Variable(NotCopied, Traceable):
             )
         return buffers[index]
 
-    def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+    def _to_source(self, value: Any, buffer: Buffer) -> Buffer:
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         try:
@@ -456,7 +456,7 @@ def _read(value: Any, output_type: Any) -> Any:
     return value
 
 
-def _written_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _find_output(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Returns what a PyTorch function writes: its first argument if its name ends in ``_``."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
@@ -534,12 +534,12 @@ def get_variable(
         return _make_or_find(name, initial_value, trainable=trainable, **others)
     if not callable(custom_getter):
         raise TypeError(f"custom_getter={brief(custom_getter)} is not callable")
-    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
-    if not isinstance(made, Variable):
+    variable = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
+    if not isinstance(variable, Variable):
         raise TypeError(
-            f"custom_getter={brief(custom_getter)} returned {brief(made)}; return a Variable"
+            f"custom_getter={brief(custom_getter)} returned {brief(variable)}; return a Variable"
         )
-    return made
+    return variable
 
 
 _by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
@@ -557,7 +557,7 @@ def _make_or_find(
 ) -> Variable:
     """Makes a Variable, or finds it with ``reuse``; see ``get_variable``."""
     if reuse:
-        return reused(_by_name.get(name), name, initial_value, shape, dtype)
+        return validate_reuse(_by_name.get(name), name, initial_value, shape, dtype)
     if shape is not None:
         if not callable(initial_value):
             raise ValueError(
@@ -571,20 +571,20 @@ def _make_or_find(
         initial_value = initial_value()
     elif initial_value is None:
         raise ValueError(f"initial_value of {name!r} is missing: pass an array or a callable")
-    made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
-    if shape is not None and made.shape != shape:
+    variable = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
+    if shape is not None and variable.shape != shape:
         raise ValueError(
-            f"the initializer of {name!r} returned shape {made.shape}; expected shape={shape}"
+            f"the initializer of {name!r} returned shape {variable.shape}; expected shape={shape}"
         )
-    _by_name[name] = made
-    return made
+    _by_name[name] = variable
+    return variable
 
 
-def reused(
-    found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
+def validate_reuse(
+    variable: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
 ) -> Variable:
-    """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
-    if found is None:
+    """Checks shape and dtype of the Variable to reuse, and returns it."""
+    if variable is None:
         raise ValueError(
             f"reuse=True: get_variable has made no {name!r} that still exists; create it first"
         )
@@ -592,13 +592,15 @@ def reused(
         initial = shape_and_dtype(initial_value)
         shape = initial[0] if shape is None else shape
         dtype = initial[1] if dtype is None else dtype
-    if shape is not None and tuple(shape) != found.shape:
-        raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
-    if dtype is not None and as_dtype(dtype) != found.dtype:
+    if shape is not None and tuple(shape) != variable.shape:
         raise ValueError(
-            f"reuse=True: {brief(found)} has dtype {found.dtype}, not {as_dtype(dtype)}"
+            f"reuse=True: {brief(variable)} has shape {variable.shape}, not {tuple(shape)}"
         )
-    return found
+    if dtype is not None and as_dtype(dtype) != variable.dtype:
+        raise ValueError(
+            f"reuse=True: {brief(variable)} has dtype {variable.dtype}, not {as_dtype(dtype)}"
+        )
+    return variable
 
 
 def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:
@@ -608,24 +610,24 @@ def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[D
     return default_mesh().devices[:1] if own is None else (own,)
 
 
-def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
+def _choose_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
     if dtype is not None:
         return as_dtype(dtype)
     found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
 
 
-def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+def _full(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
     if not value:
         return device.zeros(shape, dtype)
     one = numbers(value, dtype)
     return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
-def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
+def _copy_to_new(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     source = to_buffer(value, device, dtype=dtype)
     wait_for_inputs([source])
     if source.dtype != dtype:
-        source = device.upload(converted(source.numpy(), dtype))
-    return copied_to(device, source)
+        source = device.upload(cast_array(source.numpy(), dtype))
+    return copy_to(device, source)

@@ -29,7 +29,7 @@ from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
-from .one_device import Accumulate, added_on, copied_to, quotients
+from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
@@ -38,7 +38,7 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, slices_of_all
+from .process_values import describe_batch, slices_of_all
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -142,17 +142,17 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         (replicas[0].size // cut, dtype, out_dtype)
         for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
     ]
-    what = described(
+    what = describe_batch(
         settings, gradients, 1 if counts else divisor, out_dtypes,
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared,
     )  # fmt: skip
-    made = plan_shares(
+    plan = plan_shares(
         settings, devices, [share] * num_shares, what,
         call=call, divisor=divisor, counts=counts, names=names,
     )  # fmt: skip
-    remember(plans, key, made)
-    return made
+    remember(plans, key, plan)
+    return plan
 
 
 def plan_shares(  # noqa: PLR0913  # all of it determines the plan
@@ -205,11 +205,11 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     )
 
 
-def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
+def remember(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
     """Keeps a plan of a mesh; at most ``MOST_PLANS`` of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    plans[key] = made
+    plans[key] = plan
 
 
 def reduce_requests(
@@ -219,8 +219,8 @@ def reduce_requests(
 
     Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
-    found, others = batches_of(requests, reduce_op)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
+    dense_batches, others = batches_of(requests, reduce_op)
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in dense_batches]
     for index in others:
         rehearse_alone(
             requests[index],
@@ -229,9 +229,9 @@ def reduce_requests(
         )
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
-        return _copied_to_devices(requests, found_alike)
+        return _copy_to_devices(requests, found_alike)
     results: dict[int, tuple[Part, ...]] = {}
-    for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
+    for (indices, counts), (gradients, plan) in zip(dense_batches, batches, strict=True):
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
@@ -254,7 +254,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or group_of(requests[0].devices[0]).size == 1:
         return requests
     values = [
-        request.value._changed(
+        request.value._replace(
             _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
         )
         if _is_dense(request)
@@ -269,7 +269,7 @@ def _is_dense(request: Request) -> bool:
     return any([isinstance(part, Buffer) for part in request.value.parts])
 
 
-def _copied_to_devices(
+def _copy_to_devices(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results to the devices of their requests."""
@@ -279,7 +279,7 @@ def _copied_to_devices(
         here = next((part for part in parts if buffer_of(part).device is home), parts[0])
         with home.mesh_state.pack_scope(label_of(requests, [index])):
             home.mesh_state.thread.phase = "unpack"
-            copied.append(copied_to(here, request.devices, keep=True))
+            copied.append(copy_to_each(here, request.devices, keep=True))
     return copied
 
 
@@ -388,11 +388,11 @@ def reduce_to_one(
             home, sparse, mean=mean, coalesce=coalesce,
             names=[value._name] * bool(value._name), compared=value._key is not None,
         )  # fmt: skip
-    total = added_on(
+    total = sum_on(
         home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind
     )
     thread.phase = "unpack"
-    return copied_to(total, request.devices, keep=True)
+    return copy_to_each(total, request.devices, keep=True)
 
 
 def reduce_batch(
@@ -609,14 +609,14 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.reduction_groups,
         tuple([device.index for device in devices]),
     )
-    found: Algorithm | None = plans.get(key)
-    if found is None:
+    instance: Algorithm | None = plans.get(key)
+    if instance is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
         replicas = Replicas(devices)
         is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(replicas.counts)
-        found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
-        remember(plans, key, found)
-    return found
+        instance = (algorithm if is_alone else AcrossProcesses)(devices, groups)
+        remember(plans, key, instance)
+    return instance

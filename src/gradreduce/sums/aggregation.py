@@ -18,7 +18,12 @@ from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import DistributedValues, Part, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.indexed_slices import (
+    IndexedSlices,
+    as_slices,
+    check_indices,
+    to_dense_n,
+)
 from gradreduce.arrays.replica_context import current_device, on_current_devices
 from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
@@ -57,7 +62,7 @@ def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
     return all(isinstance(term, IndexedSlices) for term in terms)
 
 
-def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
+def require_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
     """Returns the shape of a term; for IndexedSlices, that of the whole array.
 
     Raises:
@@ -83,7 +88,7 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
         terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
     """
     sparse = [term for term in terms if isinstance(term, IndexedSlices)]
-    made = iter(densified(sparse) if sparse else ())
+    made = iter(to_dense_n(sparse) if sparse else ())
     return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
 
 
@@ -116,7 +121,7 @@ def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
     ]
 
 
-def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
+def concatenate(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """Concatenates the rows of all terms, on the device of the first one.
 
     One launch copies all rows that it can access. The result has the ``dense_shape`` of the first
@@ -132,10 +137,10 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """
     with StreamScope():
         placed = [term._in_buffer() for term in terms]
-        return joined(placed, placed[0].values.device)._as_result(kind)
+        return concatenate_slices(placed, placed[0].values.device)._as_result(kind)
 
 
-def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
+def concatenate_slices(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
     """Concatenates the rows of IndexedSlices of Buffers, in new memory on ``home``."""
     parts: list[Buffer] = [term.values for term in placed]
     for index, part in enumerate(parts):
@@ -149,13 +154,13 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
                 "inputs must have rows of the same shape. Input 0: "
                 f"{list(parts[0].shape[1:])} != input {index}: {list(part.shape[1:])}"
             )
-    indices = ops.joined_indices([term.indices for term in placed])
+    indices = ops.concatenate_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
-    whole = concatenated_rows(home, parts)
+    whole = concatenate_rows(home, parts)
     return IndexedSlices.of(whole, indices, placed[0].dense_shape)
 
 
-def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
+def concatenate_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
     """Concatenates rows of one shape and dtype in new memory on ``home``.
 
     One launch copies all rows that ``home`` can access. Rows on other devices arrive in one copy
@@ -174,12 +179,12 @@ def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
         if len(moves) == 1:
             home.copy(*moves[0])
         else:
-            local += _copied_packed(home, moves)
+            local += _copy_packed(home, moves)
     _pack(home, local)
     return whole
 
 
-def _copied_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
+def _copy_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
     """Copies rows of one device and dtype to ``home`` through two flat buffers."""
     outs, parts = zip(*moves, strict=True)
     source, dtype = parts[0].device, parts[0].dtype
@@ -298,7 +303,7 @@ def add_n(
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
 
@@ -380,7 +385,7 @@ def accumulate_n(
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
 
 
@@ -454,9 +459,9 @@ def aggregate(
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return _alone(present[0], output_type)
+        return _to_result_kind(present[0], output_type)
     if all_sparse(present):
-        return concatenated(present, as_result_kind(output_type, kinds[0]))
+        return concatenate(present, as_result_kind(output_type, kinds[0]))
     return _aggregate(present, method, as_result_kind(output_type, kinds[0]))
 
 
@@ -489,7 +494,7 @@ def _sum(terms: Sequence[Part], method: AggregationMethod, *, tree: bool) -> Buf
     """Checks that all terms agree, then sums them."""
     total = MultiDeviceSum(_AGGREGATORS[method])
     for term in terms:
-        total.check(known_shape(term, alone=len(terms) == 1), term.dtype)
+        total.check(require_shape(term, alone=len(terms) == 1), term.dtype)
     buffers = with_dense(terms)
     home = buffers[0].device
     if all([buffer.device is home for buffer in buffers]):
@@ -542,9 +547,9 @@ def _aggregate_lazily(
             _push(total, term)
         del term  # before the next term is made
     if len(held) == 1:
-        return _alone(held[0], output_type)
+        return _to_result_kind(held[0], output_type)
     if held:
-        return concatenated(held, kind)
+        return concatenate(held, kind)
     return from_buffer(total.result(), kind) if total.count else None
 
 
@@ -560,25 +565,25 @@ def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
         del term
 
 
-def _alone(term: Any, output_type: str | None) -> Any:
+def _to_result_kind(term: Any, output_type: str | None) -> Any:
     """Returns a single term itself, or a copy if ``output_type`` is another kind."""
     kind = kind_of_term(term)
-    wanted = as_result_kind(output_type, kind)
-    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+    result_kind = as_result_kind(output_type, kind)
+    if result_kind == kind or (kind == "native" and result_kind == "numpy" and is_array(term)):
         return term._as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
-        return concatenated([term], wanted)
+        return concatenate([term], result_kind)
     with StreamScope():
         (buffer,) = on_current_devices([term])
-        made = buffer.device.empty(buffer.shape, buffer.dtype)
-        buffer.device.copy(made, buffer)
-        return from_buffer(made, wanted)
+        copy = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(copy, buffer)
+        return from_buffer(copy, result_kind)
 
 
 def _push(total: MultiDeviceSum, term: Any) -> None:
     """Checks one term, then adds it."""
     placed = _on_current_device(term)
-    total.check(known_shape(placed), placed.dtype)
+    total.check(require_shape(placed), placed.dtype)
     if isinstance(placed, IndexedSlices):
         total.use_tree()
     total.push(with_dense([placed])[0])
@@ -618,15 +623,15 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 def _check_inputs(inputs: Any, what: str) -> None:
     """Raises ``ValueError`` unless this is a list of terms without None."""
     if not isinstance(inputs, list | tuple):
-        found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
+        actual = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
     elif not inputs:
-        found = "none"
+        actual = "none"
     elif missing := [index for index, term in enumerate(inputs) if term is None]:
-        found = f"None at {listed(missing)}"
+        actual = f"None at {listed(missing)}"
     else:
         return
     raise ValueError(
-        f"inputs must be a list of at least one {what} with the same dtype and shape, got {found}"
+        f"inputs must be a list of at least one {what} with the same dtype and shape, got {actual}"
     )
 
 

@@ -23,7 +23,7 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
-from gradreduce.device import as_dtype, copied_to
+from gradreduce.device import as_dtype, copy_to
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -124,7 +124,7 @@ def records(here, call) -> int:
 def test_an_input_may_be_overwritten_when_the_call_has_returned(mesh, torch):
     array, device = made_on(torch.stream, data(SHAPE)), mesh.devices[0]
     with StreamScope():
-        copy = copied_to(device, to_buffer(Tensor(array), device))
+        copy = copy_to(device, to_buffer(Tensor(array), device))
     with torch.stream:
         array[...] = -1
     assert same(copy.numpy(), data(SHAPE))

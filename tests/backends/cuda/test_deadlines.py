@@ -319,7 +319,7 @@ def test_ctrl_c_ends_a_hanging_bootstrap(here, mesh, hung_bootstrap):
     assert nccl.library.begun.wait(TEST_TIMEOUT)
     hung_bootstrap.set()
     again.join(TEST_TIMEOUT)
-    assert mesh.collective.ended(TEST_TIMEOUT)
+    assert mesh.collective.wait_for_end(TEST_TIMEOUT)
     assert sorted(each._ended for each in nccl.library.made) == [""] * 3 + ["abort"] * 3
     assert is_right(reduced(mesh))
 
@@ -353,7 +353,7 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     collective.abort()
     with pytest.raises(CollectiveError, match="communicators were aborted"):
         old.check()
-    assert collective.ended(TEST_TIMEOUT)
+    assert collective.wait_for_end(TEST_TIMEOUT)
     assert collective.error() is None
     assert is_right(reduced(mesh))
     assert collective._cliques is not old

@@ -31,7 +31,7 @@ USES = {
     "zeros": lambda device, buffer: device.zeros((SIZE,), FLOAT),
     "copy": lambda device, buffer: device.copy(device.empty((SIZE,), FLOAT), buffer),
     "launch": lambda device, buffer: add(device, buffer, buffer),
-    "compile": lambda device, buffer: device.prepare(replace(ADD_N), ADD_N.templates[0]),
+    "compile": lambda device, buffer: device.compile_kernel(replace(ADD_N), ADD_N.templates[0]),
     "mark": lambda device, buffer: device.queue_mark(),
     "synchronize": lambda device, buffer: device.synchronize(),
     "release": lambda device, buffer: device.release(buffer, cupy.cuda.get_current_stream(1).ptr),
