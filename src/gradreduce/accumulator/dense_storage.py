@@ -32,7 +32,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.sums.aggregation import require_shape
+from gradreduce.sums.slices import require_shape
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device

@@ -32,7 +32,7 @@ from gradreduce.device import (
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import RowIndex, merge_row_index, plan_segments
 from gradreduce.reduce.one_device import copy_to_each
-from gradreduce.sums.aggregation import concatenate_rows
+from gradreduce.sums.slices import concatenate_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device

@@ -96,11 +96,9 @@ def _check_pairs(pairs: Sequence[Any]) -> None:
             raise TypeError(
                 f"grads_and_vars[{index}] is {brief(pair)}, not a (gradient, variable) pair"
             )
-        grad, var = pair
+        _, var = pair
         if not isinstance(var, Variable):
             raise InvalidVariableError(f"grads_and_vars[{index}]: {brief(var)} is not a Variable")
-        if grad is not None and not var.trainable:  # trainable Variables always hold floats
-            check_float(var)
 
 
 def to_variables(

@@ -47,7 +47,6 @@ from .nests import Nests
 from .pipeline import (
     Settings,
     algorithm_of,
-    copy_to_out,
     plan_batch,
     reduce_batch,
     reduce_requests,
@@ -56,6 +55,7 @@ from .pipeline import (
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
+from .requests import copy_to_out
 from .shares import all_gather, reduce_scatter
 
 
@@ -84,23 +84,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             for all destinations. Default: two lists, the first n // 2 of n replicas and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
             are transferred between devices in an all-reduce. Packing casts to it, unpacking casts
-            back. Default: each tensor's own dtype. See below.
-
-    With a ``wire_dtype`` each term is rounded to it once, and the sum once more. Our kernels add in
-    float32, NCCL adds in the wire dtype. For MEAN a 16-bit wire carries x / n, so a sum overflows
-    only if the mean does; a term above float16's largest number, 65504, overflows. A sum that the
-    wire dtype or the result's dtype cannot hold becomes infinite. Results have the same bits on
-    every placement, as without a wire dtype; between GPUs that are not peers, the sum of a group is
-    transferred in float32. A cast of float64 to a 16-bit dtype goes through float32. Integers,
-    complex numbers and values that are added on one device (other destinations, IndexedSlices) are
-    transferred in their own dtype.
-
-    The error of a result of hierarchical_copy is at most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n
-    + 1) * e``, divided by n for MEAN on a float32 wire, plus the rounding to the result's dtype if
-    that cannot hold all values of the wire. Here t are the terms (x, or x / n for MEAN on a 16-bit
-    wire); u is the wire's unit roundoff (2**-11 for float16, 2**-8 for bfloat16, 2**-24 for
-    float32); e is half its smallest positive number (2**-25 for float16, 2**-134 for bfloat16,
-    2**-150 for float32). NCCL rounds up to n - 1 more sums: ``(n + 1) * u`` replaces ``2.01 * u``.
+            back. Default: each tensor's own dtype. docs/reductions.md has a bound of the error.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an

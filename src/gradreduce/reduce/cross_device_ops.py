@@ -46,8 +46,9 @@ from .arguments import (
     with_outs,
 )
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
-from .pipeline import copy_to_out, label_of, names_of, reduce_to_one, rehearse_alone
+from .pipeline import reduce_to_one
 from .process_values import broadcast_from
+from .requests import copy_to_out, label_of, names_of, rehearse_alone
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _PARTIAL = "The call failed half way: the arrays of `out` may contain a part of the results."

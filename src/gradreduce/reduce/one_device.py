@@ -24,7 +24,7 @@ from gradreduce.device import (
     to_local,
 )
 from gradreduce.ops import plan_segments
-from gradreduce.sums.aggregation import concatenate_slices, with_dense
+from gradreduce.sums.slices import concatenate_slices, with_dense
 
 Accumulate = Callable[[list[Any]], Any]
 

@@ -13,16 +13,16 @@ from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends.compile_ahead import compile_ahead
-from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
+from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
-from gradreduce.sums.aggregation import dry_run_parts, rehearse_parts, with_dense
+from gradreduce.sums.slices import with_dense
 
 from .across_processes import AcrossProcesses, process_groups
 from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
@@ -30,7 +30,7 @@ from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
-from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
+from .pack_buffers import Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -39,6 +39,7 @@ from .packing import (
     plan_stages,
 )
 from .process_values import describe_batch, slices_of_all
+from .requests import label_of, names_of, rehearse_alone
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -305,69 +306,6 @@ def plan_requests(
         call=call,
     )
     return gradients, plan
-
-
-def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names (or numbers) of some values; empty if none has a name."""
-    names = tuple([requests[index].value._name for index in indices])
-    if not any(names):
-        return ()
-    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
-
-
-def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
-    """Returns the label of the work for some values."""
-    return PackInfo(tuple(indices), names=names_of(requests, indices))
-
-
-def rehearse_alone(
-    request: Request,
-    key: Hashable,
-    reduce: Callable[[Request, Device], tuple[Part, ...]],
-    home: Device | None = None,
-) -> None:
-    """Compiles the kernels that reduce one value that is not all-reduced.
-
-    Args:
-        request: the request of the value.
-        key: what the kernels depend on besides the request.
-        reduce: reduces a dry-run copy of the request on a dry-run copy of ``home``.
-        home: the device that adds. Default: the first device of the result.
-    """
-
-    def work(dry_run: DryRunMesh) -> None:
-        dry = dry_run_request(dry_run, request)
-        copy_to_out([dry], [reduce(dry, *dry_run.devices_like([home or request.devices[0]]))])
-
-    key = ("alone", key, request.out is not None)
-    rehearse_parts(key, request.value.parts, work, request.devices)
-
-
-def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
-    """Makes a copy of a request on dry-run devices."""
-    parts = dry_run_parts(dry_run, request.value.parts)
-    out = None if request.out is None else tuple(map(dry_run.buffer, request.out))
-    return Request(PerReplica.of(parts), dry_run.devices_like(request.devices), out)
-
-
-def copy_to_out(
-    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
-) -> list[tuple[Part, ...]]:
-    """Copies results that are not in the requests' ``out`` yet into it."""
-    moves: list[PackMove] = []
-    copied = []
-    for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
-        for out, part in zip(request.out or (), parts, strict=bool(request.out)):
-            if out is not part:
-                assert isinstance(part, Buffer), "IndexedSlices were rejected"
-                moves.append((out.device, 1, [out], [part]))
-                copied.append(index)
-    if moves:
-        mesh_state = moves[0][0].mesh_state
-        with mesh_state.pack_scope(label_of(requests, list(dict.fromkeys(copied)))):
-            mesh_state.thread.phase = "unpack"
-            move(moves)
-    return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
 
 
 def reduce_to_one(

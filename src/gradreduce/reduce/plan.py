@@ -20,15 +20,8 @@ from gradreduce.errors import counted
 
 from .arguments import Request, batches_of, check_one_mesh
 from .pack_buffers import lay_out
-from .pipeline import (
-    BatchPlan,
-    Settings,
-    dry_run_request,
-    names_of,
-    plan_requests,
-    reduce_requests,
-    with_all_reduced,
-)
+from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests, with_all_reduced
+from .requests import dry_run_request, names_of
 
 
 @dataclass(frozen=True)

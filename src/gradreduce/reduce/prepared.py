@@ -31,7 +31,7 @@ from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, check_one_mesh
 from .cross_device_ops import CheckedCall
-from .pipeline import copy_to_out
+from .requests import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from gradreduce.arrays.get_variable import get_variable
 from gradreduce.arrays.replica_context import current_replica
-from gradreduce.arrays.variable import Variable, get_variable
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Device
 from gradreduce.errors import NotCopied, about, brief, listed
 from gradreduce.optim.agn import AGNCustomGetter

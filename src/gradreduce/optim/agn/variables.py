@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradreduce.arrays.convert import numbers
-from gradreduce.arrays.variable import Variable, validate_reuse
+from gradreduce.arrays.get_variable import validate_reuse
+from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import (
     Buffer,
