@@ -32,7 +32,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import as_device, is_device_like
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
-from gradreduce.device import Buffer, Device, Mesh, mean_dtype
+from gradreduce.device import Buffer, Device, Mesh, PackInfo, mean_dtype
 from gradreduce.errors import (
     DeviceMismatchError,
     InvalidArgumentError,
@@ -532,3 +532,16 @@ def find_mesh(destination: Any) -> Mesh | None:
         if isinstance(place, Device):
             return place.mesh
     return None
+
+
+def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
+    """Returns the names (or numbers) of some values; empty if none has a name."""
+    names = tuple([requests[index].value._name for index in indices])
+    if not any(names):
+        return ()
+    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
+
+
+def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
+    """Returns the label of the work for some values."""
+    return PackInfo(tuple(indices), names=names_of(requests, indices))

@@ -40,7 +40,9 @@ from .arguments import (
     as_reduced,
     destination_devices,
     find_mesh,
+    label_of,
     make_requests,
+    names_of,
     single_value,
     validate_mesh,
     with_outs,
@@ -48,7 +50,7 @@ from .arguments import (
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pipeline import reduce_to_one
 from .process_values import broadcast_from
-from .requests import copy_to_out, label_of, names_of, rehearse_alone
+from .requests import copy_to_out, rehearse_alone
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _PARTIAL = "The call failed half way: the arrays of `out` may contain a part of the results."

@@ -27,7 +27,7 @@ from gradreduce.sums.slices import with_dense
 from .across_processes import AcrossProcesses, process_groups
 from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
-from .arguments import Request, batches_of
+from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pack_buffers import Pack, lay_out, move, moves_in, moves_out, unpack
@@ -39,7 +39,7 @@ from .packing import (
     plan_stages,
 )
 from .process_values import describe_batch, slices_of_all
-from .requests import label_of, names_of, rehearse_alone
+from .requests import rehearse_alone
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")

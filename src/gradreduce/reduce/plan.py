@@ -18,10 +18,10 @@ from gradreduce.device.run.collective import bytes_sent
 from gradreduce.device.run.commands import Operation
 from gradreduce.errors import counted
 
-from .arguments import Request, batches_of, check_one_mesh
+from .arguments import Request, batches_of, check_one_mesh, names_of
 from .pack_buffers import lay_out
 from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests, with_all_reduced
-from .requests import dry_run_request, names_of
+from .requests import dry_run_request
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Requests of a batch: how they are named, grouped and written to their results."""
+"""Requests of a batch: rehearses one alone, and writes results to ``out``."""
 
 from __future__ import annotations
 
@@ -6,24 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import Buffer, Device, PackInfo
+from gradreduce.device import Buffer, Device
 from gradreduce.sums.slices import dry_run_parts, rehearse_parts
 
-from .arguments import Request
+from .arguments import Request, label_of
 from .pack_buffers import PackMove, move
-
-
-def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names (or numbers) of some values; empty if none has a name."""
-    names = tuple([requests[index].value._name for index in indices])
-    if not any(names):
-        return ()
-    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
-
-
-def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
-    """Returns the label of the work for some values."""
-    return PackInfo(tuple(indices), names=names_of(requests, indices))
 
 
 def rehearse_alone(
