@@ -220,14 +220,14 @@ def test_what_does_not_compile_fails_before_anything_is_written(launched, monkey
         floats = per_replica(opened, lambda _: np.ones(8, np.float64))
         ints = per_replica(opened, lambda _: np.ones(8, np.int8))
         outs = [[np.zeros(8) for _ in opened], [np.zeros(8, np.float32) for _ in opened]]
-        prepare = Device.prepare
+        prepare = Device.compile_kernel
 
         def fails(device, kernel, template):
             if kernel.name == launched:
                 raise BackendUnavailableError("no compiler")
             prepare(device, kernel, template)
 
-        monkeypatch.setattr(Device, "prepare", fails)
+        monkeypatch.setattr(Device, "compile_kernel", fails)
         for device in opened.devices:
             device.compiles = True
         for destinations in ([floats, ints], [floats, opened.devices[1]], [opened.devices[0]] * 2):

@@ -146,46 +146,6 @@ def test_threads_take_turns():
             assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
-def unread(seed, placement, algorithm, form, has_out):
-    """Calls without a host wait between them; the results of each stay on the devices."""
-    peers = form == "capture"  # which needs them
-    with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
-                      schedule_seed=seed) as mesh:  # fmt: skip
-        values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
-        ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
-        # To one device: the others get no result, so nothing makes them wait.
-        pairs = [(values[0], values[0]), (values[1], mesh.devices[0])]
-        outs = None
-        if has_out:
-            outs = [
-                [device.empty((6, 5), "float32") for device in each] for each in (mesh, mesh[:1])
-            ]
-        step = getattr(ops, form)(SUM, pairs, out=outs)
-        kept = []
-        for turn in range(4):
-            refill(values, 60 * turn)
-            for result in step():
-                for buffer in result.buffers:
-                    near = buffer.device.empty(buffer.shape, buffer.dtype)
-                    queue = "transfer" if turn % 2 else "compute"
-                    buffer.device.copy(near, buffer, queue=queue)
-                    kept.append(near)
-        mesh.synchronize()
-        return [near.numpy().tobytes() for near in kept]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "form"),
-    [("nccl", "prepare"), ("hierarchical_copy", "prepare"), ("hierarchical_copy", "capture")],
-)
-def test_a_replay_is_ordered_after_the_previous_one(algorithm, form):
-    for placement in ([0, 1, 2], [0, 0, 1, 1]):
-        expected = unread(None, placement, algorithm, "prepare", False)
-        for seed in range(20):
-            found = unread(seed, placement, algorithm, form, seed % 2 == 1)
-            assert found == expected, (seed, placement)
-
-
 @pytest.mark.parametrize("form", ["prepare", "capture"])
 def test_a_failed_device_or_a_closed_mesh_stops_it(form):
     with MeshCase((0, 1)).open() as mesh:

@@ -103,11 +103,6 @@ def placement_of(mesh: Mesh) -> list[int]:
     return [device.physical for device in mesh.devices]
 
 
-def all_placements(num_replicas: int, num_physical: int) -> list[tuple[int, ...]]:
-    """Every placement of ``num_replicas`` on at most ``num_physical`` physical devices."""
-    return list(itertools.product(range(num_physical), repeat=num_replicas))
-
-
 def owned(device: Device, array: np.ndarray) -> Buffer:
     """A copy of ``array`` in memory of the device's pool."""
     return device.upload(array)
