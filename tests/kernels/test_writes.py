@@ -11,7 +11,16 @@ from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import KERNELS, RULE_KERNELS, RULES, RuleKernel
+from gradreduce.ops import (
+    KERNELS,
+    RULE_KERNELS,
+    RULES,
+    RuleKernel,
+    accumulate_n,
+    add_n,
+    all_sum,
+    divide,
+)
 
 SIZE = 1003  # vectors and a tail
 # kernel, except those of rules -> operands, scalars
@@ -134,3 +143,14 @@ def test_a_kernel_that_declares_too_much_is_caught():
         liar = replace(MOMENTUM, writes=3)
         found = problems(*launch(device, liar, ("float32", "float32")))
     assert found == ["operand 2 was not written everywhere"]
+
+
+@pytest.mark.parametrize("call", [add_n, accumulate_n, all_sum, divide])
+def test_lists_of_different_lengths_change_nothing(device, call):
+    dtype = "int32" if call is divide else "float64"
+    out, *terms = (Operand(device, np.ones(16, each)) for each in ("float64", dtype, dtype))
+    outs = [[out.buffer]] if call is all_sum else [out.buffer]
+    inputs = buffers(terms) if call is divide else [buffers(terms)] * 2
+    with pytest.raises(ValueError, match="zip"):
+        call(outs, inputs, *[3] * (call is divide))
+    assert all(operand.unchanged() for operand in [out, *terms])

@@ -120,11 +120,10 @@ def test_indices_are_joined_in_order():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_width_and_start(device, dtype):
-    for width in WIDTHS:
-        values = random_data((INDICES.size, width), dtype, seed=width)
-        for starts in start_patterns(2):
-            check(device, Rows(device, values, INDICES, starts))
-            check(device, Rows(device, values, INDICES % 11, starts, num_rows=11))
+    values = [random_data((INDICES.size, width), dtype, seed=width) for width in WIDTHS]
+    for starts in start_patterns(2):
+        check(device, *[Rows(device, each, INDICES, starts) for each in values])
+        check(device, *[Rows(device, each, INDICES % 11, starts, num_rows=11) for each in values])
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 5), (6, 2, 3), (6, 2, 0, 3), (6, 1, 1, 4)], ids=str)
@@ -278,12 +277,13 @@ def test_nothing_is_launched_for_nothing(device):
     assert (journal.launches, journal.uploads) == (0, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+@pytest.mark.parametrize("dtype", ["float16", "complex64", "uint8"])
 def test_tensors_are_spread_over_threads(device, dtype):
     """Compiled kernels are split at any item; NumPy references get whole tensors."""
-    size = SPLIT_SIZE // 17
+    width = 720
+    size = 2 * (SPLIT_SIZE // 680)
     indices = np.arange(size) // 2 * 2
-    tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]
+    tensors = [Rows(device, random_data((size, width), dtype, seed=k), indices) for k in range(3)]
     with counted_threads(device) as num_jobs:
         check(device, *tensors)
         check(device, tensors[0])
