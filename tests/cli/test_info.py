@@ -124,7 +124,13 @@ def test_a_missing_library_of_the_command_is_named(monkeypatch, name):
     )
 
 
-@pytest.mark.parametrize("arguments", [["plan", "3"], ["info"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "3"],
+        *[pytest.param([each], marks=pytest.mark.exhaustive) for each in ("info", "--help")],
+    ],
+)
 def test_a_full_disk_is_one_line(arguments):
     environment = {"GRADREDUCE_BACKEND": "sim", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open("/dev/full", "w") as full:  # noqa: PTH123

@@ -257,7 +257,6 @@ SCENARIOS = {
     "first agn step": lambda mesh: agn(mesh, 0),
     "agn push repeated": agn_push_repeated,
     "agn start": agn_start,
-    "agn, rule on arrays": lambda mesh: agn(mesh, make=lambda: Own("own")),
     "apply": apply,
     "sparse apply": lambda mesh: apply(mesh, (True,)),
     "joint apply": lambda mesh: apply(mesh, (False, True, False)),
@@ -341,7 +340,7 @@ CASES = {name: Case(scenario) for name, scenario in SCENARIOS.items()} | {
 def test_an_interrupted_call_is_complete_or_has_no_effect(name):
     case = CASES[name]
     expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
-    parts = 40 if name.startswith("load") else 7  # a load writes only at its end
+    parts = 24 if name.startswith("load") else 4  # a load writes only at its end
     for part in range(parts):
         case.check(expected, 1 + int((part + offset) * (total - 1) / parts))
 

@@ -82,11 +82,11 @@ def reduce_and_free(placement, algorithm, seed, peer_access=True, **options):
 CASES = list(itertools.product(PLACEMENTS, (True, False), (0, 1, 3)))
 
 
-@pytest.mark.parametrize("turns", seeds(18, len(CASES) * len(METHODS)))
+@pytest.mark.parametrize("turns", seeds(9, len(CASES) * len(METHODS)))
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_training_has_the_same_bits_in_every_legal_order(algorithm, turns):
     for turn in turns:
-        placement, peers, num_packs = CASES[turn % len(CASES)]
+        placement, peers, num_packs = CASES[7 * turn % len(CASES)]  # all values soon
         method = METHODS[(turn + turn // 3 + turn // len(CASES)) % len(METHODS)]
         options = {"peer_access": peers, "num_packs": num_packs, "method": method}
         expected = train(placement, algorithm, None, **options)

@@ -10,7 +10,7 @@ from support.implementations import Operand, accumulate_dtype_of, buffers, recor
 from gradreduce.device import Buffer, as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, pack
 
-NUM_TENSORS, NUM_BYTES = 10_000, 256
+NUM_TENSORS, NUM_BYTES = 10_000, 64
 NUM_INPUTS = 1000
 DTYPES = ["bfloat16", "float32", "complex64", "int8"]
 

@@ -59,7 +59,7 @@ def step(worker, mesh, dtype, seed):
     worker.step(grads)
 
 
-@pytest.mark.parametrize("seeds", seeds(12, 66))
+@pytest.mark.parametrize("seeds", seeds(5, 66))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_order_gives_the_same(way, seeds):
     wanted = trained(way)
