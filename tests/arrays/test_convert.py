@@ -7,17 +7,13 @@ import sys
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, exact_data, same
-from support.meshes import MeshCase, owned
+from support.meshes import MeshCase, mesh_of, owned
 
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of, to_buffer
 from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError
 
-
-@pytest.fixture(scope="module")
-def mesh():
-    with MeshCase((0, 1)).open() as opened:
-        yield opened
+mesh = mesh_of([0, 1], scope="module", strict=True)
 
 
 @pytest.fixture

@@ -6,21 +6,19 @@ import operator
 
 import numpy as np
 import pytest
+from support.gradients import DESCENT, gradients
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.errors import InvalidVariableError
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 OPERATORS = [
     getattr(operator, name)
     for name in "add sub mul truediv floordiv mod pow matmul lt le gt ge".split()
 ]
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with gr.open_mesh([0, 1], backend="sim") as made:
-        yield made
+mesh = mesh_of([0, 1], scope="module")
 
 
 @pytest.fixture
@@ -31,10 +29,6 @@ def v(mesh):
 @pytest.fixture
 def w(mesh):
     return gr.Variable(np.arange(6.0).reshape(3, 2), "w", dtype="float32", device=mesh)
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 @pytest.mark.torch

@@ -94,13 +94,6 @@ def test_json_goes_beside_the_tables(tmp_path):
     assert found["versions"]["JAX"] is None
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["info", "extra"], ["info", "--nonsense"]])
-def test_wrong_arguments_are_the_parsers_error(arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Usage: " in result.output
-
-
 def test_every_command_has_a_help_text():
     for name, each in command.commands.items():
         result = run(name, "--help")

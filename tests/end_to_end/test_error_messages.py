@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.errors import brief, listed, repeated
@@ -16,16 +17,10 @@ LONG = ["x"] * 3000
 WRONG = (TypeError, ValueError, KeyError)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with gr.open_mesh(4, backend="sim") as opened:
-        yield opened
+mesh = mesh_of(4, scope="module")
 
 
-@pytest.fixture(scope="module")
-def big():
-    with gr.open_mesh(64, backend="sim") as opened:
-        yield opened
+big = mesh_of(64, scope="module")
 
 
 def test_lists_have_five_items_at_most():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.signal_injection import ctrl_c, interrupted_at, num_points_of
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.accumulator import take_queue
@@ -281,16 +281,6 @@ SCENARIOS = {
 }
 
 
-def in_a_thread(work):
-    """Its result, from another thread: a lock that the main thread still holds would block it."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    assert found, "it hangs, or has raised"
-    return found[0]
-
-
 class Case(NamedTuple):
     """A call on one kind of mesh."""
 
@@ -327,7 +317,7 @@ class Case(NamedTuple):
             state = world.shown()
             states = [before for before, _ in expected]
             assert state in states, f"at place {place} it is neither made nor not made"
-            found = in_a_thread(world.again), world.shown()
+            found = in_threads(world.again)[0], world.shown()
             assert found == expected[states.index(state)][1], place
 
 

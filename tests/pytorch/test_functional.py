@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 
@@ -16,10 +17,7 @@ BARRIER = threading.Barrier(2)
 ALLOWED_S = 60.0
 
 
-@pytest.fixture
-def mesh():
-    with gr.open_mesh(3, backend="sim") as made:
-        yield made
+mesh = mesh_of(3)
 
 
 def worker(module, devices, center, rule=None, num_worker=1, period=1):
