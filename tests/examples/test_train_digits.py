@@ -170,24 +170,3 @@ def test_the_table_counts_what_the_journal_counts(
         assert count == sum(getattr(journal, name) for journal in journals) / 4
     assert counted["launches"] > 0
     assert (counted["bytes"] > 0) == (placement != "0,0,0,0")
-
-
-def test_its_gradients_match_finite_differences_of_its_loss(script, digits):
-    rng = np.random.default_rng(0)
-    weights = [value.astype(float) for value in script.initial_weights(rng).values()]
-    batch = digits.train_images[:8].astype(float), digits.train_labels[:8]
-    with gr.open_mesh(1, backend="sim") as mesh:
-        variables = [gr.Variable(value, device=mesh) for value in weights]
-        optimizer = gr.GradientDescentOptimizer(1.0)
-        loss, gradients = script.loss_and_gradients(optimizer, variables, *batch, scale=0.25)
-    mean_loss = importlib.import_module("digits").mean_loss
-    assert float(loss) == mean_loss(weights, *batch)
-    for position, gradient in enumerate(gradients):
-        direction = rng.standard_normal(gradient.shape)
-        losses = []
-        for distance in (1e-5, -1e-5):
-            moved = list(weights)
-            moved[position] = weights[position] + distance * direction
-            losses.append(float(mean_loss(moved, *batch)))
-        slope = (losses[0] - losses[1]) / 2e-5 / 4
-        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6, abs=1e-9)
