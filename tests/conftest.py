@@ -1,9 +1,9 @@
 """Settings for all tests.
 
 This file loads the plugins of ``support/``: the rules for skips (``skip_rules.py``), background
-processes (``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``) and
-the cluster for tests that need Ray (``ray_cluster.py``). It also reduces memory use and the time
-of garbage collections.
+processes (``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``), GPUs
+(``gpus.py``) and the cluster for tests that need Ray (``ray_cluster.py``). It also reduces memory
+use and the time of garbage collections.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytest_plugins = (
     "support.skip_rules",
     "support.background_runs",
     "support.exhaustive",
+    "support.gpus",
     "support.ray_cluster",
 )
 

@@ -45,10 +45,9 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file("tests/arrays/test_convert_gpu.py", 90),
         file(f"{CUDA}arrays.py", 60),
         file(f"{CUDA}gradients.py", 100),
-        file(f"{CUDA}flows.py", 60),
+        file("tests/end_to_end/test_legal_orders.py", 110),
         file(f"{CUDA}capture.py", 50),
         file(f"{CUDA}capture_conflicts.py", 70),
-        file(f"{CUDA}prepared.py", 50),
     ),
     "4-faults": (
         file(f"{CUDA}out_of_memory.py", 150),

@@ -90,7 +90,7 @@ def compile_some(step: int, most: int | None, first: int) -> int:
     chosen = templates[first::step][:most]
     with gr.open_mesh(1, backend="cuda") as mesh:
         for kernel, template in chosen:
-            mesh.devices[0].prepare(kernel, template)
+            mesh.devices[0].compile_kernel(kernel, template)
     return len(chosen)
 
 

@@ -66,7 +66,7 @@ class SharingCollective(NcclCollective):
 
     def __init__(self, mesh: Mesh, communicator: Any = None) -> None:
         super().__init__(mesh.mesh_state)
-        self.loaded()
+        self.load()
         if communicator is not None:
             self._cliques.made[(0,)] = [communicator]
 
@@ -237,7 +237,7 @@ def hanging_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:
         else:
             _await(aborting, "the abort of rank 0")
             collective.abort()
-        if not collective.ended(WAIT_SECONDS / 2):
+        if not collective.wait_for_end(WAIT_SECONDS / 2):
             raise AssertionError(f"the abort of rank {rank} has not ended")
         mesh.reset(timeout=WAIT_SECONDS / 2)
         _equal(_uploaded([device], [array]), array, "upload after the reset")

@@ -20,9 +20,10 @@ from gradreduce.accumulator import (
 )
 from gradreduce.arrays.assert_mirrored import assert_mirrored
 from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
+from gradreduce.arrays.get_variable import get_variable
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import replica
-from gradreduce.arrays.variable import Variable, get_variable
+from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff import embedding_lookup
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.cli.system_info import show_versions

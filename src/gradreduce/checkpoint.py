@@ -9,8 +9,8 @@ float32 (also for float16 and bfloat16) or float64; indices are int64. Every cla
   returns its value.
 
 The entry ``"format"`` names the class and the version of the schema. A load validates everything by
-``checked`` and allocates memory before it changes anything. A state may come from a file of someone
-else: sizes, ranks and depths are checked before anything of their size is made or printed.
+``validate_state`` and allocates memory before it changes anything. A state may come from a file of
+someone else: sizes, ranks and depths are checked before anything of their size is made or printed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from numpy.lib.npyio import NpzFile
 
 from gradreduce.arrays.convert import (
     as_result_kind,
+    cast_array,
     check_memory,
-    converted,
     host_array,
     is_array,
     kind_of,
@@ -38,7 +38,7 @@ from gradreduce.arrays.convert import (
 from gradreduce.arrays.convert_gpu import as_tensor
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copied_to
+from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copy_to
 from gradreduce.errors import about, brief, listed
 from gradreduce.npz_file import check_disjoint, read_array
 
@@ -86,7 +86,7 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         tensors[path] = leaf
         return {"tensor": path}
 
-    return tensors, {_METADATA: json.dumps(mapped(without_arrays, state))}
+    return tensors, {_METADATA: json.dumps(map_leaves(without_arrays, state))}
 
 
 def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -114,18 +114,18 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
     check_disjoint(tensors)
     named: set[str] = set()
 
-    def with_arrays(found: dict[str, Any]) -> Any:
-        name = found.get("tensor")
-        if len(found) != 1 or not isinstance(name, str):
-            return found
+    def with_arrays(entry: dict[str, Any]) -> Any:
+        name = entry.get("tensor")
+        if len(entry) != 1 or not isinstance(name, str):
+            return entry
         if name not in tensors:
             raise KeyError(f"tensors has no {name!r}, which the metadata names")
         if name in named:  # an open .npz file reads it again, into new memory
             raise ValueError(f"the metadata names {name!r} twice; split() names each array once")
         named.add(name)
-        return _stored(tensors, name)
+        return _read_entry(tensors, name)
 
-    text = plain(f"metadata[{_METADATA!r}]", _stored(metadata, _METADATA))  # of .npz: an array
+    text = plain(f"metadata[{_METADATA!r}]", _read_entry(metadata, _METADATA))  # of .npz: an array
     if not isinstance(text, str):
         raise ValueError(f"metadata[{_METADATA!r}] is {brief(text)}: pass the metadata of split()")
     try:
@@ -137,14 +137,14 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
     return state
 
 
-def _stored(store: Any, name: str) -> Any:
+def _read_entry(store: Any, name: str) -> Any:
     """Returns an entry of a mapping, or an array of an open ``.npz`` file."""
     if not isinstance(store, NpzFile):
         return store[name]
     return read_array(store, name)
 
 
-def mapped(
+def map_leaves(
     function: Callable[[str, Any], Any], value: Any, path: str = "", depth: int = _DEEPEST
 ) -> Any:
     """Applies a function to the paths and leaves of nested dicts and lists.
@@ -163,21 +163,23 @@ def mapped(
         raise ValueError(
             f"{path} has more than {_DEEPEST} levels of dicts and lists; states have fewer"
         )
-    made = {key: mapped(function, each, f"{inside}{key}", depth - 1) for key, each in entries}
-    return made if isinstance(value, Mapping) else list(made.values())
+    results = {
+        key: map_leaves(function, each, f"{inside}{key}", depth - 1) for key, each in entries
+    }
+    return results if isinstance(value, Mapping) else list(results.values())
 
 
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def copied(buffer: Buffer) -> Buffer:
+def queue_copy(buffer: Buffer) -> Buffer:
     """Queues a copy on the device: all of a state is from one time."""
-    return copied_to(buffer.device, buffer)
+    return copy_to(buffer.device, buffer)
 
 
-def copies_of(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
+def queue_copies(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
     """Queues a copy of each variable."""
-    return {name: copied(variable.buffers[0]) for name, variable in variables.items()}
+    return {name: queue_copy(variable.buffers[0]) for name, variable in variables.items()}
 
 
 def downloader(
@@ -202,7 +204,7 @@ def downloader(
     def download(buffer: Buffer) -> Any:
         seconds = None if end is None else max(end - time.monotonic(), 1e-6)
         array, dtype = buffer.numpy(deadline=seconds), accumulate_dtype(buffer.dtype)
-        return array if array.dtype == dtype else converted(array, dtype)
+        return array if array.dtype == dtype else cast_array(array, dtype)
 
     def as_output(_: str, leaf: Any) -> Any:
         if callable(leaf):
@@ -214,7 +216,7 @@ def downloader(
             return as_tensor(own, sys.modules["torch"].from_numpy)
         return leaf
 
-    return partial(mapped, as_output)
+    return partial(map_leaves, as_output)
 
 
 def by_name(variables: Iterable[Variable]) -> dict[str, Variable]:
@@ -229,7 +231,7 @@ def by_name(variables: Iterable[Variable]) -> dict[str, Variable]:
 # ---- load ----------------------------------------------------------------------------------------
 
 
-def checked(where: str, saved: Any, schema: Any) -> Any:
+def validate_state(where: str, saved: Any, schema: Any) -> Any:
     """Validates a part of a state; returns its values, with arrays in host memory.
 
     Args:
@@ -250,7 +252,10 @@ def checked(where: str, saved: Any, schema: Any) -> Any:
         if callable(check) and "format" in saved:  # another version may have other keys
             check(f"{where}['format']", saved["format"])
         _check_keys(where, saved, schema)
-        return {key: checked(f"{where}[{key!r}]", saved[key], each) for key, each in schema.items()}
+        return {
+            key: validate_state(f"{where}[{key!r}]", saved[key], each)
+            for key, each in schema.items()
+        }
     return schema(where, saved)
 
 
@@ -262,32 +267,35 @@ def list_of(schema: Any, length: int) -> Check:
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a list")
         if len(saved) != length:
             raise ValueError(f"{where} has {len(saved)} entries; expected {length}")
-        return [checked(f"{where}[{index}]", each, schema) for index, each in enumerate(saved)]
+        return [
+            validate_state(f"{where}[{index}]", each, schema) for index, each in enumerate(saved)
+        ]
 
     return check
 
 
-def _check_keys(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    missing = [key for key in wanted if key not in saved]
-    unknown = [key for key in saved if key not in wanted]
+def _check_keys(where: str, saved: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    missing = [key for key in schema if key not in saved]
+    unknown = [key for key in saved if key not in schema]
     wrong = {"missing": missing, "unknown": unknown}
     texts = [f"{listed(map(repr, keys))} {kind}" for kind, keys in wrong.items() if keys]
     if texts:
-        hint = NUMBERED if numbered([*missing, *unknown]) else ""
+        hint = NUMBERED if select_numbered([*missing, *unknown]) else ""
         raise KeyError(f"{where} has wrong keys: {', '.join(texts)}{hint}")
 
 
-def numbered(names: Iterable[Any]) -> list[str]:
+def select_numbered(names: Iterable[Any]) -> list[str]:
     """Returns the generated names, which Variables without a name have."""
     return [name for name in names if re.fullmatch(r"Variable(_\d+)?", str(name))]
 
 
 def check_order(where: str, saved: Iterable[str], names: Iterable[str]) -> None:
     """Raises ``KeyError`` if unnamed Variables are in another order than in the state."""
-    found, wanted = numbered(saved), numbered(names)
-    if found != wanted:
+    saved_numbered, numbered = select_numbered(saved), select_numbered(names)
+    if saved_numbered != numbered:
         raise KeyError(
-            f"{where} has {listed(found)} in this order; expected {listed(wanted)}{NUMBERED}"
+            f"{where} has {listed(saved_numbered)} in this order; expected "
+            f"{listed(numbered)}{NUMBERED}"
         )
 
 
@@ -356,14 +364,14 @@ def anything(_: str, saved: Any) -> Any:
     return saved
 
 
-def equal(wanted: Any) -> Check:
+def equal(required: Any) -> Check:
     """Returns a check for one string, list or None."""
 
     def check(where: str, saved: Any) -> Any:
-        found = plain(where, saved)
-        if type(found) is not type(wanted) or found != wanted:
-            raise ValueError(f"{where} is {brief(found)}; expected {brief(wanted)}")
-        return found
+        value = plain(where, saved)
+        if type(value) is not type(required) or value != required:
+            raise ValueError(f"{where} is {brief(value)}; expected {brief(required)}")
+        return value
 
     return check
 
@@ -372,9 +380,9 @@ def integer(least: int, most: int = 2**63 - 1) -> Callable[[str, Any], int]:
     """Returns a check for an integer of this range."""
 
     def check(where: str, saved: Any) -> int:
-        found = plain(where, saved)
+        value = plain(where, saved)
         try:
-            number = as_index(found)
+            number = as_index(value)
         except TypeError:
             raise TypeError(f"{where}={brief(saved)} must be an integer") from None
         if not least <= number <= most:
@@ -392,14 +400,16 @@ def flag(where: str, saved: Any) -> bool:
 
 def array(shape: tuple[int, ...], dtype: DType) -> Check:
     """Returns a check for the array of a Buffer with this shape and dtype."""
-    wanted = shape, accumulate_dtype(dtype)
+    required = shape, accumulate_dtype(dtype)
 
     def check(where: str, saved: Any) -> Any:
         if not is_array(saved):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected an array")
-        found = _of_array(where, shape_and_dtype, saved)
-        if found != wanted:
-            raise ValueError(f"{where} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
+        actual = _of_array(where, shape_and_dtype, saved)
+        if actual != required:
+            raise ValueError(
+                f"{where} is {actual[1]}{actual[0]}; expected {required[1]}{required[0]}"
+            )
         return on_host(where, saved)
 
     return check
@@ -412,7 +422,7 @@ def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Check]:
 
 def optional(schema: Any) -> Check:
     """Returns a check for None, or a value that fits a schema."""
-    return lambda where, saved: None if saved is None else checked(where, saved, schema)
+    return lambda where, saved: None if saved is None else validate_state(where, saved, schema)
 
 
 def some_of(schemas: Mapping[str, Any]) -> Check:
@@ -420,14 +430,14 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
 
     def check(where: str, saved: Any) -> Any:
         keys = saved if isinstance(saved, Mapping) else ()
-        return checked(where, saved, {key: schemas[key] for key in keys if key in schemas})
+        return validate_state(where, saved, {key: schemas[key] for key in keys if key in schemas})
 
     return check
 
 
-def uploaded(value: Any, variable: Variable) -> Buffer:
+def upload_like(value: Any, variable: Variable) -> Buffer:
     """Uploads a validated host array to the first device of a variable, in its dtype."""
-    return variable.devices[0].upload(converted(value, variable.dtype))
+    return variable.devices[0].upload(cast_array(value, variable.dtype))
 
 
 def ready_values(
@@ -441,7 +451,9 @@ def ready_values(
     check_unread(variables.values())
     for variable in variables.values():
         variable._check_memory()
-    buffers = {variables[name]: uploaded(value, variables[name]) for name, value in values.items()}
+    buffers = {
+        variables[name]: upload_like(value, variables[name]) for name, value in values.items()
+    }
 
     def load() -> None:
         for variable, buffer in buffers.items():

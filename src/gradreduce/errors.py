@@ -178,18 +178,18 @@ def refuses(hints: Mapping[str, str]) -> Callable[[InitT], InitT]:
         hints: what to do instead, by the name of the keyword, which the constructor does not have.
     """
 
-    def decorated(init: InitT) -> InitT:
+    def decorate(init: InitT) -> InitT:
         name = init.__qualname__.partition(".")[0]
 
         @wraps(init)
-        def checked(*args: Any, **kwargs: Any) -> None:
+        def checking_init(*args: Any, **kwargs: Any) -> None:
             for wrong in [each for each in kwargs if each in hints]:
                 raise TypeError(f"{name} has no argument {wrong!r}: {hints[wrong]}")
             init(*args, **kwargs)
 
-        return checked  # type: ignore[return-value]  # has the same arguments
+        return checking_init  # type: ignore[return-value]  # has the same arguments
 
-    return decorated
+    return decorate
 
 
 def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:

@@ -19,10 +19,10 @@ from gradreduce.backends import default_mesh
 from gradreduce.device import DType, Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
-from gradreduce.reduce.arguments import check_op, checked_mesh
+from gradreduce.reduce.arguments import check_op, validate_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.nests import key_of
-from gradreduce.reduce.presets import shared_ops
+from gradreduce.reduce.presets import default_ops
 
 __all__ = ["all_reduce"]
 
@@ -100,12 +100,11 @@ def all_reduce(
             ``wire_dtype`` or ``replicated`` is unknown; or ``wire_dtype`` is passed together with
             ``cross_device_ops``.
         DeviceMismatchError: (a ``ValueError``) arrays are on other devices than the mesh.
-        BackendUnavailableError, CollectiveError: see ``CrossDeviceOps.batch_reduce``.
     """
     check_op("op", op)
     if not isinstance(replicated, str) or replicated not in get_args(Replicated):
         raise ValueError(f"replicated={brief(replicated)} is not one of {get_args(Replicated)}")
-    ops, mesh = _checked_ops(cross_device_ops, wire_dtype, mesh)
+    ops, mesh = _select_ops(cross_device_ops, wire_dtype, mesh)
     mesh.mesh_state.check_process()
     leaves, treedef = jax.tree_util.tree_flatten(grads)
     if not leaves:
@@ -135,7 +134,7 @@ def all_reduce(
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-def _checked_ops(
+def _select_ops(
     cross_device_ops: CrossDeviceOps | None, wire_dtype: str | DType | None, mesh: Mesh | None
 ) -> tuple[CrossDeviceOps, Mesh]:
     """Returns what reduces, and the mesh; see the arguments of ``all_reduce``."""
@@ -144,12 +143,12 @@ def _checked_ops(
             f"wire_dtype={brief(wire_dtype)} cannot be combined with cross_device_ops: pass it to "
             "that object"
         )
-    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    ops = default_ops() if cross_device_ops is None else cross_device_ops
     if wire_dtype is not None:
         ops = AllReduceCrossDeviceOps(wire_dtype=wire_dtype)
     if not isinstance(ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
-    mesh = checked_mesh(mesh) or ops.mesh or default_mesh()
+    mesh = validate_mesh(mesh) or ops.mesh or default_mesh()
     if ops.mesh not in (None, mesh):
         raise ValueError(
             f"mesh={mesh} is not the mesh of cross_device_ops, {ops.mesh}: pass one of the two"
@@ -281,16 +280,16 @@ def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:
 def _home(grads: Sequence[Any], replica: int, row: Sequence[Any]) -> Any:
     """Returns the JAX device of a tree. Uncommitted arrays count only if all are uncommitted."""
     placed = [(index, leaf) for index, leaf in enumerate(row) if getattr(leaf, "committed", True)]
-    found = {
+    index_of_device = {
         next(iter(leaf.sharding.device_set)): index for index, leaf in placed or enumerate(row)
     }
-    if len(found) > 1:
+    if len(index_of_device) > 1:
         paths = _paths(grads[replica])
-        where = listed(f"{paths[index]!r} on {home}" for home, index in found.items())
+        where = listed(f"{paths[index]!r} on {home}" for home, index in index_of_device.items())
         raise DeviceMismatchError(
             f"grads[{replica}] is on several JAX devices ({where}): put all of it on one"
         )
-    return next(iter(found))
+    return next(iter(index_of_device))
 
 
 def _difference(grads: Sequence[Any], replica: int) -> str:

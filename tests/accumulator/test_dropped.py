@@ -98,14 +98,14 @@ def test_closed_and_failed_accumulators_count_no_drop(queued):
 def test_a_gradient_that_is_no_longer_stale_is_added(queued, monkeypatch):
     """The step is lowered between the first check, which takes no lock, and the decision."""
     acc = dense(queued.devices[0])
-    locked = multi.locked
+    hold_locks = multi.hold_locks
 
     def late(states):
         if acc.global_step == 5:
             acc.set_global_step(4)
-        return locked(states)
+        return hold_locks(states)
 
-    monkeypatch.setattr(multi, "locked", late)
+    monkeypatch.setattr(multi, "hold_locks", late)
     assert acc.apply_grad(np.ones((4, 3), np.float32), 4)
     assert (acc.num_dropped, acc.num_accumulated()) == (0, 1)
 

@@ -12,7 +12,7 @@ from support.signal_injection import SignalInjection, ctrl_c, interrupted_at, nu
 import gradreduce as gr
 from gradreduce.accumulator import multi
 from gradreduce.accumulator.multi import take_now
-from gradreduce.accumulator.state import PendingTake, locked
+from gradreduce.accumulator.state import PendingTake, hold_locks
 from gradreduce.accumulator.take_queue import join
 
 
@@ -117,7 +117,7 @@ def test_ctrl_c_while_many_locks_are_acquired(own):
     entered = []
 
     def hold():
-        with locked(states):
+        with hold_locks(states):
             entered.append(True)
 
     for place in range(1, num_points_of(hold)):

@@ -22,16 +22,16 @@ class MaximumStorage(Storage):
     def rehearse(self, state, dtype):
         """Has no kernels, and reads gradients on the host."""
 
-    def checked(self, state, grad, cast):
+    def validate(self, state, grad, cast):
         return np.asarray(grad, state.dtype)
 
-    def converted(self, state, checked):
-        index, array = to_sum_device(state, checked)
+    def to_addend(self, state, grad):
+        index, array = to_sum_device(state, grad)
         return Addend(index, array, array.shape)
 
-    def check_sum_shape(self, gradient, wanted):
-        if gradient.shape != wanted:
-            raise gr.errors.InvalidArgumentError(f"{gradient.shape} is not {wanted}")
+    def check_sum_shape(self, gradient, sum_shape):
+        if gradient.shape != sum_shape:
+            raise gr.errors.InvalidArgumentError(f"{gradient.shape} is not {sum_shape}")
 
     def allocate(self, additions):
         for each in additions:
@@ -55,7 +55,7 @@ class MaximumStorage(Storage):
             taken[state] = tuple(device.upload(found) for device in state.devices)
         return taken
 
-    def fits(self, shape, wanted):
+    def fits(self, shape, required):
         return True
 
     def save(self, total):

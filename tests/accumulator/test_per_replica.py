@@ -120,15 +120,15 @@ def test_kernels_are_compiled_before_any_lock_is_acquired(device, monkeypatch, n
         grad = gr.PerReplica([grad] * num_replicas, device.mesh)
     asked = []
 
-    def prepare(kernel, template):
+    def compile_kernel(kernel, template):
         asked.append((kernel.name, template))
         raise RuntimeError("no compiler")
 
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 1)
         patch.setattr(device, "compiles", True)
-        patch.setattr(device, "prepare", prepare)
-        device.mesh_state.prepared.clear()
+        patch.setattr(device, "compile_kernel", compile_kernel)
+        device.mesh_state.compiled_keys.clear()
         with pytest.raises(RuntimeError, match="no compiler"):
             acc.apply_grad(grad, cast=True)
     assert counters(acc) == [(0, 0, 0)]

@@ -255,15 +255,15 @@ def test_an_apply_during_a_close_completes_no_take(several, call_threads, monkey
     first, second = several(2)
     first.apply_grad([1.0])
     joint = call_threads.waiting(gr.take_grads, [first, second], 1)
-    locked, kept = take_queue.locked, []
+    hold_locks, kept = take_queue.hold_locks, []
 
     def late(states):
         if not kept:
             kept.append(None)
             kept.append(call_threads.start(second.apply_grad, [2.0]).result())
-        return locked(states)
+        return hold_locks(states)
 
-    monkeypatch.setattr(take_queue, "locked", late)
+    monkeypatch.setattr(take_queue, "hold_locks", late)
     first.close()
     assert kept == [None, True]
     with pytest.raises(CancelledError):

@@ -13,7 +13,7 @@ from accumulator.kinds import Dense
 from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
-from gradreduce.accumulator.state import locked
+from gradreduce.accumulator.state import hold_locks
 from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
@@ -106,7 +106,7 @@ class Run:
             call.result(LONG_S)
         # The rest is not enough for the first take, so takes would wait forever.
         self.left, self.counts, self.steps = [], [], []
-        with locked(self.states):
+        with hold_locks(self.states):
             for acc, state in zip(accumulators, self.states, strict=True):
                 totals = acc.state_dict()["partial_sums"]
                 self.left.append(sum(whole(total) for total in totals if total is not None))

@@ -82,7 +82,7 @@ def rows_of_numpy(monkeypatch):
         np.add.at(whole, rows, bare)
         return StrictArray(whole) if isinstance(values, StrictArray) else whole
 
-    monkeypatch.setattr(rules_indexing, "_added_by_position", added)
+    monkeypatch.setattr(rules_indexing, "_add_by_position", added)
     monkeypatch.setattr(rules_indexing, "IndexedSlices", added)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.gradients import gradients
 
-from gradreduce.arrays.trace_context import named_arguments
+from gradreduce.arrays.trace_context import bind_arguments
 
 PLAIN = np.zeros(3, "float32")
 
@@ -47,11 +47,11 @@ def test_a_loss_has_no_out(v, write, buffer):
     [(np.sum, 3), (np.concatenate, 2), (np.dot, 2), (np.fix, 1), (np.trace, 5), (np.clip, 3)],
 )
 def test_an_out_by_position_is_found(function, index):
-    assert named_arguments(function, range(index + 1), {})["out"] == index
+    assert bind_arguments(function, range(index + 1), {})["out"] == index
 
 
 def test_other_operands_are_no_out():
-    assert "out" not in named_arguments(np.einsum, ("i,i", PLAIN, PLAIN), {})
+    assert "out" not in bind_arguments(np.einsum, ("i,i", PLAIN, PLAIN), {})
 
 
 def test_cupys_own_ufuncs_have_no_out_either(v):

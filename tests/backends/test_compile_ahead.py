@@ -46,7 +46,7 @@ def test_what_launches_is_compiled_once_on_each_physical_device():
 def test_nothing_runs_for_devices_that_compile_nothing():
     with MeshCase((0,)).open() as mesh:
         compile_ahead(mesh.devices, "packs", lambda dry_run: pytest.fail("it ran"))
-        assert not mesh.mesh_state.prepared
+        assert not mesh.mesh_state.compiled_keys
     with pytest.raises(BackendUnavailableError, match="closed"):
         compile_ahead(mesh.devices, "packs", packs(mesh.devices))
 
@@ -59,7 +59,7 @@ def test_a_kernel_that_does_not_compile_is_tried_again(monkeypatch, error):
             def fails(kernel, template):
                 raise error
 
-            patch.setattr(mesh.devices[1], "_prepare", fails)
+            patch.setattr(mesh.devices[1], "_compile_kernel", fails)
             with pytest.raises(type(error)):
                 compile_ahead(mesh.devices, "packs", packs(mesh.devices))
         compile_ahead(mesh.devices, "packs", packs(mesh.devices))
@@ -71,7 +71,7 @@ def test_kernels_are_compiled_in_several_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     both = threading.Barrier(2, timeout=30)
     with MeshCase((0,)).open() as mesh, watched_compiles(mesh):
-        monkeypatch.setattr(mesh.devices[0], "_prepare", lambda *_: both.wait())
+        monkeypatch.setattr(mesh.devices[0], "_compile_kernel", lambda *_: both.wait())
         compile_ahead(mesh.devices, "packs", packs(mesh.devices))
 
 

@@ -254,7 +254,7 @@ def test_interrupted_work_counts_as_submitted(mesh, monkeypatch, work, error):
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "_copy", stop)
-        patch.setattr(device, "_resolved", lambda *arguments: (stop, None))
+        patch.setattr(device, "_make_launch", lambda *arguments: (stop, None))
         with pytest.raises(error), mesh.mesh_state.fail_on_partial_write([device]):
             if work == "copy":
                 device.copy(*buffers)

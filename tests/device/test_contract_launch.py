@@ -375,7 +375,7 @@ def test_another_gpu_waits_for_what_a_caller_has_written(two_gpu_mesh, waits):
     theirs, copied = adopted(near, data((SIZE,), seed=1)), far.empty((SIZE,), FLOAT)
     far.copy(copied, theirs)
     waits.clear()
-    near.mesh_state.order.waited_for_caller(
+    near.mesh_state.order.note_wait_for_caller(
         near.compute
     )  # simulated devices have no callers' streams
     for _ in range(2):  # the second waits no more
@@ -389,7 +389,7 @@ def test_what_is_prepared_is_not_compiled_again(one_gpu_mesh, monkeypatch):
     kernel = replace(ADD_N, templates=(("float32", "float32", 1),))  # a new one
     out, term = device.empty((SIZE,), FLOAT), uploaded(device, 1)
     with one_gpu_mesh.journal() as journal:
-        device.prepare(kernel, kernel.templates[0])
+        device.compile_kernel(kernel, kernel.templates[0])
     assert journal.records == []
 
     def compiles(*_) -> None:

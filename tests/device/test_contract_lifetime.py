@@ -217,7 +217,7 @@ def every_call(mesh: Mesh, buffer: Buffer) -> dict:
         "copy": lambda: device.copy(buffer, buffer),
         "launch": lambda: device.launch(ADD_N, template, row, (1,)),
         "launch of nothing": lambda: device.launch(ADD_N, template, nothing, (1,)),
-        "prepare": lambda: device.prepare(ADD_N, template),
+        "compile_kernel": lambda: device.compile_kernel(ADD_N, template),
         "fill_zero": lambda: device.fill_zero(buffer),
         "queue_mark": device.queue_mark,
         "queue_wait": lambda: device.queue_wait(mark),

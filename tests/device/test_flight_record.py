@@ -136,7 +136,7 @@ def test_what_a_reset_drops_is_never_done():
             with pytest.raises(CollectiveError):
                 stuck.synchronize(deadline=5)
             mesh.reset(timeout=TEST_TIMEOUT)
-            assert stuck._reached(mark.event)
+            assert stuck._is_done(mark.event)
         mesh.synchronize()
         entries = [each for each in mesh.flight_record() if each.device == stuck.index]
         late = [each.sequence for each in entries if not each.done]

@@ -227,7 +227,7 @@ def test_a_wait_for_dropped_work_does_not_return_as_if_done():
 
 def test_a_device_that_cannot_be_queried_fails_the_mesh(clock, monkeypatch):
     with queued() as mesh, monkeypatch.context() as patch:
-        patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
+        patch.setattr(type(mesh.devices[0]), "_is_done", lambda *_: 1 / 0)
         with deadline_scope("a call", 5, mesh.devices):
             pass
         assert "cannot be queried: ZeroDivisionError" in wait_for_failure(mesh)

@@ -18,6 +18,14 @@ def test_no_call_compiles_after_its_first_launch(name, placement, peer_access):
         check_compiled_first(mesh, CALLS[name])
 
 
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_compiles_after_its_first_launch_on_gpus(name, gpus):
+    gpus(0)
+    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
+        check_compiled_first(mesh, CALLS[name])
+
+
 @pytest.mark.parametrize("name", ["nccl", "copies", "groups of processes", "destinations"])
 def test_nor_does_a_call_of_several_processes(name):
     def work(group):

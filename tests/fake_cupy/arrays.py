@@ -33,13 +33,13 @@ __all__ = [
     "alloc_pinned_memory",
     "asarray",
     "ascontiguousarray",
-    "copy_async",
     "from_dlpack",
-    "memory_info",
-    "memset_async",
+    "memGetInfo",
+    "memcpyAsync",
+    "memcpyPeerAsync",
+    "memsetAsync",
     "ndarray",
-    "peer_copy_async",
-    "pointer_attributes",
+    "pointerGetAttributes",
 ]
 
 
@@ -177,7 +177,7 @@ def alloc_pinned_memory(size):
 
 # -- the copies of cupy.cuda.runtime --------------------------------------------------------------
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, ANYWHERE = 1, 2, 3, 4
+memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
 CUDA_DLPACK = 2  # kDLCUDA
 
 
@@ -185,7 +185,7 @@ def _on_device(place: int) -> bool:
     return 0 <= place < PINNED
 
 
-def copy_async(dst, src, size, kind, stream):
+def memcpyAsync(dst, src, size, kind, stream):
     """``runtime.memcpyAsync``."""
     check_addresses(dst, src, stream)
     if size < 0:
@@ -193,13 +193,13 @@ def copy_async(dst, src, size, kind, stream):
     with current().entered() as machine:
         queue = _checked_queue(machine, "memcpyAsync", stream)
         to, of = REGION.place(dst), REGION.place(src)
-        wanted = {HOST_TO_DEVICE: (False, True), DEVICE_TO_HOST: (True, False),
-                  DEVICE_TO_DEVICE: (True, True)}.get(kind)  # fmt: skip
+        wanted = {memcpyHostToDevice: (False, True), memcpyDeviceToHost: (True, False),
+                  memcpyDeviceToDevice: (True, True)}.get(kind)  # fmt: skip
         if queue.capture is not None and min(of, to) < 0:
             machine.fail("capture: memcpyAsync of pageable memory")
-        if kind != ANYWHERE and wanted != (_on_device(of), _on_device(to)):
+        if kind != memcpyDefault and wanted != (_on_device(of), _on_device(to)):
             machine.fail(f"memcpyAsync of kind {kind} from place {of} to {to}")
-        if kind == DEVICE_TO_DEVICE and to != of:
+        if kind == memcpyDeviceToDevice and to != of:
             machine.fail("memcpyAsync between two GPUs; that is memcpyPeerAsync's")
         pageable = ctypes.string_at(src, size) if of < 0 else None
 
@@ -215,7 +215,7 @@ def copy_async(dst, src, size, kind, stream):
             machine.finish(call)
 
 
-def peer_copy_async(dst, dstDevice, src, srcDevice, size, stream):
+def memcpyPeerAsync(dst, dstDevice, src, srcDevice, size, stream):
     """``runtime.memcpyPeerAsync``; needs no peer access."""
     check_addresses(dst, src, stream)
     with current().entered() as machine:
@@ -237,7 +237,7 @@ def peer_copy_async(dst, dstDevice, src, srcDevice, size, stream):
         machine.submit(queue, "memcpyPeerAsync", work)
 
 
-def memset_async(ptr, value, size, stream):
+def memsetAsync(ptr, value, size, stream):
     """``runtime.memsetAsync``."""
     check_addresses(ptr, stream)
     with current().entered() as machine:
@@ -405,14 +405,14 @@ def from_dlpack(array, *, device=None, copy=None):
             return array.__dlpack__(stream=stream)
 
 
-def memory_info():
+def memGetInfo():
     """``runtime.memGetInfo``."""
     with current().entered() as machine:
         heap = machine.heap
         return heap.capacity - heap.used(getDevice()), heap.capacity
 
 
-def pointer_attributes(ptr):
+def pointerGetAttributes(ptr):
     """``runtime.pointerGetAttributes``."""
     check_addresses(ptr)
     return SimpleNamespace(device=REGION.place(ptr))

@@ -268,7 +268,7 @@ def rows_of(tensors) -> list[gr.IndexedSlices]:
     return [gr.IndexedSlices(each, np.arange(SHAPE[0]), SHAPE) for each in tensors]
 
 
-def made_dense(mesh, tensors, value) -> Check:
+def make_dense(mesh, tensors, value) -> Check:
     made = [rows.to_dense(output_type="buffer") for rows in rows_of(tensors)]
     return lambda: sum(each.numpy() for each in made)
 
@@ -299,5 +299,5 @@ CASES = [
     aggregated_one_by_one, aggregated_at_the_end, copied_alone,
     accumulated, accumulated_by_replicas, accumulated_rows, accumulated_rows_by_replicas,
     stepped, optimized, optimized_by_replicas, assigned,
-    made_dense, merged, joined, joined_across,
+    make_dense, merged, joined, joined_across,
 ]  # fmt: skip

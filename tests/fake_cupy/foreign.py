@@ -19,7 +19,7 @@ from gradreduce.device import as_dtype
 from .machine import current
 from .surface import queue_of
 
-__all__ = ["Tensor", "made_on", "stand_in", "torch"]
+__all__ = ["Tensor", "change_streams", "made_on", "stand_in", "torch"]
 
 
 class Tensor:
@@ -149,7 +149,7 @@ def stand_in() -> ModuleType:
     module = ModuleType("torch")
     module.__dict__.update(
         strided="strided", bfloat16="bfloat16", int16="int16", Tensor=Tensor, from_dlpack=Tensor,
-        stream=stream_of(0), stream_of=stream_of, on=on,
+        stream=stream_of(0), stream_of=stream_of, on=on, streams=streams,
         cuda=SimpleNamespace(
             current_stream=current_stream, CUDAGraph=CUDAGraph, graph=graph,
             synchronize=lambda: cupy.cuda.Device().synchronize(),
@@ -165,6 +165,16 @@ def torch(mesh, monkeypatch) -> ModuleType:
     module = stand_in()
     monkeypatch.setitem(sys.modules, "torch", module)
     return module
+
+
+def change_streams(torch: ModuleType) -> list[cupy.cuda.Stream]:
+    """Makes other streams current, which wait for the old ones; returns the old ones."""
+    old = dict(torch.streams)
+    for gpu, before in old.items():
+        with cupy.cuda.Device(gpu):
+            torch.streams[gpu] = cupy.cuda.Stream(non_blocking=True)
+            torch.streams[gpu].wait_event(before.record())
+    return list(old.values())
 
 
 def made_on(stream, values: np.ndarray):

@@ -32,6 +32,10 @@ class _Gpu:
             self._read.append((self.compute.record(), inputs))
         return made
 
+    def forget(self) -> None:
+        """Drops what operations have read."""
+        self._read.clear()
+
 
 class Array:
     """The attributes of a ``jax.Array`` on a GPU that conversion reads, and some arithmetic."""

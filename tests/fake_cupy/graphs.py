@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+streamCaptureModeGlobal = GLOBAL
+streamCaptureModeThreadLocal = THREAD_LOCAL
+streamCaptureModeRelaxed = RELAXED
 # The numbers of CUDA's errors.
 UNSUPPORTED, INVALIDATED, UNJOINED, IMPLICIT, CAPTURED_EVENT = 900, 901, 904, 906, 907
 _NAMES = {

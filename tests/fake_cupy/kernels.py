@@ -28,7 +28,7 @@ __all__ = [
     "Module",
     "compile_using_nvrtc",
     "declared",
-    "nvrtc_version",
+    "getVersion",
 ]
 
 MAX_THREADS = 1024
@@ -99,7 +99,7 @@ def compile_using_nvrtc(  # noqa: PLR0913  # CuPy's
 
     The code is the source itself, with the expressions by their mangled names.
     """
-    nvrtc_version()
+    getVersion()
     if (arch, log_stream, jitify, method) != (None,) * 4 or not cache_in_memory:
         raise NotImplementedError("a cubin for the current GPU, without a file")
     for option in NEEDED_OPTIONS:
@@ -115,7 +115,7 @@ def compile_using_nvrtc(  # noqa: PLR0913  # CuPy's
     return json.dumps([source, entries]).encode(), names
 
 
-def nvrtc_version():
+def getVersion():
     """``nvrtc.getVersion``: of no real NVRTC, because caches on disk may be shared with one."""
     if not current().nvrtc:
         raise DynamicLibNotFoundError(
@@ -235,7 +235,7 @@ class Function:
                     machine.fail(f"arguments: {self._name}: struct layout at {position}: {wrong}")
 
 
-def max_active_blocks(func, blockSize, dynamicSMemSize):
+def occupancyMaxActiveBlocksPerMultiprocessor(func, blockSize, dynamicSMemSize):
     """``driver.occupancyMaxActiveBlocksPerMultiprocessor``, limited by threads only."""
     from . import surface
 

@@ -15,7 +15,7 @@ import ctypes
 import random
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -477,9 +477,27 @@ class Machine:
             else:
                 cell.reads[call.queue] = user
 
+    # -- for tests --------------------------------------------------------------------------------
+
     def count(self, what: str) -> None:
-        """Counts a call, for tests."""
+        """Counts a call."""
         self.counts[what] = self.counts.get(what, 0) + 1
+
+    def counted(self, call: Callable[[], object]) -> Counter[str]:
+        """The calls of CUDA that ``call`` makes: how many of each."""
+        before = Counter(self.counts)
+        call()
+        return Counter(self.counts) - before
+
+    def stall(self, device: Any) -> None:
+        """Stops the compute queue of one of our devices."""
+        with self.lock:
+            self.stuck.add(self.queues[device._stream("compute").ptr])
+
+    def resume(self) -> None:
+        """Lets all queues run again."""
+        with self.lock:
+            self.stuck.clear()
 
 
 def joined(clock: Clock, other: Clock) -> Clock:

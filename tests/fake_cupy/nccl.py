@@ -45,6 +45,8 @@ _DTYPES = {
     0: "int8", 1: "uint8", 2: "int32", 3: "uint32", 4: "int64", 5: "uint64",
     6: "float16", 7: "float32", 8: "float64", 9: ml_dtypes.bfloat16,
 }  # fmt: skip
+globals().update(CONSTANTS)
+available = True
 UNIQUE_ID_BYTES = 128
 # From NCCL 2.30 on it lets two ranks share a GPU.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"

@@ -1,7 +1,7 @@
 """A pytest plugin that replaces CuPy by the fake: ``-p fake_cupy.plugin``.
 
 Each test module has one machine, because meshes may live as long. After every test its queues are
-run and its faults raised. The fixture ``new_machine`` makes another one for a test.
+run and its faults raised. The fixture ``gpus`` (``support/gpus.py``) makes another one for a test.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from . import arrays, graphs, kernels, machine, nccl, surface
 from .kernels import Declared, declared
 from .machine import Machine, install
+from .signatures import RECORD
 
 __all__ = ["fresh"]
 
@@ -37,126 +38,34 @@ def _module(name: str, **content) -> types.ModuleType:
     return made
 
 
-def _runtime() -> types.ModuleType:
-    def getDeviceCount():
-        return machine.current().num_gpus
-
-    def deviceCanAccessPeer(device, peerDevice):
-        return int(machine.current().can_peer and device != peerDevice)
-
-    def deviceEnablePeerAccess(peerDevice):
-        pair = (surface.getDevice(), peerDevice)
-        if pair in machine.current().peers:
-            raise surface.CUDARuntimeError(704)
-        if not deviceCanAccessPeer(*pair):
-            raise surface.CUDARuntimeError(217)
-        if (
-            sum(pair[0] == here for here, _ in machine.current().peers)
-            >= machine.current().most_peers
-        ):
-            raise surface.CUDARuntimeError(711)
-        machine.current().peers.add(pair)
-
-    def deviceDisablePeerAccess(peerDevice):
-        machine.current().peers.remove((surface.getDevice(), peerDevice))
-
-    return _module(
-        "cupy.cuda.runtime",
-        CUDARuntimeError=surface.CUDARuntimeError,
-        getDevice=surface.getDevice,
-        setDevice=surface.setDevice,
-        eventQuery=surface.eventQuery,
-        eventRecord=surface.eventRecord,
-        streamIsCapturing=surface.streamIsCapturing,
-        streamQuery=surface.streamQuery,
-        streamWaitEvent=surface.streamWaitEvent,
-        driverGetVersion=lambda: 13010,
-        runtimeGetVersion=lambda: 12090,
-        is_hip=False,
-        getDeviceCount=getDeviceCount,
-        getDeviceProperties=surface.getDeviceProperties,
-        deviceCanAccessPeer=deviceCanAccessPeer,
-        deviceEnablePeerAccess=deviceEnablePeerAccess,
-        deviceDisablePeerAccess=deviceDisablePeerAccess,
-        deviceGetPCIBusId=surface.deviceGetPCIBusId,
-        memcpyAsync=arrays.copy_async,
-        memcpyPeerAsync=arrays.peer_copy_async,
-        memsetAsync=arrays.memset_async,
-        memGetInfo=arrays.memory_info,
-        pointerGetAttributes=arrays.pointer_attributes,
-        memcpyHostToDevice=arrays.HOST_TO_DEVICE,
-        memcpyDeviceToHost=arrays.DEVICE_TO_HOST,
-        memcpyDeviceToDevice=arrays.DEVICE_TO_DEVICE,
-        memcpyDefault=arrays.ANYWHERE,
-        streamCaptureModeGlobal=graphs.GLOBAL,
-        streamCaptureModeThreadLocal=graphs.THREAD_LOCAL,
-        streamCaptureModeRelaxed=graphs.RELAXED,
-    )
+# For each module of CuPy, the files that hold what the record names in it.
+MODULES = {
+    "cupy": (arrays,),
+    "cupy.cuda": (surface, arrays, kernels, graphs),
+    "cupy.cuda.compiler": (kernels,),
+    "cupy.cuda.driver": (surface, kernels),
+    "cupy.cuda.function": (kernels,),
+    "cupy.cuda.nccl": (nccl,),
+    "cupy.cuda.nvrtc": (kernels,),
+    "cupy.cuda.nvtx": (surface,),
+    "cupy.cuda.runtime": (surface, arrays, graphs),
+}
 
 
 def inject() -> None:
     """Makes ``import cupy`` import the fake, whether or not CuPy is installed."""
     ctypes.CDLL = arrays.CDLL  # type: ignore[misc]
-    runtime = _runtime()
     arrays.ndarray.__module__ = "cupy"  # convert.py recognizes it by this
-    nccl_module = _module(
-        "cupy.cuda.nccl",
-        available=True,
-        NcclCommunicator=nccl.NcclCommunicator,
-        NcclError=nccl.NcclError,
-        groupStart=nccl.groupStart,
-        groupEnd=nccl.groupEnd,
-        get_unique_id=nccl.get_unique_id,
-        get_version=nccl.get_version,
-        **nccl.CONSTANTS,
-    )
-    compiler = _module(
-        "cupy.cuda.compiler",
-        CompileException=kernels.CompileException,
-        compile_using_nvrtc=kernels.compile_using_nvrtc,
-    )
-    function = _module("cupy.cuda.function", CNumpyArray=kernels.CNumpyArray, Module=kernels.Module)
-    nvrtc = _module("cupy.cuda.nvrtc", getVersion=kernels.nvrtc_version)
-    driver = _module(
-        "cupy.cuda.driver",
-        CUDADriverError=surface.CUDADriverError,
-        occupancyMaxActiveBlocksPerMultiprocessor=kernels.max_active_blocks,
-    )
-    nvtx = _module("cupy.cuda.nvtx", RangePush=surface.RangePush, RangePop=surface.RangePop)
-    cuda = _module(
-        "cupy.cuda",
-        nvrtc=nvrtc,
-        nvtx=nvtx,
-        runtime=runtime,
-        driver=driver,
-        compiler=compiler,
-        function=function,
-        Device=surface.Device,
-        Stream=surface.Stream,
-        ExternalStream=surface.ExternalStream,
-        Event=surface.Event,
-        Graph=graphs.Graph,
-        Function=kernels.Function,
-        MemoryPool=arrays.MemoryPool,
-        MemoryPointer=arrays.MemoryPointer,
-        UnownedMemory=arrays.UnownedMemory,
-        alloc_pinned_memory=arrays.alloc_pinned_memory,
-        get_current_stream=surface.get_current_stream,
-        get_elapsed_time=surface.get_elapsed_time,
-        is_available=lambda: True,
-    )
-    cupy = _module(
-        "cupy",
-        FAKE=True,
-        __version__="14.2.0",
-        cuda=cuda,
-        ndarray=arrays.ndarray,
-        asarray=arrays.asarray,
-        from_dlpack=arrays.from_dlpack,
-        ascontiguousarray=arrays.ascontiguousarray,
-    )
-    for made in (cupy, cuda, nvrtc, nvtx, runtime, driver, compiler, function, nccl_module):
-        sys.modules[made.__name__] = made
+    for place, files in MODULES.items():
+        names = [name.rpartition(".")[2] for name in RECORD if name.rpartition(".")[0] == place]
+        made = {
+            name: getattr(file, name) for name in names for file in files if hasattr(file, name)
+        }
+        sys.modules[place] = _module(place, **made)
+        parent, _, name = place.rpartition(".")
+        if parent and name != "nccl":  # which is imported by its full name
+            setattr(sys.modules[parent], name, sys.modules[place])
+    vars(sys.modules["cupy"]).update(FAKE=True, __version__="14.2.0")
     sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
 
 
@@ -230,9 +139,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         other = nextitem is None or nextitem.path != item.path
         if here.faults or other:
             fresh()
-
-
-@pytest.fixture
-def new_machine():
-    """Makes a machine for this test: ``new_machine(seed, num_gpus=…, peers=…)``."""
-    return fresh

@@ -344,7 +344,7 @@ class Program:
         of_edges = [(each.device, *[end.buffer.device for end in each.ends]) for each in edges]
         devices = list(dict.fromkeys(chain(*of_edges)))
         for device in devices:
-            device.prepare(ops.ADD_N, ("float32", "float32", 2))
+            device.compile_kernel(ops.ADD_N, ("float32", "float32", 2))
         step = captured(devices, lambda: [each.submit() for each in edges])
         for each in edges:
             each.follow()

@@ -2,7 +2,7 @@
 
 The first line of the docstring of CuPy's compiled callables holds their C-typed signature.
 ``python -m fake_cupy.signatures`` with the real CuPy compares it with the record;
-``--write`` records it anew. Needs no GPU.
+``--write`` records it anew; a new name is first added to the record by hand. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,55 +16,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROBES", "RECORD", "differences", "offered", "parameters", "probed", "recorded_now"]
+__all__ = ["PROBES", "RECORD", "differences", "parameters", "probed", "recorded_now"]
 
 _FILE = Path(__file__).with_name("signatures.json")
-# The modules and classes of the fake, and the names in them.
-OFFERED = {
-    "cupy": "ndarray asarray ascontiguousarray from_dlpack",
-    "cupy.ndarray": "device get copy transpose view __dlpack__ __dlpack_device__",
-    "cupy.cuda": (
-        "Device Stream ExternalStream Event Function Graph MemoryPool MemoryPointer UnownedMemory "
-        "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
-    ),
-    "cupy.cuda.Device": "id attributes compute_capability use synchronize",
-    "cupy.cuda.Function": "ptr",
-    "cupy.cuda.Graph": "launch upload",
-    "cupy.cuda.Stream": (
-        "__init__ synchronize wait_event record done use begin_capture end_capture is_capturing "
-        "null ptds"
-    ),
-    "cupy.cuda.ExternalStream": "__init__ synchronize wait_event record done use",
-    "cupy.cuda.Event": "__init__ record done synchronize",
-    "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes total_bytes",
-    "cupy.cuda.MemoryPointer": "device",
-    "cupy.cuda.compiler": "CompileException compile_using_nvrtc",
-    "cupy.cuda.driver": "CUDADriverError occupancyMaxActiveBlocksPerMultiprocessor",
-    "cupy.cuda.function": "CNumpyArray Module",
-    "cupy.cuda.function.Module": "load get_function",
-    "cupy.cuda.nvrtc": "getVersion",
-    "cupy.cuda.runtime": (
-        "CUDARuntimeError getDevice setDevice getDeviceCount getDeviceProperties "
-        "driverGetVersion runtimeGetVersion is_hip deviceCanAccessPeer "
-        "deviceEnablePeerAccess deviceDisablePeerAccess deviceGetPCIBusId "
-        "memcpyAsync memcpyPeerAsync memsetAsync "
-        "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
-        "pointerGetAttributes memGetInfo eventQuery eventRecord streamQuery streamIsCapturing "
-        "streamWaitEvent streamCaptureModeGlobal streamCaptureModeThreadLocal "
-        "streamCaptureModeRelaxed"
-    ),
-    "cupy.cuda.nvtx": "RangePush RangePop",
-    "cupy.cuda.nccl": (
-        "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "
-        "NCCL_SUM NCCL_PROD NCCL_MAX NCCL_MIN NCCL_AVG NCCL_INT8 NCCL_CHAR NCCL_UINT8 NCCL_INT32 "
-        "NCCL_INT NCCL_UINT32 NCCL_INT64 NCCL_UINT64 NCCL_FLOAT16 NCCL_HALF NCCL_FLOAT32 "
-        "NCCL_FLOAT NCCL_FLOAT64 NCCL_DOUBLE NCCL_BFLOAT16"
-    ),
-    "cupy.cuda.nccl.NcclCommunicator": (
-        "initAll allReduce reduce broadcast allGather send recv abort destroy check_async_error "
-        "device_id rank_id size"
-    ),
-}
 # Parameters that are not compared: the fake has fewer, or CuPy's signature is not right.
 NOT_COMPARED = {
     "cupy.cuda.Function": "the fake's are made by Module only",
@@ -78,11 +32,6 @@ NOT_COMPARED = {
     "cupy.ascontiguousarray": "a Python function of CuPy's, used with one argument",
     "cupy.cuda.is_available": "no docstring",
 }
-
-
-def offered() -> list[str]:
-    """Every dotted name."""
-    return [f"{place}.{name}" for place, names in OFFERED.items() for name in names.split()]
 
 
 def found(name: str) -> Any:
@@ -116,7 +65,7 @@ def recorded_now() -> dict[str, str | int | bool]:
         _import_all()
         warnings.simplefilter("error")
         made = {}
-        for name in offered():
+        for name in RECORD:
             if name in ("cupy.cuda.Device.id", "cupy.cuda.nccl.available"):
                 made[name] = ""  # of an object, and of the machine
             else:
@@ -127,12 +76,12 @@ def recorded_now() -> dict[str, str | int | bool]:
 def _import_all() -> None:
     """Imports before warnings become errors: warnings about the installation do not count."""
     warnings.simplefilter("ignore")
-    for place in OFFERED:
+    for name in RECORD:
         with contextlib.suppress(ImportError):
-            importlib.import_module(place)
+            importlib.import_module(name.rpartition(".")[0])
 
 
-RECORD: dict[str, str | int | bool] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+RECORD: dict[str, str | int | bool] = json.loads(_FILE.read_text())
 
 
 def parameters(line: str) -> list[tuple[str, str | None]] | None:
@@ -151,8 +100,7 @@ def parameters(line: str) -> list[tuple[str, str | None]] | None:
 
 def differences() -> list[str]:
     """The differences between the signatures of the imported fake and the record."""
-    wrong = [f"{name} is not recorded" for name in offered() if name not in RECORD]
-    wrong += [f"{name} is not offered" for name in RECORD if name not in offered()]
+    wrong = []
     for name, line in RECORD.items():
         if isinstance(line, (bool, int)):
             if found(name) != line:
@@ -254,7 +202,7 @@ if __name__ == "__main__":
     now = recorded_now() | {name: probed(name) for name in PROBES}
     RECORD = {**RECORD, **PROBES}
     if "--write" in sys.argv:
-        kept = {name: now[name] for name in offered()}
+        kept = {name: now[name] for name in RECORD if name not in PROBES}
         _FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     wrong_now = [name for name in now if now[name] != RECORD.get(name, "")]
     sys.stdout.write("".join(f"{name}: {now[name]!r}\n" for name in wrong_now))

@@ -103,6 +103,42 @@ def setDevice(device):
         raise CUDARuntimeError(machine.freed[device].status)
 
 
+def getDeviceCount():
+    return current().num_gpus
+
+
+def deviceCanAccessPeer(device, peerDevice):
+    return int(current().can_peer and device != peerDevice)
+
+
+def deviceEnablePeerAccess(peerDevice):
+    pair = (getDevice(), peerDevice)
+    if pair in current().peers:
+        raise CUDARuntimeError(704)
+    if not deviceCanAccessPeer(*pair):
+        raise CUDARuntimeError(217)
+    if sum(pair[0] == here for here, _ in current().peers) >= current().most_peers:
+        raise CUDARuntimeError(711)
+    current().peers.add(pair)
+
+
+def deviceDisablePeerAccess(peerDevice):
+    current().peers.remove((getDevice(), peerDevice))
+
+
+def driverGetVersion():
+    return 13010
+
+
+def runtimeGetVersion():
+    return 12090
+
+
+def is_available():
+    return True
+
+
+is_hip = False
 RANGES: list[str] = []  # "+text" of each range that was begun, "-" of each that was ended
 
 

@@ -88,7 +88,7 @@ def options_of_cupy(arch: int) -> tuple[str, ...]:
     try:
         for (place, name), value in changed.items():
             setattr(place, name, value)
-        compile.compiled("", "add_n<float>")
+        compile.compile_code("", "add_n<float>")
     except Asked as asked:
         return asked.args
     finally:

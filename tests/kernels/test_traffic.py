@@ -75,7 +75,7 @@ class Counter:
     def moved(self, kernel: Kernel, template, row: list[Operand], scalars) -> list[tuple[int, int]]:
         """How often one launch read and wrote each byte of each operand."""
         planted = replace(kernel, templates=(template,))  # a new one: builds are cached by kernel
-        self.device.prepare(planted, template)
+        self.device.compile_kernel(planted, template)
         library = self.built[-1]
         counted = (_Counted * MOST).in_dll(library, "counted")
         for place, operand in enumerate(row):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import RowIndex, merged_row_index
+from gradreduce.ops import RowIndex, merge_row_index
 from gradreduce.ops.row_index import MAX_TOUCHES
 
 ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
@@ -32,7 +32,7 @@ def grown(gradients):
     slots, model = RowIndex.none(), Model()
     for indices in gradients:
         before = slots
-        slots, into = slots.touched(np.array(indices, np.int64))
+        slots, into = slots.add_gradient(np.array(indices, np.int64))
         assert into.dtype == np.int64
         assert before is not slots
         assert into.tolist() == model.touch(indices)
@@ -53,7 +53,7 @@ def test_rows_lie_in_the_order_in_which_they_came(gradients):
 @given(sums=st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), mean=st.booleans())
 def test_sums_are_merged_in_their_order(sums, mean):
     made = [grown(gradients) for gradients in sums]
-    segments, by = merged_row_index([slots for slots, _ in made], mean=mean)
+    segments, by = merge_row_index([slots for slots, _ in made], mean=mean)
     starts = np.cumsum([0, *(slots.num_rows for slots, _ in made)]).tolist()
     indices = sorted(set().union(*(model.places for _, model in made)))
     assert segments.indices.tolist() == indices
@@ -81,12 +81,12 @@ def test_slots_stay_as_they_are():
     """If a call fails after its plan was made, the next one must find the old slots."""
     slots, _ = grown([[1, 4], [4, 6]])
     kept = [slots.indices.tolist(), slots.rows.tolist(), slots.num_touches().tolist()]
-    slots.touched(np.array([0, 4, 9]))
+    slots.add_gradient(np.array([0, 4, 9]))
     assert [slots.indices.tolist(), slots.rows.tolist(), slots.num_touches().tolist()] == kept
 
 
 def test_equal_counts_are_one_number():
     """One number needs no upload."""
     slots, _ = grown([[1, 4], [1, 4], [1, 4]])
-    assert merged_row_index([slots], mean=True)[1] == 3.0
-    assert merged_row_index([slots], mean=False)[1] == 1.0
+    assert merge_row_index([slots], mean=True)[1] == 3.0
+    assert merge_row_index([slots], mean=False)[1] == 1.0

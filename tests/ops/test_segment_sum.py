@@ -24,7 +24,7 @@ from support.implementations import (
 )
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import joined_indices, plan_segments, segment_sum_command
+from gradreduce.ops import concatenate_indices, plan_segments, segment_sum_command
 from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
 
 # Widths near vectors of 1 to 16 elements: odd ones, and whole vectors of some dtypes.
@@ -122,7 +122,7 @@ def test_a_plan_is_a_stable_sort(indices):
 
 def test_indices_are_joined_in_order():
     parts = [np.array([3, 1]), np.array([], np.int64), np.array([1])]
-    assert joined_indices(parts).tolist() == [3, 1, 1]
+    assert concatenate_indices(parts).tolist() == [3, 1, 1]
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -156,14 +156,14 @@ def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
 def test_each_thread_has_memory_of_its_own(mesh):
     device = mesh.devices[0]
     staging = HostStaging([(device, np.dtype("float32"), (3,))])
-    (mine,) = staging.staged([np.full(3, 1, "float32")])
+    (mine,) = staging.upload([np.full(3, 1, "float32")])
     theirs = []
     other = threading.Thread(
-        target=lambda: theirs.extend(staging.staged([np.full(3, 2, "float32")]))
+        target=lambda: theirs.extend(staging.upload([np.full(3, 2, "float32")]))
     )
     other.start()
     other.join(timeout=30)
     assert [mine.numpy().tolist(), theirs[0].numpy().tolist()] == [[1.0] * 3, [2.0] * 3]
-    (again,) = staging.staged([np.full(3, 3, "float32")])
+    (again,) = staging.upload([np.full(3, 3, "float32")])
     assert again is mine
     assert theirs[0].numpy().tolist() == [2.0] * 3

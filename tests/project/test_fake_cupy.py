@@ -1,7 +1,7 @@
 """The CUDA backend's own code, run without a GPU: pytest processes with the fake CuPy in them.
 
-They are separate processes because our modules keep what they imported. Their results are
-those of ``tests/backends/cuda`` and of every test elsewhere that is marked as needing GPUs.
+They are separate processes because our modules keep what they imported. They run the tests that are
+marked as needing GPUs, or the fake.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from support.background_runs import ROOT, FinishedRun, environment
 
 # The fake stores a clock for every use of memory, and the number of uses grows.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_memory_does_not_grow_with_use"
-SHARED = "(gpu or multi_gpu) and not slow"
 PYTEST = ("-m", "pytest", "-p", "fake_cupy.plugin", "-q")
+MARKED = "(gpu or multi_gpu or fake_cupy)"
+PLAIN = f"{MARKED} and not slow"
 TESTS = ROOT / "tests"
+FILES = [
+    str(TESTS / name)
+    for name in (
+        "backends/cuda",
+        "end_to_end/test_compiled_first.py",
+        "end_to_end/test_legal_orders.py",
+        "end_to_end/test_steady_state.py",
+        "reduce/test_arrays_in_place.py",
+        "reduce/test_profile.py",
+    )
+]
 
 
 def on_seed(seed: str, *marks: pytest.MarkDecorator):
     """A parameter: the tests that need GPUs, on a machine of this seed."""
-    arguments = (*PYTEST, str(TESTS / "device"), "-m", SHARED, "--deselect", DESELECTED)
+    arguments = (*PYTEST, str(TESTS / "device"), "-m", PLAIN, "--deselect", DESELECTED)
     early = pytest.mark.early(*arguments, GRADREDUCE_FAKE_SEED=seed)
     return pytest.param(marks=(early, *marks), id=seed)
 
@@ -49,7 +61,7 @@ def passed(done: FinishedRun) -> None:
 @pytest.mark.repo
 @pytest.mark.host
 @pytest.mark.slow
-@pytest.mark.early(*PYTEST, str(TESTS / "backends" / "cuda"), "-m", "not slow")
+@pytest.mark.early(*PYTEST, *FILES, "-m", PLAIN)
 def test_the_cuda_backend_passes_on_the_fake(early):
     """In one process, because starting one for each file took longer than most of the files."""
     passed(early)
@@ -59,7 +71,7 @@ def test_the_cuda_backend_passes_on_the_fake(early):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.early(*PYTEST, str(TESTS / "backends" / "cuda"), "-m", "exhaustive or slow")
+@pytest.mark.early(*PYTEST, *FILES, "-m", f"{MARKED} and (exhaustive or slow)")
 def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
     passed(early)
 

@@ -175,11 +175,11 @@ LATE = {
     "gradreduce.__main__": {"main"},
     "gradreduce.backends": {"_cuda_backend", "_open_sim"},
     "gradreduce.backends.cuda.nccl": {"_nccl"},
-    "gradreduce.comm.launchers": {"_imported"},
+    "gradreduce.comm.launchers": {"_import"},
     "gradreduce.cli.pictures": {"new_figure"},
     "gradreduce.device.mesh": {"flat_buffer"},
     "gradreduce.comm.description": {"digest_of"},
-    "gradreduce.cli.system_info": {"_gpus", "_imported", "_installed", "find_system_info"},
+    "gradreduce.cli.system_info": {"_gpus", "_import_version", "_read_version", "find_system_info"},
 }
 LATE_IN_NUMPY = np.__numpy_submodules__ - {"dtypes", "exceptions", "lib", "linalg"}
 

@@ -238,9 +238,9 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     client.restart()
     client.states[0].register((3,))
     client.states[0].register((3,))
-    assert client.ask("registry", "begun") == [3]
+    assert client.ask("registry", "list_begun") == [3]
     client.ask("registry", "end", 3)
-    assert client.ask("registry", "begun") == []
+    assert client.ask("registry", "list_begun") == []
 
 
 @pytest.mark.parametrize("distance_scale", [None, 0.5])

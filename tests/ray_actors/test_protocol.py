@@ -27,7 +27,7 @@ def modules() -> Iterator[SimpleNamespace]:
 class Tally:
     """A ``ShardState`` that knows the names of the gradients in its sum."""
 
-    repeated = {"take": "taken"}  # noqa: RUF012
+    repeated = {"take": "results_of_last_take"}  # noqa: RUF012
     clock = 0
 
     def __init__(self, settings: Any) -> None:
@@ -62,9 +62,9 @@ class Tally:
         assert len(self.held) >= num_required
         self.results[key[0]] = (key[1], self.held)
         self.held = []
-        return self.taken(key[0])
+        return self.results_of_last_take(key[0])
 
-    def taken(self, caller: str) -> Any:
+    def results_of_last_take(self, caller: str) -> Any:
         return list(self.results[caller][1])
 
     def forget(self, key: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
     names = ("take", "withdraw", "delivered")
     methods = {name: SimpleNamespace(remote=partial(send, name)) for name in names}
     client.actor, client._poll_seconds = SimpleNamespace(**methods), 1.0
-    client._caller, client._answered = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
+    client._caller, client._call_lead = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
     monkeypatch.setattr(modules.client.cluster, "check_usable", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         client.take(1, None)

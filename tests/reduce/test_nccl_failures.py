@@ -83,7 +83,7 @@ def test_where_the_library_is_missing_nothing_is_changed(numpy_mesh, monkeypatch
     variable = gr.Variable(arrays[0], device=mesh)
     optimizer = gr.GradientDescentOptimizer(1)
     optimizer.cross_device_ops = ops
-    mesh.mesh_state.prepared.clear()
+    mesh.mesh_state.compiled_keys.clear()
     monkeypatch.setattr(mesh, "_make_collective", missing)
     for call in (
         lambda: ops.reduce(gr.ReduceOp.SUM, value, value),

@@ -197,3 +197,21 @@ def test_each_link_of_gpus_is_measured(monkeypatch):
         copy_bandwidth(third, third)
     ways = [(each.device, each.source) for each in journal.of("copy")]
     assert list(dict.fromkeys(ways)) == [(1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param([0, 0], marks=pytest.mark.gpu),
+        pytest.param([0, 1, 1, 2, 0], marks=pytest.mark.multi_gpu(3)),
+    ],
+    ids=str,
+)
+def test_a_reduction_on_gpus_is_profiled(monkeypatch, placement):
+    monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 1 << 12)
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        told = hierarchical(mesh, 2).profile(MEAN, pairs_of(mesh, 15, 1003, 1, 2800))
+        assert told.differences == ()
+        assert told.plan.launches == sum(stage.done.launches for stage in told.stages) > 0
+        assert told.floor_seconds > 0
+        assert set(told.memory_bandwidth) == set(placement)

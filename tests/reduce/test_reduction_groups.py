@@ -216,7 +216,7 @@ def test_what_was_prepared_for_other_reduction_groups_is_not_taken_for_these(gro
         for reduction_groups in (None, groups, ([], [0, 1, 2])):
             ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
             ops._rehearse_sums(mesh.devices, half, half)
-        assert len(mesh.mesh_state.prepared) == 3
+        assert len(mesh.mesh_state.compiled_keys) == 3
 
 
 @pytest.mark.parametrize(

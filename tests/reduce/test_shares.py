@@ -84,16 +84,6 @@ def test_every_dtype(mesh, algorithm):
         check_shares(ops.all_reduce(grads, op), shares, ops.all_gather(shares))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("seed", range(2))
-def test_under_every_schedule(algorithm, seed):
-    with gr.open_mesh((0, 1, 1, 2), backend="sim", schedule_seed=seed, strict=True) as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
-        grads = make_grads(4, ["float32", "int16"], exact_data)
-        shares = ops.reduce_scatter(grads, SUM)
-        check_shares(ops.all_reduce(grads, SUM), shares, ops.all_gather(shares))
-
-
 @pytest.mark.parametrize("peer_access", [False, True])
 def test_each_device_sends_what_another_one_owns(peer_access):
     n, size = 4, 4 * 1000

@@ -59,8 +59,8 @@ def watched_compiles(mesh: Mesh) -> Iterator[CompileWatch]:
     with pytest.MonkeyPatch.context() as patch:
         for device in mesh.devices:
             patch.setattr(device, "compiles", True)
-            patch.setattr(device, "_prepare", watched(device, device._prepare, False))
-            patch.setattr(device, "_resolved", watched(device, device._resolved, True))
+            patch.setattr(device, "_compile_kernel", watched(device, device._compile_kernel, False))
+            patch.setattr(device, "_make_launch", watched(device, device._make_launch, True))
         yield watch
 
 

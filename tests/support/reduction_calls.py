@@ -13,22 +13,21 @@ from gradreduce.device import Mesh
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
-def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarray]:
+def everything(mesh: Mesh, algorithm: str) -> list[np.ndarray]:
     """All arrays of all results. The inputs are freed right after each call."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     one = gr.ReductionToOneDevice(mesh.devices[len(mesh) // 2], mesh=mesh)
     kept = []
-    for turn in range(rounds):
-        for op in (SUM, MEAN):
-            kept += ops.batch_reduce(op, pairs_of(mesh, turn))
-            kept += ops.batch_reduce(op, pairs_of(mesh, turn + 10), coalesce=True)
-            kept += one.batch_reduce(op, pairs_of(mesh, turn + 20))
-        source = mesh.devices[-1].upload(data((5, 3), "float32", turn))
-        kept.append(ops.broadcast(source, mesh))
-        kept.append(ops.broadcast(table(mesh.devices[0], turn), mesh.devices[::-1]))
-        outs = [device.empty((5, 3), "float32") for device in mesh]
-        kept += ops.broadcast([source], mesh, out=[outs])
-        del source, outs
+    for op in (SUM, MEAN):
+        kept += ops.batch_reduce(op, pairs_of(mesh, 0))
+        kept += ops.batch_reduce(op, pairs_of(mesh, 10), coalesce=True)
+        kept += one.batch_reduce(op, pairs_of(mesh, 20))
+    source = mesh.devices[-1].upload(data((5, 3), "float32", 0))
+    kept.append(ops.broadcast(source, mesh))
+    kept.append(ops.broadcast(table(mesh.devices[0], 1), mesh.devices[::-1]))
+    outs = [device.empty((5, 3), "float32") for device in mesh]
+    kept += ops.broadcast([source], mesh, out=[outs])
+    del source, outs
     return [array for result in kept[::-1] for array in arrays_of(result)]
 
 

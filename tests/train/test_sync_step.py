@@ -332,13 +332,13 @@ def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
         optimizer = gr.MomentumOptimizer(0.1, 0.9)
         step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=shard_optimizer)
         (accumulator,) = step.accumulators
-        original = SimDevice._prepare
+        original = SimDevice._compile_kernel
 
         def prepare(self, *arguments):
             asked.append(accumulator.accumulator_ref.lock._is_owned())
             original(self, *arguments)
 
-        monkeypatch.setattr(SimDevice, "_prepare", prepare)
+        monkeypatch.setattr(SimDevice, "_compile_kernel", prepare)
         accumulator.apply_grad(np.ones(3), cast=True)
         assert step([[[np.ones(3, np.float16)]]] * 3)
     assert asked

@@ -19,9 +19,9 @@ from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_dea
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.reduce.presets import shared_ops
+from gradreduce.reduce.presets import default_ops
 
-from .checkpoint import ready_state, saved_state
+from .checkpoint import ready_state, save_state
 from .state import AccumulatorState, Storage
 from .take_queue import cancel_waiting, close, discard_sums
 from .validate import DTYPES, as_shape, as_step
@@ -174,8 +174,6 @@ class ConditionalAccumulatorBase(NotCopied):
 
         Raises:
             CancelledError: the accumulator was closed.
-            BackendUnavailableError: its mesh was closed, or a device failed.
-            CollectiveError: its mesh had failed, or failed during the call, also by the deadline.
             ValueError: ``deadline`` is not a number above 0, ``output_type`` is unknown, or it is
                 ``"torch"`` and PyTorch is not imported.
 
@@ -193,7 +191,7 @@ class ConditionalAccumulatorBase(NotCopied):
             array([1., 2.], dtype=float32)
         """
         self._state.mesh_state.check_process()
-        return saved_state(self._state, downloader(as_deadline(deadline), output_type))
+        return save_state(self._state, downloader(as_deadline(deadline), output_type))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the contents of the accumulator with a saved ``state_dict``.
@@ -219,8 +217,6 @@ class ConditionalAccumulatorBase(NotCopied):
                 ``reduction_type``, ``sparse_mean``, ``shape`` or number of devices; its numbers
                 contradict each other; or its ``"kind"`` belongs to a library that is not imported.
             CancelledError: the accumulator was closed.
-            BackendUnavailableError: its mesh was closed, or a device failed.
-            CollectiveError: its mesh had failed, or failed during the call.
         """
         self._state.mesh_state.check_process()
         ready_state(self._state, state)()
@@ -249,35 +245,35 @@ def create_state(  # noqa: PLR0913  # options of one call
     A registered state that was closed, or inherited by a fork, is replaced, even if accumulators
     still refer to it. See ``ConditionalAccumulator`` for arguments and errors.
     """
-    found = as_dtype(dtype)
-    if found.name not in DTYPES:
-        raise TypeError(f"dtype={found} must be one of {', '.join(DTYPES)}")
+    grad_dtype = as_dtype(dtype)
+    if grad_dtype.name not in DTYPES:
+        raise TypeError(f"dtype={grad_dtype} must be one of {', '.join(DTYPES)}")
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
-    wanted = None if shape is None else as_shape(shape)
-    reducer = shared_ops() if cross_device_ops is None else cross_device_ops
+    grad_shape = None if shape is None else as_shape(shape)
+    reducer = default_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
-    devices, over_mesh = _placed(device, shared_name or "", reducer.mesh)
+    devices, over_mesh = _choose_devices(device, shared_name or "", reducer.mesh)
     if shared_name:
         instead = "use the accumulators of gradreduce.ray, which several processes share by name"
         check_one_process(devices[0], f"shared_name={brief(shared_name)}", instead)
     state = AccumulatorState(
-        found, wanted, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
+        grad_dtype, grad_shape, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
     )
     if over_mesh and storage.is_sparse and not is_all_reduce(reducer):
         raise TypeError(
             f"cross_device_ops={brief(reducer)} must be an AllReduceCrossDeviceOps: a "
             "SparseConditionalAccumulator merges rows on its first device"
         )
-    storage.rehearse(state, found)
+    storage.rehearse(state, grad_dtype)
     if over_mesh and not storage.is_sparse:
-        reducer._rehearse_sums(devices, accumulate_dtype(found), found)
+        reducer._rehearse_sums(devices, accumulate_dtype(grad_dtype), grad_dtype)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
-    return _registered(shared_name, state, cross_device_ops) if shared_name else state
+    return _find_or_register(shared_name, state, cross_device_ops) if shared_name else state
 
 
-def _placed(
+def _choose_devices(
     device: DeviceLike | Mesh | None, shared_name: str, mesh: Mesh | None
 ) -> tuple[tuple[Device, ...], bool]:
     """Returns the devices of an accumulator, and whether its results are ``Mirrored``."""
@@ -292,7 +288,7 @@ def _placed(
     return as_devices(device, "device=", mesh), isinstance(device, Mesh)
 
 
-def _registered(
+def _find_or_register(
     shared_name: str, state: AccumulatorState, cross_device_ops: CrossDeviceOps | None
 ) -> AccumulatorState:
     """Returns the state registered as ``shared_name``; registers ``state`` if there is none.
@@ -306,37 +302,41 @@ def _registered(
         ValueError: the name is registered with other arguments.
     """
     with _lock.lock:
-        found = _shared.setdefault(shared_name, state)
-        if found.closed or found.mesh_state.is_inherited:
-            found = _shared[shared_name] = state
+        shared = _shared.setdefault(shared_name, state)
+        if shared.closed or shared.mesh_state.is_inherited:
+            shared = _shared[shared_name] = state
     differing: list[tuple[str, Any, Any]] = [
-        (name, had, wanted)
-        for name, had, wanted in (
-            ("format", found.storage.format, state.storage.format),
-            ("dtype", found.dtype, state.dtype),
-            ("shape", found.shape, state.shape),
-            ("reduction_type", found.reduction_type, state.reduction_type),
-            ("sparse_mean", found.sparse_mean, state.sparse_mean),
+        (name, registered, requested)
+        for name, registered, requested in (
+            ("format", shared.storage.format, state.storage.format),
+            ("dtype", shared.dtype, state.dtype),
+            ("shape", shared.shape, state.shape),
+            ("reduction_type", shared.reduction_type, state.reduction_type),
+            ("sparse_mean", shared.sparse_mean, state.sparse_mean),
         )
-        if had != wanted
+        if registered != requested
     ]
-    if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
-        had, wanted = (
+    if (shared.devices, shared.over_mesh) != (state.devices, state.over_mesh):
+        registered, requested = (
             f"{'mesh of ' * each.over_mesh}{listed(device.name for device in each.devices)}"
-            for each in (found, state)
+            for each in (shared, state)
         )
-        same_mesh = found.mesh_state is state.mesh_state
-        differing.append(("device", had, wanted if same_mesh else f"{wanted} of another mesh"))
+        same_mesh = shared.mesh_state is state.mesh_state
+        differing.append(
+            ("device", registered, requested if same_mesh else f"{requested} of another mesh")
+        )
     if (
         cross_device_ops is not None
-        and found.over_mesh
-        and _settings_of(found.cross_device_ops) != _settings_of(cross_device_ops)
+        and shared.over_mesh
+        and _settings_of(shared.cross_device_ops) != _settings_of(cross_device_ops)
     ):
-        differing.append(("cross_device_ops", found.cross_device_ops, cross_device_ops))
+        differing.append(("cross_device_ops", shared.cross_device_ops, cross_device_ops))
     if differing:
-        name, had, wanted = differing[0]
-        raise ValueError(f"shared_name={brief(shared_name)} has {name} {had}, not {wanted}")
-    return found
+        name, registered, requested = differing[0]
+        raise ValueError(
+            f"shared_name={brief(shared_name)} has {name} {registered}, not {requested}"
+        )
+    return shared
 
 
 def _settings_of(cross_device_ops: CrossDeviceOps) -> object:

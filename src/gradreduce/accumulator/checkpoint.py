@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
-from gradreduce.checkpoint import anything, checked, equal, integer, list_of, optional, plain
+from gradreduce.checkpoint import anything, equal, integer, list_of, optional, plain, validate_state
 from gradreduce.errors import CollectiveError, about
 
 from .state import AccumulatorState
@@ -23,7 +23,7 @@ from .take_queue import complete_ready
 ReplicaSums = tuple[int, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
-def saved_state(
+def save_state(
     state: AccumulatorState, download: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``ConditionalAccumulatorBase.state_dict``.
@@ -44,23 +44,23 @@ def saved_state(
             "dtype": str(state.dtype),
             "reduction_type": state.reduction_type,
             **_sparse_mean(state),
-            "shape": _listed(state.shape),
+            "shape": _shape_to_list(state.shape),
             "global_step": state.step,
             "num_accumulated": state.count,
             "num_dropped": state.num_dropped,
-            "sum_shape": _listed(state.sum_shape),
+            "sum_shape": _shape_to_list(state.sum_shape),
             "kind": state.kind if state.count else None,
             "partial_sums": [
                 None if total is None else state.storage.save(total) for total in state.totals
             ],
         }
-    made = download(copies)
+    snapshot = download(copies)
     # If the mesh failed and was reset before the download, the download has raised no error.
     if state.mesh_state.has_failed(generation):
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
         )
-    return made
+    return snapshot
 
 
 def ready_state(
@@ -83,12 +83,12 @@ def ready_state(
     is_empty = isinstance(saved, Mapping) and plain(f"{where}[{key!r}]", saved.get(key)) == 0
     if isinstance(saved, Mapping) and state.sparse_mean:
         saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
-    found = checked(where, saved, _schema(state, is_empty, num_sums))
-    found = own(found)
-    count, shape = found["num_accumulated"], found["sum_shape"]
+    values = validate_state(where, saved, _schema(state, is_empty, num_sums))
+    values = own(values)
+    count, shape = values["num_accumulated"], values["sum_shape"]
     load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
     sums = list_of(optional(load_sum), len(state.devices))
-    uploads = checked(f"{where}['partial_sums']", found["partial_sums"], sums)
+    uploads = validate_state(f"{where}['partial_sums']", values["partial_sums"], sums)
     filled = len(uploads) - uploads.count(None)
     if not min(count, 1) <= filled <= count:
         raise ValueError(
@@ -98,12 +98,12 @@ def ready_state(
         state.check_open()
     totals = [each and each(device) for each, device in zip(uploads, state.devices, strict=True)]
     attributes = {
-        "step": found["global_step"],
+        "step": values["global_step"],
         "count": count,
         "sources": {},
-        "num_dropped": found["num_dropped"],
+        "num_dropped": values["num_dropped"],
         "sum_shape": shape,
-        "kind": found["kind"] or "native",
+        "kind": values["kind"] or "native",
         "totals": totals,
     }
 
@@ -130,7 +130,7 @@ def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str,
         "dtype": equal(str(state.dtype)),
         "reduction_type": equal(state.reduction_type),
         **{key: equal(value) for key, value in _sparse_mean(state).items()},
-        "shape": equal(_listed(state.shape)),
+        "shape": equal(_shape_to_list(state.shape)),
         "global_step": integer(-(2**63)),
         "num_accumulated": integer(0),
         "num_dropped": integer(0),
@@ -148,10 +148,10 @@ def _sparse_mean(state: AccumulatorState) -> dict[str, str]:
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:
     """Validates the saved shape of the sums, whose first entry may be -1."""
     found = plain(where, saved)
-    extents = list_of(integer(UNKNOWN), len(found) if isinstance(found, list) else 0)
-    shape = tuple(extents(where, found))
+    check_extents = list_of(integer(UNKNOWN), len(found) if isinstance(found, list) else 0)
+    shape = tuple(check_extents(where, found))
     if not state.storage.fits(shape, state.shape):
-        wanted = _listed(state.shape)
+        wanted = _shape_to_list(state.shape)
         raise ValueError(
             f"{where} is {list(shape)}, which does not fit the accumulator's shape {wanted}"
         )
@@ -171,5 +171,5 @@ def _kind(state: AccumulatorState, where: str, saved: Any) -> Kind:
     return kind  # type: ignore[no-any-return]  # one of the literals
 
 
-def _listed(shape: tuple[int | None, ...] | None) -> list[int | None] | None:
+def _shape_to_list(shape: tuple[int | None, ...] | None) -> list[int | None] | None:
     return None if shape is None else list(shape)

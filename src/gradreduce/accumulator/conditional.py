@@ -129,8 +129,6 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             InvalidArgumentError: the shape differs from that of the gradients in the sum, or
                 ``local_step`` does not fit in int64.
             CancelledError: the accumulator was closed.
-            CollectiveError: the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")
@@ -177,8 +175,6 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             InvalidArgumentError: ``num_required`` is less than 1, or the step is 2**63 - 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
-            CollectiveError: the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
             ValueError: ``deadline`` is not a number above 0, or ``output_type`` is unknown or its
                 library is not imported.
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a
@@ -336,8 +332,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
                 Variable.
             DeviceMismatchError: the gradient is on a device of another mesh.
             CancelledError: the accumulator was closed.
-            CollectiveError: the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         self._state.mesh_state.check_process()
         if kind_of(grad_values) == "native" and not is_array(grad_values):
@@ -368,8 +362,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
         Raises:
             TypeError: ``grad`` has another type.
-            ValueError, DeviceMismatchError, CancelledError, CollectiveError,
-                BackendUnavailableError: see ``apply_grad``.
+            ValueError, DeviceMismatchError, CancelledError: see ``apply_grad``.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")
@@ -453,8 +446,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             InvalidArgumentError: ``num_required`` is less than 1, or the step is 2**63 - 1.
             DeadlineExceededError: the timeout expired; nothing was taken.
             CancelledError: the accumulator was closed, or the mesh failed during the wait.
-            CollectiveError: the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
             ValueError: ``deadline`` is not a number above 0, or ``output_type`` is unknown or its
                 library is not imported.
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a

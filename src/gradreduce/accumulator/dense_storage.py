@@ -19,7 +19,7 @@ from typing import Any
 from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, densified
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, to_dense_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -32,7 +32,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.sums.aggregation import known_shape
+from gradreduce.sums.slices import require_shape
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -47,40 +47,40 @@ class DenseStorage(Storage):
     overwrites = True
     is_sparse = False
 
-    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    def validate(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
         """See ``Storage``. IndexedSlices without a shape get the accumulator's, if known."""
-        wanted = state.shape
+        required = state.shape
         if isinstance(grad, IndexedSlices):
             check_dtype(state, grad.dtype, cast)
-            if grad.dense_shape is None and wanted and None not in wanted:
-                grad = IndexedSlices(grad.values, grad.indices, [each or 0 for each in wanted])
-            shape = known_shape(grad, alone=True)
+            if grad.dense_shape is None and required and None not in required:
+                grad = IndexedSlices(grad.values, grad.indices, [each or 0 for each in required])
+            shape = require_shape(grad, alone=True)
         else:
             known = kind_of(grad) in ("native", "buffer")
             grad = grad if is_array(grad) else numbers(grad, state.dtype)
             shape, dtype = (grad.shape, grad.dtype) if known else shape_and_dtype(grad)
             check_dtype(state, dtype, cast)
-        if wanted is not None and shape != wanted and not compatible(shape, wanted):
+        if required is not None and shape != required and not compatible(shape, required):
             raise ValueError(
-                f"Shapes {shape} and {wanted} are incompatible: the gradient has the first, the "
+                f"Shapes {shape} and {required} are incompatible: the gradient has the first, the "
                 "accumulator the second"
             )
         return grad
 
-    def converted(self, state: AccumulatorState, checked: Any) -> Addend:
+    def to_addend(self, state: AccumulatorState, grad: Any) -> Addend:
         """See ``Storage``. Converts IndexedSlices to dense arrays."""
-        if not isinstance(checked, IndexedSlices):
-            index, array = to_sum_device(state, checked)
+        if not isinstance(grad, IndexedSlices):
+            index, array = to_sum_device(state, grad)
         else:
-            index, rows = to_sum_device(state, checked.values)
-            (array,) = densified([IndexedSlices.of(rows, checked.indices, checked.dense_shape)])
+            index, rows = to_sum_device(state, grad.values)
+            (array,) = to_dense_n([IndexedSlices.of(rows, grad.indices, grad.dense_shape)])
         return Addend(index, array, array.shape)
 
-    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, sum_shape: tuple[int, ...]) -> None:
         """See ``Storage``."""
-        if gradient.shape != wanted:
+        if gradient.shape != sum_shape:
             raise InvalidArgumentError(
-                f"Shape mismatch: expected {list(wanted)}, got {list(gradient.shape)}"
+                f"Shape mismatch: expected {list(sum_shape)}, got {list(gradient.shape)}"
             )
 
     def allocate(self, additions: Sequence[Addition]) -> None:
@@ -90,20 +90,25 @@ class DenseStorage(Storage):
         The result has the same bits as if each gradient was added by its own call. New sums of one
         device and dtype are allocated back to back, so that a take need not pack them.
         """
-        fresh = [each for each in additions if each.total is None]
-        for each in additions:
-            gradients = [ensure_accessible(each.device, part.values) for part in each.gradients]
-            each.in_place = each.total is not None
-            num_first = 0 if each.in_place else 1
+        fresh = [addition for addition in additions if addition.total is None]
+        for addition in additions:
+            gradients = [
+                ensure_accessible(addition.device, part.values) for part in addition.gradients
+            ]
+            addition.in_place = addition.total is not None
+            num_first = 0 if addition.in_place else 1
             runs = groupby(gradients[num_first:], attrgetter("dtype"))
-            each.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
+            addition.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
         if len(fresh) == 1 and not fresh[0].state.over_mesh:
             (one,) = fresh
             one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
         elif fresh:
-            sums = [(each.device, each.state.dtype, each.gradients[0].shape) for each in fresh]
-            for each, total in zip(fresh, _allocate_flat(sums), strict=True):
-                each.total = total
+            sums = [
+                (addition.device, addition.state.dtype, addition.gradients[0].shape)
+                for addition in fresh
+            ]
+            for addition, total in zip(fresh, _allocate_flat(sums), strict=True):
+                addition.total = total
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
@@ -154,13 +159,13 @@ class DenseStorage(Storage):
             _divide(in_place)
         return taken
 
-    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+    def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``."""
-        return UNKNOWN not in shape and (wanted is None or compatible(shape, wanted))
+        return UNKNOWN not in shape and (required is None or compatible(shape, required))
 
     def save(self, total: Any) -> Buffer:
         """See ``Storage``. Returns an array."""
-        return checkpoint.copied(total)
+        return checkpoint.queue_copy(total)
 
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
@@ -189,7 +194,7 @@ def _allocate_flat(
         sums: device, accumulator dtype and shape of each sum.
         zeros: fill the sums with zeros.
     """
-    made: dict[int, Buffer] = {}
+    views: dict[int, Buffer] = {}
     groups: dict[tuple[Device, DType], list[int]] = {}
     for index, (device, dtype, _) in enumerate(sums):
         groups.setdefault((device, dtype), []).append(index)
@@ -197,8 +202,8 @@ def _allocate_flat(
         layout = flat_layout([math.prod(sums[index][2]) for index in indices], dtype.itemsize)
         flat = (device.zeros if zeros else device.empty)((layout.size,), accumulate_dtype(dtype))
         for index, offset in zip(indices, layout.offsets, strict=True):
-            made[index] = flat.view(offset, sums[index][2])
-    return [made[index] for index in range(len(sums))]
+            views[index] = flat.view(offset, sums[index][2])
+    return [views[index] for index in range(len(sums))]
 
 
 def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:

@@ -21,7 +21,7 @@ from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
 
 from .base import ConditionalAccumulatorBase
-from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, locked
+from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, hold_locks
 from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
@@ -78,7 +78,7 @@ def apply_grads(
         >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)  # stale
         False
     """
-    states = _checked(accumulators)
+    states = _validate_accumulators(accumulators)
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
     grads = tuple(grads)
     if len(states) != len(grads):
@@ -90,16 +90,16 @@ def apply_grads(
     dropped = is_stale(states, step)
     if dropped:  # gradients that will be dropped are not converted
         counts = _for_each(num_gradients, calls, states)
-        with locked(states):
-            dropped = _dropped(states, counts, step)
+        with hold_locks(states):
+            dropped = _drop_stale(states, counts, step)
     if not dropped:
         with StreamScope():
             pending_gradients = _for_each(pending_gradient, calls, states)
             wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
             with DeferInterrupts():  # also completes the takes that now have enough
-                with locked(states):
+                with hold_locks(states):
                     counts = [len(each.parts) for each in pending_gradients]
-                    dropped = _dropped(states, counts, step)
+                    dropped = _drop_stale(states, counts, step)
                     if not dropped:
                         _for_each(_check_sum_shape, zip(pending_gradients), states)
                         _add(pending_gradients)
@@ -116,13 +116,11 @@ def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
     return any([local_step < state.step for state in states])
 
 
-def _dropped(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+def _drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
     """Returns whether gradients are stale, and counts stale ones. All locks must be held.
 
     Raises:
         CancelledError: an accumulator was closed.
-        BackendUnavailableError: they are stale, and the mesh was closed, or a device failed.
-        CollectiveError: they are stale, and the mesh has failed.
     """
     for state in states:
         state.check_open()
@@ -141,16 +139,16 @@ def _for_each(
     states: Sequence[AccumulatorState],
 ) -> list[T]:
     """Calls the function for each state; error messages begin with the accumulator's name."""
-    made = []
+    results = []
     for index, each in enumerate(arguments):
         try:
-            made.append(function(*each))
+            results.append(function(*each))
         except (TypeError, ValueError) as error:
             name = f"accumulator {states[index].name!r}"
             if len(states) > 1:
                 name = f"grads[{index}], for {name}"
             raise about(name, error) from None
-    return made
+    return results
 
 
 def _check_sum_shape(pending: PendingGradient) -> None:
@@ -160,9 +158,9 @@ def _check_sum_shape(pending: PendingGradient) -> None:
         InvalidArgumentError: a shape differs, or an index is too large.
     """
     state = pending.state
-    wanted = pending.parts[0].shape if state.sum_shape is None else state.sum_shape
+    sum_shape = pending.parts[0].shape if state.sum_shape is None else state.sum_shape
     for part in pending.parts:
-        state.storage.check_sum_shape(part, wanted)
+        state.storage.check_sum_shape(part, sum_shape)
 
 
 def _add(pending_gradients: Sequence[PendingGradient]) -> None:
@@ -204,14 +202,13 @@ def warn_of_default(states: Sequence[AccumulatorState]) -> None:
         )  # fmt: skip
 
 
-def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
+def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
     """Checks that one call can use all the accumulators; returns their states.
 
     Raises:
         TypeError: ``accumulators`` is not a list of accumulators.
         ValueError: the list is empty, or an accumulator is passed twice.
         DeviceMismatchError: the accumulators are on devices of different meshes.
-        BackendUnavailableError: the process was forked after their mesh was opened.
     """
     if isinstance(accumulators, ConditionalAccumulatorBase):
         raise TypeError(
@@ -219,12 +216,12 @@ def _checked(accumulators: Any) -> tuple[AccumulatorState, ...]:
         )
     seen: dict[AccumulatorState, int] = {}
     mesh_state = None
-    for index, each in enumerate(accumulators):
-        state = getattr(each, "accumulator_ref", None)
+    for index, accumulator in enumerate(accumulators):
+        state = getattr(accumulator, "accumulator_ref", None)
         if not isinstance(state, AccumulatorState):
             raise TypeError(
-                f"accumulators[{index}]={brief(each)} must be an accumulator of this process; for "
-                "those of gr.ray use an AccumulatorSet"
+                f"accumulators[{index}]={brief(accumulator)} must be an accumulator of this "
+                "process; for those of gr.ray use an AccumulatorSet"
             )
         if state in seen:
             raise ValueError(
@@ -282,8 +279,6 @@ def take_grads(
         DeviceMismatchError: the accumulators are on devices of different meshes.
         DeadlineExceededError: the timeout expired; nothing was taken.
         CancelledError: an accumulator was closed, or the mesh failed during the wait.
-        CollectiveError: the mesh has failed.
-        BackendUnavailableError: the mesh is closed, or a device has failed.
 
     Example:
         >>> mesh = gr.open_mesh(1, backend="sim")
@@ -296,7 +291,7 @@ def take_grads(
         >>> grad, rows.indices
         (array([1., 2.], dtype=float32), array([8]))
     """
-    states = _checked(accumulators)
+    states = _validate_accumulators(accumulators)
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
     pending_take = PendingTake(states, required, seconds)
@@ -320,7 +315,7 @@ def take_now(
     accumulator is None.
     """
     states = [each.accumulator_ref for each in accumulators]
-    with locked(states):
+    with hold_locks(states):
         for state in states:
             state.check_open()
         if max(state.count for state in states) < num_required or any(

@@ -18,7 +18,7 @@ from typing import Any
 from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesce_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -30,9 +30,9 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.ops import RowIndex, merged_row_index, plan_segments
-from gradreduce.reduce.one_device import copied_to
-from gradreduce.sums.aggregation import concatenated_rows
+from gradreduce.ops import RowIndex, merge_row_index, plan_segments
+from gradreduce.reduce.one_device import copy_to_each
+from gradreduce.sums.slices import concatenate_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
 from .validate import check_dtype, to_sum_device
@@ -63,7 +63,7 @@ class SparseStorage(Storage):
     format = "gradreduce sparse accumulator 1"
     is_sparse = True
 
-    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
+    def validate(self, state: AccumulatorState, grad: Any, cast: bool) -> IndexedSlices:
         """See ``Storage``. Gradients may have more dimensions than the accumulator's shape."""
         if not isinstance(grad, IndexedSlices):
             raise TypeError(
@@ -74,25 +74,25 @@ class SparseStorage(Storage):
             _check_shape(state.shape, grad)
         return grad
 
-    def converted(self, state: AccumulatorState, checked: IndexedSlices) -> Addend:
+    def to_addend(self, state: AccumulatorState, grad: IndexedSlices) -> Addend:
         """See ``Storage``. The first extent is the accumulator's, if known."""
-        index, rows = to_sum_device(state, checked.values)
-        first = UNKNOWN if checked.dense_shape is None else checked.dense_shape[0]
+        index, rows = to_sum_device(state, grad.values)
+        first = UNKNOWN if grad.dense_shape is None else grad.dense_shape[0]
         if state.shape and state.shape[0] is not None:
             first = state.shape[0]
-        return Addend(index, rows, (first, *rows.shape[1:]), plan_segments(checked.indices))
+        return Addend(index, rows, (first, *rows.shape[1:]), plan_segments(grad.indices))
 
-    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, sum_shape: tuple[int, ...]) -> None:
         """See ``Storage``. Also checks the indices."""
         shape, indices = gradient.shape, gradient.segments.indices  # unique and ascending
-        known = (None if UNKNOWN in (shape[0], wanted[0]) else wanted[0], *wanted[1:])
+        known = (None if UNKNOWN in (shape[0], sum_shape[0]) else sum_shape[0], *sum_shape[1:])
         if not compatible(shape, known):
             raise InvalidArgumentError(
-                f"Shape mismatch: expected {list(wanted)}, got {list(shape)}"
+                f"Shape mismatch: expected {list(sum_shape)}, got {list(shape)}"
             )
-        if wanted[0] != UNKNOWN and len(indices) and indices[-1] >= wanted[0]:
+        if sum_shape[0] != UNKNOWN and len(indices) and indices[-1] >= sum_shape[0]:
             raise InvalidArgumentError(
-                f"index {indices[-1]} is not below dense_shape[0] = {wanted[0]} of the first "
+                f"index {indices[-1]} is not below dense_shape[0] = {sum_shape[0]} of the first "
                 "gradient in the sum"
             )
 
@@ -100,26 +100,26 @@ class SparseStorage(Storage):
         """See ``Storage``. Copies the rows of sums that outgrow their memory."""
         outs: list[Buffer] = []
         moved: list[Buffer] = []
-        for each in additions:
+        for addition in additions:
             # A gradient without rows launches nothing, so no launch would check the device.
-            each.device.mesh_state.check_usable(each.device)
-            before, capacity, slots, steps = each.total, 0, RowIndex.none(), []
+            addition.device.mesh_state.check_usable(addition.device)
+            before, capacity, slots, steps = addition.total, 0, RowIndex.none(), []
             if before is not None:
                 capacity, slots = before.values.shape[0], before.slots
-            for part in each.gradients:
-                slots, into = slots.touched(part.segments.indices)
-                steps.append((ensure_accessible(each.device, part.values), part.segments, into))
-            each.steps = steps
-            each.in_place = before is not None and slots.num_rows <= capacity
-            if each.in_place:
-                each.total = SparseSum(slots, before.values)
+            for part in addition.gradients:
+                slots, into = slots.add_gradient(part.segments.indices)
+                steps.append((ensure_accessible(addition.device, part.values), part.segments, into))
+            addition.steps = steps
+            addition.in_place = before is not None and slots.num_rows <= capacity
+            if addition.in_place:
+                addition.total = SparseSum(slots, before.values)
                 continue
             capacity = max(slots.num_rows, 2 * capacity)
-            if each.state.shape and each.state.shape[0] is not None:
-                capacity = min(capacity, each.state.shape[0])
-            shape = (capacity, *each.gradients[0].shape[1:])
-            values = each.device.empty(shape, accumulate_dtype(each.state.dtype))
-            each.total = SparseSum(slots, values)
+            if addition.state.shape and addition.state.shape[0] is not None:
+                capacity = min(capacity, addition.state.shape[0])
+            shape = (capacity, *addition.gradients[0].shape[1:])
+            values = addition.device.empty(shape, accumulate_dtype(addition.state.dtype))
+            addition.total = SparseSum(slots, values)
             if before is not None and before.slots.num_rows:
                 moved.append(before.rows)
                 outs.append(values.view(0, before.rows.shape))
@@ -137,17 +137,17 @@ class SparseStorage(Storage):
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
         """See ``Storage``. The sums are unchanged."""
-        return {state: _merged(state) for state in states}
+        return {state: _merge_totals(state) for state in states}
 
-    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+    def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``. The first extent may be unknown; there may be more dimensions."""
-        wanted = wanted or (None,)
-        first = shape[: len(wanted)]
-        return UNKNOWN not in shape[1:] and compatible(first, wanted)
+        required = required or (None,)
+        first = shape[: len(required)]
+        return UNKNOWN not in shape[1:] and compatible(first, required)
 
     def save(self, total: Any) -> dict[str, Any]:
         """See ``Storage``. Returns a dict of arrays, in the order of the indices."""
-        slots, copy = total.slots, checkpoint.copied(total.rows)
+        slots, copy = total.slots, checkpoint.queue_copy(total.rows)
         return {
             "indices": slots.indices.copy(),
             "num_touches": slots.num_touches(),
@@ -164,8 +164,8 @@ class SparseStorage(Storage):
         vector = checkpoint.array((num_rows,), as_dtype("int64"))
         values = checkpoint.array((num_rows, *shape[1:]), dtype)
         schema = {"indices": vector, "num_touches": vector, "values": values}
-        found = checkpoint.checked(name, saved, schema)
-        indices, touches = found["indices"].copy(), found["num_touches"].copy()
+        arrays = checkpoint.validate_state(name, saved, schema)
+        indices, touches = arrays["indices"].copy(), arrays["num_touches"].copy()
         if not (indices[1:] > indices[:-1]).all():
             raise ValueError(f"{name}['indices'] must be strictly ascending, got {indices}")
         limit = 2**63 - 1 if shape[0] == UNKNOWN else shape[0] - 1
@@ -174,52 +174,54 @@ class SparseStorage(Storage):
             if not least <= numbers.min() <= numbers.max() <= most:
                 raise ValueError(f"{name}[{key!r}] must be from {least} to {most}, got {numbers}")
         slots = RowIndex.of(indices, touches)
-        return lambda device: SparseSum(slots, device.upload(found["values"]))
+        return lambda device: SparseSum(slots, device.upload(arrays["values"]))
 
 
 SPARSE = SparseStorage()
 
 
-def _check_shape(wanted: tuple[int | None, ...], slices: IndexedSlices) -> None:
+def _check_shape(required: tuple[int | None, ...], slices: IndexedSlices) -> None:
     """Checks that slices fit the accumulator's shape, which may have fewer dimensions."""
     if slices.dense_shape is not None:
         first, *row = slices.dense_shape
-        _check_extents("shape", wanted, (None if first == UNKNOWN else first, *row))
-    if wanted[0] is not None and len(slices.indices):
+        _check_extents("shape", required, (None if first == UNKNOWN else first, *row))
+    if required[0] is not None and len(slices.indices):
         last = int(slices.indices.max())
-        if last >= wanted[0]:
+        if last >= required[0]:
             raise InvalidArgumentError(
                 f"index of slice {int(slices.indices.argmax())} exceeded limits of shape; index is "
-                f"{last} exceeded {wanted[0]}"
+                f"{last} exceeded {required[0]}"
             )
     rows, _ = shape_and_dtype(slices.values)
-    _check_extents("values", wanted, (None, *rows[1:]))
+    _check_extents("values", required, (None, *rows[1:]))
 
 
 def _check_extents(
-    what: str, wanted: tuple[int | None, ...], shape: tuple[int | None, ...]
+    what: str, required: tuple[int | None, ...], shape: tuple[int | None, ...]
 ) -> None:
     """Raises ``InvalidArgumentError`` if known extents differ or dimensions are missing."""
-    if len(shape) < len(wanted):
-        raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(shape)}")
-    for index, (extent, known) in enumerate(zip(shape, wanted, strict=False)):
+    if len(shape) < len(required):
+        raise InvalidArgumentError(
+            f"expected {what} rank at least {len(required)}, got {len(shape)}"
+        )
+    for index, (extent, known) in enumerate(zip(shape, required, strict=False)):
         if extent is not None and known is not None and extent != known:
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
-def _merged(state: AccumulatorState) -> tuple[Part, ...]:
+def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
     """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     slots = [total.slots for total in totals]
     per_gradient = state.sparse_mean == "per_gradient"
     per_row = state.reduction_type == "MEAN" and not per_gradient
-    plan, divisor = merged_row_index(slots, mean=per_row)
+    plan, divisor = merge_row_index(slots, mean=per_row)
     if per_gradient:
         divisor = float(state.count)
     rows = totals[0].rows
     if len(totals) > 1 or rows.device is not home:
-        rows = concatenated_rows(home, [total.rows for total in totals])
+        rows = concatenate_rows(home, [total.rows for total in totals])
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
-    coalesced([rows], [plan], outs=[out], divisors=[divisor])
+    coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
     slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
-    return copied_to(slices, state.devices, keep=True)
+    return copy_to_each(slices, state.devices, keep=True)

@@ -271,7 +271,7 @@ class Storage(ABC):
         compile_ahead(state.devices, key, partial(_add_and_take, state, dtype))
 
     @abstractmethod
-    def checked(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    def validate(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
         """Checks the gradient of a replica; returns an array or IndexedSlices.
 
         Raises:
@@ -280,11 +280,11 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def converted(self, state: AccumulatorState, checked: Any) -> Addend:
-        """Converts a checked gradient, on the device that ``to_sum_device`` selects."""
+    def to_addend(self, state: AccumulatorState, grad: Any) -> Addend:
+        """Converts a validated gradient, on the device that ``to_sum_device`` selects."""
 
     @abstractmethod
-    def check_sum_shape(self, gradient: Addend, wanted: tuple[int, ...]) -> None:
+    def check_sum_shape(self, gradient: Addend, sum_shape: tuple[int, ...]) -> None:
         """Checks a converted gradient against the shape of the sum.
 
         Raises:
@@ -312,8 +312,8 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def fits(self, shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
-        """Whether a sum of ``shape`` fits an accumulator whose shape is ``wanted``."""
+    def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
+        """Whether a sum of ``shape`` fits an accumulator whose shape is ``required``."""
 
     @abstractmethod
     def save(self, total: Any) -> Any:
@@ -345,7 +345,7 @@ def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) ->
             IndexedSlices(each, indices, (5, 2)) if storage.is_sparse else each.view(0, (2,))
             for each in rows
         ]
-        parts = tuple([storage.converted(dry, each) for each in gradients])
+        parts = tuple([storage.to_addend(dry, each) for each in gradients])
         sums, out_of_place, in_place = additions_of([PendingGradient(dry, parts, "native")])
         for launch in (*out_of_place, *in_place):
             launch()
@@ -376,28 +376,28 @@ def additions_of(
                 sums[state, index].gradients.append(part)
                 continue
             device, total = state.devices[index], state.totals[index]
-            made = sums[state, index] = Addition(state, index, device, total, [part])
-            by_storage.setdefault(state.storage, []).append(made)
+            new = sums[state, index] = Addition(state, index, device, total, [part])
+            by_storage.setdefault(state.storage, []).append(new)
     launches: dict[bool, Launches] = {False: [], True: []}
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
-        for each in additions:
-            for number, step in enumerate(each.steps):
-                key = (each.in_place, number, each.device.physical)
-                waves.setdefault(key, []).append((each, step))
+        for addition in additions:
+            for number, step in enumerate(addition.steps):
+                key = (addition.in_place, number, addition.device.physical)
+                waves.setdefault(key, []).append((addition, step))
         for key in sorted(waves):
             launches[key[0]].append(storage.command(waves[key]))
     return list(sums.values()), launches[False], launches[True]
 
 
-def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:
+def hold_locks(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:
     """Holds the locks of all states; acquires them in order of creation."""
-    return states[0].lock if len(states) == 1 else _all_locked(states)
+    return states[0].lock if len(states) == 1 else _hold_all_locks(states)
 
 
 @contextmanager
-def _all_locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
+def _hold_all_locks(states: Sequence[AccumulatorState]) -> Iterator[None]:
     with DeferInterrupts(), ExitStack() as held:  # Ctrl-C must leave none of them locked
         for state in sorted(set(states), key=lambda state: state.number):
             held.enter_context(state.lock)

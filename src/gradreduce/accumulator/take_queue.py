@@ -10,7 +10,7 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
 from gradreduce.errors import CancelledError, DeadlineExceededError, listed, log_warning
 
-from .state import AccumulatorState, PendingTake, Storage, Taken, locked
+from .state import AccumulatorState, PendingTake, Storage, Taken, hold_locks
 
 LOG_SECONDS = 60.0  # after so long a take that waits logs what it waits for
 
@@ -46,12 +46,10 @@ def join(pending_take: PendingTake) -> None:
     Raises:
         InvalidArgumentError: an accumulator is at the last step.
         CancelledError: an accumulator was closed.
-        BackendUnavailableError: its mesh was closed or inherited by a fork, or a device failed.
-        CollectiveError: its mesh has failed.
     """
     if pending_take.deadline is not None:
         pending_take.states[0].mesh_state.guard()  # starts the watchdog before a lock is held
-    with locked(pending_take.states):
+    with hold_locks(pending_take.states):
         for state in pending_take.states:
             state.check_open()
             state.check_devices()  # no gradient can arrive on a failed device
@@ -147,12 +145,12 @@ def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Excep
 
     Later takes complete if they are now ready.
     """
-    for each in pending_takes:
-        with locked(each.states):
-            if not each.done.is_set():
-                each.error = make_error()
-                each.leave()
-    complete_ready([state for each in pending_takes for state in each.states])
+    for pending_take in pending_takes:
+        with hold_locks(pending_take.states):
+            if not pending_take.done.is_set():
+                pending_take.error = make_error()
+                pending_take.leave()
+    complete_ready([state for pending_take in pending_takes for state in pending_take.states])
 
 
 def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) -> None:
@@ -176,7 +174,7 @@ def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) ->
             head = state.first_take()
         if head is None or (held and not set(states).issuperset(head.states)):
             continue
-        with nullcontext() if held else locked(head.states):
+        with nullcontext() if held else hold_locks(head.states):
             if head.is_ready():
                 _complete(head)
                 waiting += head.states
@@ -196,7 +194,7 @@ def _complete(pending_take: PendingTake) -> None:
 def _log_wait(pending_take: PendingTake) -> None:
     """Logs what a take waits for, and which threads have added gradients."""
     states = pending_take.states
-    with locked(states):
+    with hold_locks(states):
         if pending_take.done.is_set():
             return
         waits_for = _waits_for(pending_take, _sources_of)

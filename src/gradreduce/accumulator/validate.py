@@ -40,12 +40,12 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
         DeviceMismatchError: it is on another mesh.
     """
     grad, storage = as_slices(grad), state.storage
-    checked = [storage.checked(state, each, cast) for each in _replicas_of(state, grad)]
+    checked = [storage.validate(state, each, cast) for each in _replicas_of(state, grad)]
     rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
     dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
     for dtype in dtypes - {state.dtype}:
         storage.rehearse(state, dtype)
-    parts = tuple([storage.converted(state, each) for each in checked])
+    parts = tuple([storage.to_addend(state, each) for each in checked])
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
 
@@ -54,7 +54,7 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     """Counts gradients that will be dropped; checks them without converting."""
     replicas = _replicas_of(state, as_slices(grad))
     for each in replicas:
-        state.storage.checked(state, each, cast)
+        state.storage.validate(state, each, cast)
         rows = each.values if isinstance(each, IndexedSlices) else each
         if isinstance(rows, Buffer):
             to_buffer(rows, state.devices[0])  # raises for another mesh
@@ -147,10 +147,10 @@ def as_step(name: str, step: int | Variable) -> int:
         TypeError: it is neither an integer nor a Variable.
         InvalidArgumentError: it does not fit in int64, TensorFlow's type of steps.
     """
-    found = _as_integer(name, step)
-    if not -(2**63) <= found < 2**63:
-        raise InvalidArgumentError(f"{name}={found} does not fit in int64")
-    return found
+    value = _as_integer(name, step)
+    if not -(2**63) <= value < 2**63:
+        raise InvalidArgumentError(f"{name}={value} does not fit in int64")
+    return value
 
 
 def _as_integer(name: str, number: int | Variable) -> int:
@@ -178,9 +178,9 @@ def check_sparse_mean(sparse_mean: str, reduction_type: str) -> None:
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     """Validates a shape with None for unknown extents."""
     try:
-        wanted = tuple(None if extent is None else as_index(extent) for extent in shape)
+        extents = tuple(None if extent is None else as_index(extent) for extent in shape)
     except TypeError:
         raise TypeError(f"shape={brief(shape)} must be a list of integers and None") from None
-    if any(extent is not None and extent < 0 for extent in wanted):
+    if any(extent is not None and extent < 0 for extent in extents):
         raise ValueError(f"shape={brief(tuple(shape))} has a negative extent")
-    return wanted
+    return extents

@@ -27,15 +27,15 @@ def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
 
     @wraps(function)
-    def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for arg in (*args, *kwargs.values()):
             for each in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(each, Traceable):
-                    made: _R = each.__array_function__(dispatched, (), args, kwargs)
+                    made: _R = each.__array_function__(wrapper, (), args, kwargs)
                     return made
         return function(*args, **kwargs)
 
-    return dispatched
+    return wrapper
 
 
 @traceable
@@ -50,7 +50,7 @@ def index_into(x: Any, index: Any) -> Any:
     return x[index]
 
 
-def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method that calls a NumPy function with the same arguments."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,4 +164,4 @@ for _name in (
     "mean", "min", "nonzero", "prod", "ravel", "repeat", "round", "squeeze", "std", "sum",
     "swapaxes", "take", "trace", "var",
 ):  # fmt: skip
-    setattr(Traceable, _name, _forwarded(getattr(np, _name)))
+    setattr(Traceable, _name, _make_method(getattr(np, _name)))

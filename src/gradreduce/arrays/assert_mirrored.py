@@ -82,12 +82,12 @@ class _Copy(NamedTuple):
 
     def array(self, index: int) -> np.ndarray:
         """Returns a tensor in host memory, flat, with the same bits for every NaN."""
-        found = np.ascontiguousarray(host_array(self.tensors[index])).reshape(-1)
-        if found.dtype.kind in "fcV":  # bfloat16 is of kind V
-            is_nan = np.isnan(found)
+        array = np.ascontiguousarray(host_array(self.tensors[index])).reshape(-1)
+        if array.dtype.kind in "fcV":  # bfloat16 is of kind V
+            is_nan = np.isnan(array)
             if is_nan.any():
-                found = np.where(is_nan, np.array(np.nan).astype(found.dtype), found)
-        return found
+                array = np.where(is_nan, np.array(np.nan).astype(array.dtype), array)
+        return array
 
 
 class _ComparedReplica(NamedTuple):

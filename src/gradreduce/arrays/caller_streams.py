@@ -81,11 +81,11 @@ class StreamScope:
         reads = self._reads
 
         @wraps(function)
-        def scoped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with StreamScope(reads=reads):
                 return function(*args, **kwargs)
 
-        return scoped
+        return wrapper
 
     def __enter__(self) -> None:
         self._outer, frame = _thread.scope, sys._getframe(1)

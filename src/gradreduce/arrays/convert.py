@@ -268,7 +268,6 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
             its memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
         ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
             numbers do not fit ``dtype``.
-        BackendUnavailableError: the process was forked after the mesh was opened.
     """
     device.mesh_state.check_process()  # what the library of ``value`` does might hang in the child
     kind = kind_of(value)
@@ -330,14 +329,14 @@ def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
         if array.size and array.dtype.kind not in kinds[dtype.kind]:
             raise ValueError(f"cannot convert {array.dtype} numbers to {dtype}")
-        numbers, array = array, converted(array, dtype)
+        numbers, array = array, cast_array(array, dtype)
         if dtype.kind in "iu" and (array != numbers).any():
             raise ValueError(f"numbers out of range for {dtype}: {brief(value)}")
     as_dtype(array.dtype)
     return array
 
 
-def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Casts a host array to another dtype; floats that are too large become infinite."""
     with np.errstate(over="ignore"):
         return array.astype(dtype)
@@ -365,7 +364,7 @@ _UNSUPPORTED = {
 
 def check_tensor(tensor: Any) -> None:
     """Raises ``TypeError`` unless this is a plain tensor, whose memory contains its values."""
-    why = _unsupported(type(tensor))  # type: ignore[arg-type]  # classes are hashable
+    why = _why_unsupported(type(tensor))  # type: ignore[arg-type]  # classes are hashable
     if why:
         raise TypeError(why)
     if getattr(tensor, "is_nested", False):
@@ -373,7 +372,7 @@ def check_tensor(tensor: Any) -> None:
 
 
 @cache
-def _unsupported(cls: type) -> str:
+def _why_unsupported(cls: type) -> str:
     """Returns why tensors of a class are not supported; empty if they are."""
     if (
         cls.__name__ in ("Tensor", "Parameter", "Buffer")

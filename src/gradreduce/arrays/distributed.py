@@ -121,9 +121,9 @@ class DistributedValues(NotCopied):
         """Puts each value on its device."""
         order = common_order(values)
         if order is None:
-            self._own = self._placed(values)
+            self._own = self._put_on_devices(values)
         else:
-            self._own = self._placed([in_order(value, order) for value in values])
+            self._own = self._put_on_devices([in_order(value, order) for value in values])
             self._form, self._values = order, values
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
@@ -132,7 +132,7 @@ class DistributedValues(NotCopied):
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
-    def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
+    def _put_on_devices(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
             try:
@@ -168,14 +168,14 @@ class DistributedValues(NotCopied):
             devices: the devices of the parts, if the caller knows them.
             name: the name of the tensor.
         """
-        made = cls.__new__(cls)
+        value = cls.__new__(cls)
         if name:
-            made._name = name
-        made._own = tuple(parts)
-        made._form = form
-        made._devices = devices or tuple([part.device for part in parts])  # type: ignore[misc]
-        made._kind = kind
-        return made
+            value._name = name
+        value._own = tuple(parts)
+        value._form = form
+        value._devices = devices or tuple([part.device for part in parts])  # type: ignore[misc]
+        value._kind = kind
+        return value
 
     @classmethod
     def of_grads(cls, values: Sequence[Any], key: str | int, name: str, mesh: Mesh) -> Self:
@@ -187,11 +187,11 @@ class DistributedValues(NotCopied):
             name: the name of the tensor in the flight record.
             mesh: the mesh.
         """
-        made = cls.__new__(cls)
-        made._devices = mesh.devices
-        made._key, made._name = key, name
-        made._place(tuple(values))
-        return made
+        value = cls.__new__(cls)
+        value._devices = mesh.devices
+        value._key, value._name = key, name
+        value._place(tuple(values))
+        return value
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
         """Returns the name of this value, or of one of its replicas, for error messages.
@@ -229,7 +229,7 @@ class DistributedValues(NotCopied):
                 with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
             with StreamScope(reads=False):
-                copies = self._copies = self._placed(arrays)
+                copies = self._copies = self._put_on_devices(arrays)
         return copies
 
     def _discard_copies(self) -> None:
@@ -241,17 +241,17 @@ class DistributedValues(NotCopied):
 
     def _in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order, without copies."""
-        return self._changed(_form=None, _kept=None)
+        return self._replace(_form=None, _kept=None)
 
-    def _changed(self, **attributes: Any) -> Self:
+    def _replace(self, **attributes: Any) -> Self:
         """Returns a value that differs in these attributes."""
         made = type(self).__new__(type(self))
         vars(made).update(vars(self), **attributes)
         return made
 
-    def _renamed(self, name: str, key: str | None) -> Self:
+    def _with_name(self, name: str, key: str | None) -> Self:
         """Returns the same value by another name; processes compare it if ``key`` is not None."""
-        return self._changed(_name=name, _key=key)
+        return self._replace(_name=name, _key=key)
 
     def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""
@@ -328,11 +328,11 @@ class DistributedValues(NotCopied):
                     f"there is no replica {index}: the value has {len(self._devices)} replicas"
                 )
             return self._as_result(index)
-        found = as_device(device, "device=", self.mesh)
-        if found not in self._devices:
+        own_device = as_device(device, "device=", self.mesh)
+        if own_device not in self._devices:
             names = listed(device.name for device in self._devices)
-            raise ValueError(f"Device {found!r} is not one of the value's devices: {names}")
-        return self._as_result(self._devices.index(found))
+            raise ValueError(f"Device {own_device!r} is not one of the value's devices: {names}")
+        return self._as_result(self._devices.index(own_device))
 
     def __len__(self) -> int:
         return len(self._own)
@@ -454,12 +454,12 @@ class Mirrored(DistributedValues):
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:
     try:
-        each = iter(values)  # an array without axes is Iterable, but this raises
+        iterator = iter(values)  # an array without axes is Iterable, but this raises
     except TypeError:
-        each = None
-    if each is None or isinstance(values, str):
+        iterator = None
+    if iterator is None or isinstance(values, str):
         raise TypeError(f"values={brief(values)} must be a list with one array for each device")
-    return tuple(each)
+    return tuple(iterator)
 
 
 def _devices(
@@ -473,23 +473,23 @@ def _devices(
     own = [device for device in found_on if device is not None]
     if devices is not None:
         named_in = mesh or (own[0].mesh if own else None)
-        found = tuple(
+        own_devices = tuple(
             [as_device(each, f"devices[{i}]=", named_in) for i, each in enumerate(devices)]
         )
     elif len(own) == len(values):
-        found = tuple(own)
+        own_devices = tuple(own)
     else:
-        found = default_mesh().devices
-    if len(set(found)) != len(found):
-        twice = listed(device.name for device in repeated(found))
+        own_devices = default_mesh().devices
+    if len(set(own_devices)) != len(own_devices):
+        twice = listed(device.name for device in repeated(own_devices))
         raise ValueError(f"Duplicate devices: {twice}; name each once")
-    mesh_states = {device.mesh_state for device in (*found, *(mesh or ()))}
+    mesh_states = {device.mesh_state for device in (*own_devices, *(mesh or ()))}
     if len(mesh_states) > 1:
-        names = listed(device.name for device in found)
+        names = listed(device.name for device in own_devices)
         raise DeviceMismatchError(
             f"devices {names} do not all belong to one mesh; mesh={brief(mesh)}"
         )
-    return found
+    return own_devices
 
 
 def buffer_of(part: Part) -> Buffer:

@@ -23,7 +23,7 @@ from .convert import (
 from .convert_gpu import wait_for_current_stream
 
 
-def shared(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list[list[Any]]:
+def share_arrays(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -> list[list[Any]]:
     """See ``FlatBuffer.arrays``."""
     device = buffers[0][0].device if buffers and buffers[0] else None
     kind = as_view_kind(output_type, device, "filled in place")
@@ -44,13 +44,13 @@ def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
             hand_over(buffer, as_result_kind(output_type, "native"))
 
 
-def attached(
+def attach_grads(
     views: Sequence[Sequence[Buffer]], parameters: Iterable[Any], names: list[str]
 ) -> list[Attached]:
     """See ``FlatBuffer.attach``; replaces the names if the parameters have some."""
     rows, named = [], []
     for index, row in enumerate(parameters):
-        own_names, own = _named(row, index)
+        own_names, own = _split_names(row, index)
         rows.append(own)
         named.append(own_names)
     counts, wanted = [len(row) for row in rows], [len(row) for row in views]
@@ -79,7 +79,7 @@ def attached(
     ]
 
 
-def _named(row: Any, index: int) -> tuple[list[str], list[Any]]:
+def _split_names(row: Any, index: int) -> tuple[list[str], list[Any]]:
     """Returns the names (if any) and the parameters of a device."""
     if is_module(type(row)):
         row = row.named_parameters()
@@ -152,9 +152,9 @@ class _AttachedGradients:
             for parameter, view in zip(parameters, views, strict=True)
         ]
 
-    def replaced(self) -> list[tuple[int, Any, Any]]:
+    def find_replaced(self) -> list[tuple[int, Any, Any]]:
         """Finds the parameters whose ``.grad`` is not in their view; see ``Attached``."""
-        found = []
+        replaced = []
         for tensor, (owner, address) in enumerate(self._rows):  # runs in each replay
             parameter = owner()
             if parameter is not None:
@@ -164,13 +164,13 @@ class _AttachedGradients:
                         continue
                 except (AttributeError, RuntimeError):  # None, or it has no own memory
                     pass
-                found.append((tensor, parameter, grad))
-        for tensor, parameter, grad in found:
+                replaced.append((tensor, parameter, grad))
+        for tensor, parameter, grad in replaced:
             name = _name_of(self._replica, tensor, self._names)
             self._check(tensor, parameter, name)
             if grad is not None:
                 self._check(tensor, grad, f"{name}.grad")
-        return found
+        return replaced
 
     def _check(self, tensor: int, grad: Any, name: str) -> None:
         """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
@@ -217,17 +217,18 @@ def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
 
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
-        BackendUnavailableError: the mesh is closed, or a device failed, where one was replaced.
     """
     attached = [(block, block.attached) for block in blocks if block.attached is not None]
-    found = [(block, each, each.replaced()) for block, each in attached]
+    replaced_rows = [
+        (block, parameters, parameters.find_replaced()) for block, parameters in attached
+    ]
     if keeps_none:
-        found = [
-            (block, each, [row for row in rows if row[2] is not None])
-            for block, each, rows in found
+        replaced_rows = [
+            (block, parameters, [row for row in rows if row[2] is not None])
+            for block, parameters, rows in replaced_rows
         ]
-    rest = [each for each in found if each[2]]
+    rest = [each for each in replaced_rows if each[2]]
     for block, _, _ in rest:
         block.device.mesh_state.check_usable(block.device)
-    for block, each, replaced in rest:
-        each.attach_again(block, replaced)
+    for block, parameters, replaced in rest:
+        parameters.attach_again(block, replaced)

@@ -70,7 +70,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         rows = _as_indices(indices)
         if isinstance(values, IndexedSlices):
-            values, rows = values.values, _looked_up(values, rows)
+            values, rows = values.values, _look_up_indices(values, rows)
         if kind_of(values) == "native" and not is_array(values):
             values = host_array(values)
         shape, self._dtype = shape_and_dtype(values)
@@ -98,11 +98,11 @@ class IndexedSlices:
             indices: a NumPy array of int64, which is made read-only.
             dense_shape: a tuple or None.
         """
-        made = cls.__new__(cls)
+        slices = cls.__new__(cls)
         indices.flags.writeable = False
-        made._values, made._indices, made._dense_shape = values, indices, dense_shape
-        _, made._dtype = shape_and_dtype(values)
-        return made
+        slices._values, slices._indices, slices._dense_shape = values, indices, dense_shape
+        _, slices._dtype = shape_and_dtype(values)
+        return slices
 
     def _with_values(self, values: Any) -> IndexedSlices:
         """Returns the same rows in another array or Buffer."""
@@ -176,7 +176,7 @@ class IndexedSlices:
         """
         kind = as_result_kind(output_type, self.kind)
         segments = plan_segments(self._indices)
-        (rows,) = coalesced([self._in_buffer().values], [segments])
+        (rows,) = coalesce_n([self._in_buffer().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
     @StreamScope()
@@ -199,7 +199,7 @@ class IndexedSlices:
             array([2., 0., 5., 0.])
         """
         kind = as_result_kind(output_type, self.kind)
-        return from_buffer(densified([self._in_buffer()])[0], kind)
+        return from_buffer(to_dense_n([self._in_buffer()])[0], kind)
 
     def _in_buffer(self) -> IndexedSlices:
         """Puts the rows into a Buffer, on the device of ``gr.replica``, else the first."""
@@ -257,7 +257,7 @@ def as_slices(tensor: Any) -> Any:
     return made
 
 
-def coalesced(
+def coalesce_n(
     values: Sequence[Buffer],
     segments: Sequence[Segments],
     *,
@@ -291,7 +291,7 @@ def coalesced(
     return list(outs)
 
 
-def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
+def to_dense_n(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     """Makes the whole arrays of many IndexedSlices of Buffers, in new Buffers.
 
     Raises:
@@ -306,7 +306,7 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
     into = [plan.indices for plan in segments]
-    return coalesced([each.values for each in slices], segments, outs=outs, into=into)
+    return coalesce_n([each.values for each in slices], segments, outs=outs, into=into)
 
 
 def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:
@@ -329,17 +329,17 @@ def _as_indices(value: Any) -> Indices:
         raise TypeError(f"indices must be integers, got {indices.dtype}")
     if indices.ndim != 1:
         raise InvalidArgumentError(f"indices must be a vector, got shape {list(indices.shape)}")
-    made = indices.astype("int64")
-    if len(made) and made.min() < 0:  # uint64 above int64 has become negative
-        index = int(made.argmin())
+    numbers = indices.astype("int64")
+    if len(numbers) and numbers.min() < 0:  # uint64 above int64 has become negative
+        index = int(numbers.argmin())
         raise InvalidArgumentError(
             f"indices[{index}] = {indices[index]} is negative, or too large for int64"
         )
-    made.flags.writeable = False
-    return made
+    numbers.flags.writeable = False
+    return numbers
 
 
-def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
+def _look_up_indices(inner: IndexedSlices, outer: Indices) -> Indices:
     """Returns the row numbers of nested IndexedSlices: their indices are positions in ``outer``."""
     if inner.dense_shape is not None and inner.dense_shape[0] not in (UNKNOWN, len(outer)):
         raise InvalidArgumentError(

@@ -32,26 +32,26 @@ class HostStaging(threading.local):
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
 
-    def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
+    def upload(self, arrays: Sequence[Any]) -> list[Buffer] | None:
         """Returns NumPy arrays as Buffers, small ones copied; None if one cannot be staged.
 
         The next call in this thread overwrites the Buffers, in the order of the compute queues.
         """
         places, flat_buffers = self._memory
-        found: list[Buffer] = []
+        buffers: list[Buffer] = []
         for array, place, (device, dtype, shape) in zip(arrays, places, self._wanted, strict=True):
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
             if place is None:
-                found.append(to_buffer(array, device))
+                buffers.append(to_buffer(array, device))
             elif (base := array.base) is None or (type(base) is np.ndarray and base.base is None):
                 place[0][...] = array  # NumPy owns its memory, so it is not a view of a Variable
-                found.append(place[1])
+                buffers.append(place[1])
             else:
                 return None
         for host, flat in flat_buffers:
             flat.device.upload(host, out=flat)
-        return found
+        return buffers
 
     @cached_property
     def _memory(self) -> tuple[list[_Staged | None], list[_Staged]]:

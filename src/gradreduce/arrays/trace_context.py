@@ -66,14 +66,14 @@ def reading_by(reader: Reader) -> Iterator[None]:
         _reader.set(None)
 
 
-def named_arguments(
+def bind_arguments(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments of a NumPy call by the names of their parameters."""
     return {**dict(zip(_positional(function), args, strict=False)), **kwargs}
 
 
-def positioned(
+def to_positional(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Moves arguments passed by name to their positions, up to the first missing one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,7 +25,7 @@ from gradreduce.device import (
     Mesh,
     as_dtype,
     as_flag,
-    copied_to,
+    copy_to,
     overlap,
 )
 from gradreduce.errors import NotCopied, about, brief, listed
@@ -36,18 +35,17 @@ from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
     as_view_kind,
-    converted,
+    cast_array,
     from_buffer,
     is_array,
     kind_of,
     numbers,
-    shape_and_dtype,
     to_buffer,
 )
 from .convert_gpu import on_gpu_of, wait_for_inputs
 from .outputs import count_writes
 from .replica_context import current_replica
-from .trace_context import check_unread, current_reader, make_like, named_arguments
+from .trace_context import bind_arguments, check_unread, current_reader, make_like
 from .types import OutputType
 
 if TYPE_CHECKING:
@@ -111,11 +109,11 @@ class Variable(NotCopied, Traceable):
         device: DeviceLike | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
-        wanted = _wanted_dtype(initial_value, dtype, devices[0])
+        own_dtype = _choose_dtype(initial_value, dtype, devices[0])
         trainable = as_flag("trainable", trainable)
-        if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+        if trainable and own_dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
-                f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
+                f"Invalid type {own_dtype} of a trainable variable: allowed are float16, bfloat16, "
                 "float32 and float64; trainable=False takes any"
             )
         if name is not None and not isinstance(name, str):  # TensorFlow's second is trainable
@@ -123,10 +121,10 @@ class Variable(NotCopied, Traceable):
         number = next(_numbers)
         self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
         self.trainable = trainable
-        self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
+        self._buffers = tuple(_copy_to_new(initial_value, device, own_dtype) for device in devices)
 
     @classmethod
-    def _filled_like(
+    def _full_like(
         cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
     ) -> Variable:
         """Makes a slot: a non-trainable Variable like another one, filled with one number.
@@ -138,7 +136,7 @@ class Variable(NotCopied, Traceable):
             dtype: the dtype. Default: that of ``variable``.
         """
         dtype = variable.dtype if dtype is None else dtype
-        buffers = [_filled(device, variable.shape, dtype, value) for device in variable.devices]
+        buffers = [_full(device, variable.shape, dtype, value) for device in variable.devices]
         return cls._on_buffers(buffers, name, trainable=False)
 
     @classmethod
@@ -234,7 +232,7 @@ class Variable(NotCopied, Traceable):
         if reader is not None:
             return reader.read(self, current, output_type)
         with StreamScope():
-            return from_buffer(copied_to(current.device, current), kind)
+            return from_buffer(copy_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
@@ -299,7 +297,7 @@ class Variable(NotCopied, Traceable):
     def _ready_add(self, delta: Any) -> Callable[[], None]:
         """Checks, copies and compiles for ``assign_add``; returns a function that launches."""
         accessible = [
-            source if source.device is buffer.device else copied_to(buffer.device, source)
+            source if source.device is buffer.device else copy_to(buffer.device, source)
             for buffer, source in zip(self._buffers, self._sources(delta), strict=True)
         ]
         compile_rows("sums", ops.add_to_rows, {(self.dtype, self.dtype)}, self.devices[0])
@@ -338,7 +336,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._make_like(function, args, kwargs)
-        named = named_arguments(function, args, kwargs)
+        named = bind_arguments(function, args, kwargs)
         in_place = function.__name__ in _WRITING or named.get("copy") is False  # of nan_to_num
         _check_written([*args, *kwargs.values()][0] if in_place else named.get("out"))
         return _call(function, args, kwargs)
@@ -354,7 +352,7 @@ class Variable(NotCopied, Traceable):
     ) -> Any:
         """Runs PyTorch functions on the value as a tensor."""
         kwargs = kwargs or {}
-        _check_written(_written_tensor(function, args, kwargs))
+        _check_written(_find_output(function, args, kwargs))
         named = {name: _read(each, "torch") for name, each in kwargs.items()}
         return function(*[_read(each, "torch") for each in args], **named)
 
@@ -377,9 +375,9 @@ class Variable(NotCopied, Traceable):
         """Returns ``value`` for each copy; copied if it overlaps this variable's memory."""
         check_unread([self])
         begin_writes([self])
-        sources = [self._checked(value, buffer) for buffer in self._buffers]
+        sources = [self._to_source(value, buffer) for buffer in self._buffers]
         return [
-            copied_to(source.device, source)
+            copy_to(source.device, source)
             if any(overlap(source, buffer) for buffer in self._buffers)
             else source
             for source in sources
@@ -395,7 +393,7 @@ class Variable(NotCopied, Traceable):
             )
         return buffers[index]
 
-    def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+    def _to_source(self, value: Any, buffer: Buffer) -> Buffer:
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         try:
@@ -456,7 +454,7 @@ def _read(value: Any, output_type: Any) -> Any:
     return value
 
 
-def _written_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _find_output(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Returns what a PyTorch function writes: its first argument if its name ends in ``_``."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
@@ -482,125 +480,6 @@ def begin_writes(variables: Sequence[Variable]) -> None:
         count_writes([tensor for variable in shared for tensor in variable._parameters])
 
 
-def get_variable(
-    name: str,
-    initial_value: Any = None,
-    *,
-    shape: Sequence[int] | None = None,
-    dtype: Any = None,
-    trainable: bool = True,
-    reuse: bool = False,
-    custom_getter: Callable[..., Variable] | None = None,
-) -> Variable:
-    """Makes a Variable, or finds one by name, also by a custom getter (tf.get_variable).
-
-    Args:
-        name: the name of the Variable.
-        initial_value: see ``Variable``; or an initializer: a callable such as ``np.zeros``, which
-            is called as ``initial_value(shape, dtype=dtype)`` if ``shape`` is passed, else without
-            arguments. Not needed with ``reuse``.
-        shape: the shape for an initializer; with ``reuse`` the required shape.
-        dtype: the dtype, see ``Variable``; default float32 for an initializer.
-        trainable: see ``Variable``.
-        reuse: return the Variable of this name that ``get_variable`` has made last, if it still
-            exists, and make none. Otherwise a new one is made, even if the name exists. (TensorFlow
-            raises an error then.)
-        custom_getter: a callable such as an ``AGNCustomGetter``, which returns the Variable. It is
-            called as ``custom_getter(getter, name, initial_value, trainable=trainable)``, with
-            ``shape``, ``dtype`` and ``reuse`` if they were passed. ``getter`` makes or finds a
-            Variable: it takes the same arguments, and ``device`` as for ``Variable``.
-
-    Raises:
-        TypeError: ``name`` is not a string, ``reuse`` not a bool, or ``custom_getter`` is not
-            callable or does not return a Variable.
-        ValueError: ``name`` is empty; ``shape`` is passed without an initializer; there is no
-            ``initial_value``; or an initializer returns another shape. With ``reuse``: there is no
-            Variable of this name, or its shape or dtype is not that of ``shape``, ``dtype`` or an
-            array ``initial_value``.
-
-    Example:
-        >>> w = gr.get_variable("w_of_example", np.zeros, shape=(2, 3))
-        >>> w.shape, w is gr.get_variable("w_of_example", reuse=True)
-        ((2, 3), True)
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name={brief(name)} must be a string")
-    if not name:
-        raise ValueError("name is empty; a variable must have a name")
-    reuse = as_flag("reuse", reuse)
-    options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
-    others = {name: value for name, value in options.items() if value is not None}
-    if custom_getter is None:
-        return _make_or_find(name, initial_value, trainable=trainable, **others)
-    if not callable(custom_getter):
-        raise TypeError(f"custom_getter={brief(custom_getter)} is not callable")
-    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **others)
-    if not isinstance(made, Variable):
-        raise TypeError(
-            f"custom_getter={brief(custom_getter)} returned {brief(made)}; return a Variable"
-        )
-    return made
-
-
-_by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
-
-
-def _make_or_find(
-    name: str,
-    initial_value: Any = None,
-    *,
-    shape: Sequence[int] | None = None,
-    dtype: Any = None,
-    trainable: bool = True,
-    reuse: bool = False,
-    device: DeviceLike | Mesh | None = None,
-) -> Variable:
-    """Makes a Variable, or finds it with ``reuse``; see ``get_variable``."""
-    if reuse:
-        return reused(_by_name.get(name), name, initial_value, shape, dtype)
-    if shape is not None:
-        if not callable(initial_value):
-            raise ValueError(
-                f"shape={brief(shape)} of {name!r}: initial_value must be an initializer, which is "
-                "called with the shape"
-            )
-        shape = tuple(shape)
-        dtype = as_dtype("float32" if dtype is None else dtype)
-        initial_value = initial_value(shape, dtype=dtype)
-    elif callable(initial_value):
-        initial_value = initial_value()
-    elif initial_value is None:
-        raise ValueError(f"initial_value of {name!r} is missing: pass an array or a callable")
-    made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
-    if shape is not None and made.shape != shape:
-        raise ValueError(
-            f"the initializer of {name!r} returned shape {made.shape}; expected shape={shape}"
-        )
-    _by_name[name] = made
-    return made
-
-
-def reused(
-    found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
-) -> Variable:
-    """Checks shape and dtype of ``found``, the Variable to reuse, and returns it."""
-    if found is None:
-        raise ValueError(
-            f"reuse=True: get_variable has made no {name!r} that still exists; create it first"
-        )
-    if is_array(initial_value):
-        initial = shape_and_dtype(initial_value)
-        shape = initial[0] if shape is None else shape
-        dtype = initial[1] if dtype is None else dtype
-    if shape is not None and tuple(shape) != found.shape:
-        raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
-    if dtype is not None and as_dtype(dtype) != found.dtype:
-        raise ValueError(
-            f"reuse=True: {brief(found)} has dtype {found.dtype}, not {as_dtype(dtype)}"
-        )
-    return found
-
-
 def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:
     own = initial_value.device if isinstance(initial_value, Buffer) else None
     if device is not None:
@@ -608,24 +487,24 @@ def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[D
     return default_mesh().devices[:1] if own is None else (own,)
 
 
-def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
+def _choose_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
     if dtype is not None:
         return as_dtype(dtype)
     found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
 
 
-def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+def _full(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
     if not value:
         return device.zeros(shape, dtype)
     one = numbers(value, dtype)
     return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
-def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
+def _copy_to_new(value: Any, device: Device, dtype: DType) -> Buffer:
     """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     source = to_buffer(value, device, dtype=dtype)
     wait_for_inputs([source])
     if source.dtype != dtype:
-        source = device.upload(converted(source.numpy(), dtype))
-    return copied_to(device, source)
+        source = device.upload(cast_array(source.numpy(), dtype))
+    return copy_to(device, source)

@@ -55,7 +55,7 @@ class TermAccumulator:
         if self.home is None:
             self.home = device
         if isinstance(term, IndexedSlices):
-            term = self._taken(term)
+            term = self._to_term(term)
         if self._device_sum is not None:
             self._add(term, device)
             return
@@ -82,7 +82,7 @@ class TermAccumulator:
         with StreamScope():
             return from_buffer(device_sum.result(), self._kind)
 
-    def _taken(self, rows: IndexedSlices) -> Any:
+    def _to_term(self, rows: IndexedSlices) -> Any:
         """Returns sparse rows as the term to add, dense if needed; ACCUMULATE_N becomes TREE."""
         if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
             self._method = AggregationMethod.EXPERIMENTAL_TREE

@@ -172,11 +172,11 @@ class JaxLoss:
                 self._tracers = {}
                 _, self.values = self._total(grad_loss)
                 return []
-            (_, self.values), found = jax.value_and_grad(total, has_aux=True)(arrays)
-        jax.block_until_ready(found)  # the Variables may be overwritten after this call
+            (_, self.values), results = jax.value_and_grad(total, has_aux=True)(arrays)
+        jax.block_until_ready(results)  # the Variables may be overwritten after this call
         return [
             (variable, copy, _in_dtype(gradient, variable.dtype))
-            for (copy, variable), gradient in zip(self._variables.items(), found, strict=True)
+            for (copy, variable), gradient in zip(self._variables.items(), results, strict=True)
         ]
 
     def _total(self, grad_loss: Any) -> tuple[Any, list[Any]]:

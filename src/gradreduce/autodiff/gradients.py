@@ -66,7 +66,7 @@ def gradients_of(
             "compute_gradients cannot be called inside a loss: compute the inner gradients with "
             "torch.autograd.grad(..., create_graph=True) or jax.grad"
         )
-    grad_loss = _checked_seed(grad_loss)
+    grad_loss = _validate_seed(grad_loss)
     reading = _Reading(variables, method)
     with reading_by(reading):
         try:
@@ -176,13 +176,13 @@ class _Reading:
         if not variables:
             raise ValueError("No variables to optimize: the loss read no trainable Variable")
         seen: set[int] = set()
-        found: dict[Variable, Any] = {}
+        gradient_of: dict[Variable, Any] = {}
         for variable in variables:
-            if variable not in found:
+            if variable not in gradient_of:
                 terms = self._terms_of(variable)
                 with on_gpu_of(terms.home):
-                    found[variable] = _own(terms.result(), seen)
-        return [(found[variable], variable) for variable in variables]
+                    gradient_of[variable] = _own(terms.result(), seen)
+        return [(gradient_of[variable], variable) for variable in variables]
 
     def close(self) -> None:
         """Ends the trace. Its values become plain data, and later updates wait for its reads."""
@@ -262,7 +262,7 @@ def _check_loss(value: Any) -> None:
         )
 
 
-def _checked_seed(grad_loss: Any) -> Any:
+def _validate_seed(grad_loss: Any) -> Any:
     """Validates ``grad_loss``; reads Variables in it before the loss is called."""
     if grad_loss is None:
         return None

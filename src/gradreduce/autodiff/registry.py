@@ -36,52 +36,52 @@ def is_half(x: Any) -> bool:
     return str(getattr(x, "dtype", "")) in ("float16", "bfloat16")
 
 
-def widened(x: Any) -> Any:
+def widen(x: Any) -> Any:
     """Converts float16 and bfloat16 to float32; returns anything else unchanged."""
     return x.astype(np.float32) if is_half(x) else x
 
 
 def like(term: Any, shape: Shape) -> Any:
     """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
-    found = shape_of(term)
-    if found == shape:
+    term_shape = shape_of(term)
+    if term_shape == shape:
         return term
-    lead = len(found) - len(shape)
+    lead = len(term_shape) - len(shape)
     axes = tuple(range(lead)) + tuple(
         lead + index
         for index, extent in enumerate(shape)
-        if extent == 1 and found[lead + index] != 1
+        if extent == 1 and term_shape[lead + index] != 1
     )
     dtype = np.float32 if is_half(term) else None
     summed = np.sum(term, axis=axes, dtype=dtype, keepdims=True).astype(term.dtype)
     return np.reshape(summed, shape) if shape_of(summed) != shape else summed
 
 
-def scaled(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def to_shape_of(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps ``vjp`` to return terms in the operand's shape; does not keep the operand."""
     shape = shape_of(operand)
     return lambda g: like(vjp(g), shape)
 
 
-def normalized(axis: int, ndim: int) -> int:
+def normalize_axis(axis: int, ndim: int) -> int:
     """Converts a negative axis to a nonnegative one."""
     return axis + ndim if axis < 0 else axis
 
 
-def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+def normalize_axes(axis: Any, ndim: int) -> tuple[int, ...]:
     """Returns the axes that a reduction removes, as nonnegative numbers."""
     if axis is None:
         return tuple(range(ndim))
     axes: Sequence[int] = axis if isinstance(axis, tuple | list) else (axis,)
-    return tuple(normalized(int(each), ndim) for each in axes)
+    return tuple(normalize_axis(int(each), ndim) for each in axes)
 
 
-def kept_shape(shape: Shape, axis: Any) -> Shape:
+def keepdims_shape(shape: Shape, axis: Any) -> Shape:
     """Returns the shape of a reduction of ``shape`` with ``keepdims=True``."""
-    axes = reduced_axes(axis, len(shape))
+    axes = normalize_axes(axis, len(shape))
     return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
 
 
 def gradient_of_sum(g: Any, shape: Shape, axis: Any) -> Any:
     """Broadcasts the gradient of a sum over ``axis`` to ``shape``, as a view."""
-    return np.broadcast_to(np.reshape(g, kept_shape(shape, axis)), shape)
+    return np.broadcast_to(np.reshape(g, keepdims_shape(shape, axis)), shape)

@@ -11,7 +11,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import astype
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, CONSTANT, RULES, VJP, scaled
+from .registry import COMPOSED, CONSTANT, RULES, VJP, to_shape_of
 
 LN2, LN10 = math.log(2.0), math.log(10.0)
 
@@ -27,8 +27,8 @@ def select(mask: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
     ``np.where`` is used because ``g * mask`` is NaN where an infinite gradient is masked out.
     """
     return (
-        scaled(x, lambda g: np.where(mask, g, np.zeros_like(g))),
-        scaled(y, lambda g: np.where(mask, np.zeros_like(g), g)),
+        to_shape_of(x, lambda g: np.where(mask, g, np.zeros_like(g))),
+        to_shape_of(y, lambda g: np.where(mask, np.zeros_like(g), g)),
     )
 
 
@@ -111,8 +111,8 @@ _OF_TWO: dict[Any, tuple[Callable[[Any, Any, Any], VJP], Callable[[Any, Any, Any
 
 def _register(function: Any, left: Callable[..., VJP], right: Callable[..., VJP]) -> None:
     RULES[function] = lambda out, x, y: (
-        scaled(x, left(out, x, y)),
-        scaled(y, right(out, x, y)),
+        to_shape_of(x, left(out, x, y)),
+        to_shape_of(y, right(out, x, y)),
     )
 
 

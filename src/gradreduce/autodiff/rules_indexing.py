@@ -19,7 +19,7 @@ from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.errors import InvalidArgumentError
 
-from .registry import COMPOSED, RULES, VJP, Shape, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, Shape, normalize_axis, shape_of
 
 _BASIC = (int, np.integer, slice, type(None), type(Ellipsis))
 
@@ -81,7 +81,7 @@ def _index_into(out: Any, x: Any, index: Any) -> VJP:
 
     def vjp(g: Any) -> Any:
         read = _positions(shape)[tuple(map(_on_host, within))].ravel()
-        whole = _added_by_position(np.reshape(g, (-1,)), read, math.prod(shape))
+        whole = _add_by_position(np.reshape(g, (-1,)), read, math.prod(shape))
         return np.reshape(whole, shape)
 
     return vjp
@@ -94,7 +94,7 @@ def _put_back(values: Any, index: Any, shape: Shape) -> Any:
     return whole
 
 
-def _added_by_position(values: Any, positions: Any, size: int) -> Any:
+def _add_by_position(values: Any, positions: Any, size: int) -> Any:
     return IndexedSlices(values, positions, (size,)).to_dense()
 
 
@@ -119,7 +119,7 @@ def _by_position(function: Any, a: Any, *args: Any, **kwargs: Any) -> Any:
 def _take(a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: Any = "raise") -> Any:
     """Implements ``np.take``. Along the first axis it gathers rows."""
     read = _on_host(indices)
-    if axis is not None and not normalized(axis, a.ndim):
+    if axis is not None and not normalize_axis(axis, a.ndim):
         return embedding_lookup(a, np.take(np.arange(len(a)), read, mode=mode))
     return np.ravel(a)[np.take(_positions(a.shape), read, axis, mode=mode)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalize_axis, shape_of
 from .unsupported import no_rule
 
 
@@ -37,8 +37,8 @@ def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     a, b = _array(a), _array(b)
     if not isinstance(axes, Sequence | np.ndarray):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    summed = [normalized(int(axis), a.ndim) for axis in np.ravel(axes[0])]
-    summed_too = [normalized(int(axis), b.ndim) for axis in np.ravel(axes[1])]
+    summed = [normalize_axis(int(axis), a.ndim) for axis in np.ravel(axes[0])]
+    summed_too = [normalize_axis(int(axis), b.ndim) for axis in np.ravel(axes[1])]
     free = [axis for axis in range(a.ndim) if axis not in summed]
     free_too = [axis for axis in range(b.ndim) if axis not in summed_too]
     left, right = np.transpose(a, free + summed), np.transpose(b, summed_too + free_too)

@@ -16,7 +16,7 @@ from gradreduce.arrays.array_methods import traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, RULES, is_half, shape_of, widened
+from .registry import COMPOSED, RULES, is_half, shape_of, widen
 
 
 def relu(x: Any) -> Any:
@@ -59,7 +59,7 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         np.float64(1000.693)
     """
     if is_half(x):
-        return logsumexp(widened(x), axis, keepdims).astype(x.dtype)
+        return logsumexp(widen(x), axis, keepdims).astype(x.dtype)
     top = np.max(stop_gradient(x), axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, np.zeros_like(top))  # because inf - inf is nan
     with np.errstate(divide="ignore"):  # the sum is 0 if all elements are -inf
@@ -95,23 +95,23 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     labels = _array(labels, logits)
     _check_classes(labels, logits.shape[-1])
     if is_half(logits):
-        return softmax_cross_entropy(widened(logits), labels).astype(logits.dtype)
-    wanted = _as_probabilities(logits, labels)
+        return softmax_cross_entropy(widen(logits), labels).astype(logits.dtype)
+    probabilities = _as_probabilities(logits, labels)
     # Replace logits of classes with probability 0, because 0 * inf is nan.
-    scores = np.where(wanted != 0, logits, np.zeros_like(logits))
+    scores = np.where(probabilities != 0, logits, np.zeros_like(logits))
     log_sum = logsumexp(logits, axis=-1)
-    return log_sum * np.sum(wanted, axis=-1) - np.sum(scores * wanted, axis=-1)
+    return log_sum * np.sum(probabilities, axis=-1) - np.sum(scores * probabilities, axis=-1)
 
 
 def _back_to_logits(g: Any, logits: Any, labels: Any) -> Any:
-    x32 = widened(logits)
+    x32 = widen(logits)
     wanted = _as_probabilities(x32, _array(labels, logits))
     share = np.exp(x32 - logsumexp(x32, axis=-1, keepdims=True))
     return g[..., None] * (share * np.sum(wanted, axis=-1, keepdims=True) - wanted)
 
 
 def _back_to_labels(g: Any, logits: Any) -> Any:
-    x32 = widened(logits)
+    x32 = widen(logits)
     return g[..., None] * (logsumexp(x32, axis=-1, keepdims=True) - x32)
 
 

@@ -20,16 +20,16 @@ from .registry import (
     VJP,
     Shape,
     gradient_of_sum,
-    kept_shape,
-    reduced_axes,
+    keepdims_shape,
+    normalize_axes,
     shape_of,
-    widened,
+    widen,
 )
 from .unsupported import no_rule
 
 
 def _num_reduced(shape: Shape, axis: Any) -> int:
-    return math.prod(shape[index] for index in reduced_axes(axis, len(shape)))
+    return math.prod(shape[index] for index in normalize_axes(axis, len(shape)))
 
 
 def _over(g: Any, count: float) -> Any:
@@ -43,9 +43,9 @@ def _back_of_mean(g: Any, shape: Shape, axis: Any) -> Any:
 
 def _extreme(out: Any, a: Any, axis: Any = None, _out: Any = None, keepdims: bool = False) -> VJP:
     """The rule of max and min. Equal extremes share the gradient, as in TensorFlow."""
-    kept = kept_shape(shape_of(a), axis)
+    kept = keepdims_shape(shape_of(a), axis)
     mask = a == np.reshape(out, kept)
-    axes = reduced_axes(axis, len(kept))
+    axes = normalize_axes(axis, len(kept))
     count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
 
     def vjp(g: Any) -> Any:
@@ -61,8 +61,8 @@ def _back_of_prod(g: Any, a: Any, axis: Any) -> Any:
     The product is divided by an element to get the product of the others. If one element is zero,
     only this element has a nonzero derivative; if several are zero, none has.
     """
-    x32, shape = widened(a), shape_of(a)
-    axes = reduced_axes(axis, len(shape))
+    x32, shape = widen(a), shape_of(a)
+    axes = normalize_axes(axis, len(shape))
     zeros = x32 == 0
     divisors = np.where(zeros, np.ones_like(x32), x32)
     others = np.prod(divisors, axis=axes, keepdims=True) / divisors
@@ -72,9 +72,9 @@ def _back_of_prod(g: Any, a: Any, axis: Any) -> Any:
 
 
 def _back_of_var(g: Any, a: Any, axis: Any, ddof: float) -> Any:
-    x32, shape = widened(a), shape_of(a)
+    x32, shape = widen(a), shape_of(a)
     count = max(_num_reduced(shape, axis) - ddof, 0)
-    mean = np.mean(x32, axis=reduced_axes(axis, len(shape)), keepdims=True)
+    mean = np.mean(x32, axis=normalize_axes(axis, len(shape)), keepdims=True)
     return gradient_of_sum(_over(g, count / 2), shape, axis) * (x32 - mean).astype(a.dtype)
 
 
@@ -85,7 +85,7 @@ def _back_of_std(g: Any, out: Any, a: Any, axis: Any, ddof: float) -> Any:
 
 def _back_of_cumsum(g: Any, shape: Shape, axis: Any) -> Any:
     along = 0 if axis is None else axis
-    summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
+    summed = np.flip(np.cumsum(np.flip(widen(g), along), axis=along), along)
     return np.reshape(summed.astype(g.dtype), shape)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from gradreduce.sums.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, RULES, VJP, like, normalized, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalize_axis, shape_of
 from .unsupported import no_rule
 
 
-def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
+def _reshape(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
     """The rule of operations that keep the elements and their order."""
     if any(isinstance(each, str) and each != "C" for each in (*args, *kwargs.values())):
         raise no_rule("np.reshape(..., order=) other than 'C'")
@@ -23,12 +23,12 @@ def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> VJP:
     return lambda g: np.reshape(g, shape)
 
 
-def _transposed_back(g: Any, axes: Any) -> Any:
-    order = None if axes is None else [normalized(axis, len(axes)) for axis in axes]
+def _transpose_back(g: Any, axes: Any) -> Any:
+    order = None if axes is None else [normalize_axis(axis, len(axes)) for axis in axes]
     return np.transpose(g, None if order is None else np.argsort(order).tolist())
 
 
-def _rolled_back(g: Any, shift: Any, axis: Any) -> Any:
+def _roll_back(g: Any, shift: Any, axis: Any) -> Any:
     back = tuple(-each for each in shift) if isinstance(shift, tuple | list) else -shift
     return np.roll(g, back, axis)
 
@@ -40,7 +40,7 @@ def _concatenate(
 
     def vjp(item: int) -> VJP:
         shape = shapes[item]
-        along = normalized(axis or 0, len(shape))
+        along = normalize_axis(axis or 0, len(shape))
         extents = [math.prod(each) if axis is None else each[along] for each in shapes]
         start = sum(extents[:item])
         part = (slice(None),) * along + (slice(start, start + extents[item]),)
@@ -84,15 +84,15 @@ def _broadcast_arrays(*args: Any) -> Any:
     return [np.broadcast_to(each, shape) for each in args]
 
 
-RULES[np.reshape] = RULES[np.ravel] = _reshaped
-RULES[np.expand_dims] = RULES[np.squeeze] = _reshaped
-RULES[np.transpose] = lambda out, a, axes=None: partial(_transposed_back, axes=axes)
+RULES[np.reshape] = RULES[np.ravel] = _reshape
+RULES[np.expand_dims] = RULES[np.squeeze] = _reshape
+RULES[np.transpose] = lambda out, a, axes=None: partial(_transpose_back, axes=axes)
 RULES[np.swapaxes] = lambda out, a, axis1, axis2: lambda g: np.swapaxes(g, axis1, axis2)
 RULES[np.moveaxis] = lambda out, a, source, destination: (
     lambda g: np.moveaxis(g, destination, source)
 )
 RULES[np.flip] = lambda out, m, axis=None: lambda g: np.flip(g, axis)
-RULES[np.roll] = lambda out, a, shift, axis=None: partial(_rolled_back, shift=shift, axis=axis)
+RULES[np.roll] = lambda out, a, shift, axis=None: partial(_roll_back, shift=shift, axis=axis)
 RULES[np.broadcast_to] = lambda out, array, shape, subok=False: partial(like, shape=shape_of(array))
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of

@@ -33,7 +33,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import Traceable, holds_traceable
 from gradreduce.arrays.convert import host_array
 from gradreduce.arrays.convert_gpu import on_gpu_of
-from gradreduce.arrays.trace_context import make_like, named_arguments, positioned
+from gradreduce.arrays.trace_context import bind_arguments, make_like, to_positional
 from gradreduce.device import Device
 
 from .accumulate_terms import TermAccumulator
@@ -134,27 +134,27 @@ class Traced(Traceable):
         """Returns a copy of the value in host memory; a constant, without a gradient."""
         return host_array(self.value).copy()
 
-    def _replaced(self, made: Any) -> Any:
-        """Returns what ``self += x`` binds to the name; ``made`` is ``self + x``.
+    def _in_place_result(self, result: Any) -> Any:
+        """Returns what ``self += x`` binds to the name; ``result`` is ``self + x``.
 
         Raises:
             NotImplementedError: in NumPy, the statement would also change another array.
-            ValueError: ``made`` has another shape.
+            ValueError: ``result`` has another shape.
         """
         if not self.shape:
-            return made  # like a NumPy scalar: += creates a new one
+            return result  # like a NumPy scalar: += creates a new one
         if self.is_view and not self.node.trace.closed:
             raise WriteError(
                 "a += b is not supported if a is a view of a traced value, because NumPy would "
                 "change that value too: write a = a + b, or build the whole array with np.where, "
                 "np.concatenate or np.stack"
             )
-        if made.shape != self.shape:
+        if result.shape != self.shape:
             raise ValueError(
                 f"non-broadcastable output operand with shape {self.shape} doesn't match the "
-                f"broadcast shape {made.shape}"
+                f"broadcast shape {result.shape}"
             )
-        return made if made.dtype == self.dtype else made.astype(self.dtype)
+        return result if result.dtype == self.dtype else result.astype(self.dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "reduce" and ufunc in _REDUCED:
@@ -218,7 +218,7 @@ class Traced(Traceable):
 
 def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Returns an operator, such as ``+=``, that binds the name to a new value."""
-    return lambda self, other: self._replaced(operation(self, other))
+    return lambda self, other: self._in_place_result(operation(self, other))
 
 
 for _name in (
@@ -252,14 +252,14 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     args = [resolve(arg) for arg in args]
     if kwargs:
-        args, kwargs = _positioned(function, args, kwargs)
+        args, kwargs = _resolve_keywords(function, args, kwargs)
     operands: list[Operand] = []
     raw = [_plain(arg, index, operands) for index, arg in enumerate(args)]
     is_named = any(map(holds_traceable, kwargs.values()))
     if not operands and not is_named:
         return function(*raw, **kwargs)
     is_ufunc = isinstance(function, np.ufunc)
-    named = kwargs if is_ufunc else named_arguments(function, args, kwargs)
+    named = kwargs if is_ufunc else bind_arguments(function, args, kwargs)
     if named.get("out") is not None:
         raise would_write(name_of(function))
     for value in (*raw, *kwargs.values()):
@@ -271,19 +271,19 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise no_rule(f"{name_of(function)} with {', '.join(kwargs)}= of traced values")
     if is_ufunc:
         check_keywords(function, kwargs)
-    return _recorded(function, raw, kwargs, operands)
+    return _call_and_record(function, raw, kwargs, operands)
 
 
-def _positioned(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _resolve_keywords(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Resolves keyword arguments, and converts them to positional arguments."""
     out = kwargs.get("out")
     if holds_traceable(out):
         raise would_write(name_of(function))
     named = {name: resolve(arg) for name, arg in kwargs.items() if name != "out" or out is not None}
-    return (args, named) if isinstance(function, np.ufunc) else positioned(function, args, named)
+    return (args, named) if isinstance(function, np.ufunc) else to_positional(function, args, named)
 
 
-def _recorded(
+def _call_and_record(
     function: Any, raw: Sequence[Any], kwargs: dict[str, Any], operands: list[Operand]
 ) -> Any:
     """Calls ``function`` with the plain values of its operands, and creates the node."""
@@ -356,9 +356,9 @@ def _plain(value: Any, position: int, operands: list[Operand]) -> Any:
         # With a JAX array as operand, JAX would compute terms, in float32.
         return np.asarray(value) if is_jax(value) else value
     within = []
-    for item, each in enumerate(value):
-        if isinstance(each, Traced):
-            operands.append((position, item, each.node))
-            each = each.value
-        within.append(each)
+    for item, element in enumerate(value):
+        if isinstance(element, Traced):
+            operands.append((position, item, element.node))
+            element = element.value
+        within.append(element)
     return within

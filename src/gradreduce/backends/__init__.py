@@ -1,18 +1,6 @@
 """Opens meshes: picks the backend and the devices.
 
-Environment variables that it reads:
-
-* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``; the default of ``open_mesh(backend=)``.
-* ``GRADREDUCE_SIM_DEVICES``: the default number of simulated devices (4 if not set).
-* ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_FLIGHT_RECORD``: a path such as ``flight.json``. When a mesh fails, its flight record
-  is written to ``flight.<process>-<mesh>.json`` in the same folder. If the path is a device or a
-  FIFO, such as ``/dev/stderr``, the record is written to it.
-* ``GRADREDUCE_SIM_THREADS``: the number of host threads that run simulated launches (default: the
-  number of cores).
-* Variables that launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``,
-  Open MPI ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI
-  ``PMI_SIZE`` and ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
+``docs/environment.md`` lists the environment variables that it reads.
 """
 
 from __future__ import annotations
@@ -150,7 +138,9 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             except BackendUnavailableError as error:
                 raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
         else:
-            named = devices if devices_per_process is None else _checked_number(devices_per_process)
+            named = (
+                devices if devices_per_process is None else _validate_number(devices_per_process)
+            )
             mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
     try:
         join_processes(mesh, processes, process_group, communicator, seconds)
@@ -246,7 +236,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     if devices is None:
         devices = own = _own_gpus(num_gpus)
         if per_process is not None:  # several GPUs are assigned in turn
-            devices = [own[index % len(own)] for index in range(_checked_number(per_process))]
+            devices = [own[index % len(own)] for index in range(_validate_number(per_process))]
     placement = _placement(devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
@@ -257,15 +247,17 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
     mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
     mesh_state.nvtx = streams.NvtxRanges()
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
-    made = [cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)]
+    cuda_devices = [
+        cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)
+    ]
     collective = nccl.NcclCollective(mesh_state)
 
     def close() -> None:
-        for device in made:
+        for device in cuda_devices:
             device.close()
         collective.close()
 
-    return Mesh(made, mesh_state, collective.loaded, close)
+    return Mesh(cuda_devices, mesh_state, collective.load, close)
 
 
 def _mesh_state(kind: BackendKind, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
@@ -384,7 +376,7 @@ def _warn_once(why: str) -> None:
     )
 
 
-def _checked_number(devices_per_process: int) -> int:
+def _validate_number(devices_per_process: int) -> int:
     """Returns the number of devices as an integer.
 
     Raises:

@@ -30,9 +30,7 @@ def compile_ahead(
         work: launches on a dry-run copy of the whole mesh, and changes nothing else.
 
     Raises:
-        BackendUnavailableError: the mesh is closed, a device has failed, or the compiler is
-            missing.
-        CollectiveError: the mesh has failed.
+        BackendUnavailableError: the compiler is missing.
     """
     mesh_state = devices[0].mesh_state
     for device in devices:
@@ -40,14 +38,14 @@ def compile_ahead(
     if not devices[0].compiles:
         return
     key = (key, tuple([device.index for device in devices]))
-    if key in mesh_state.prepared:
+    if key in mesh_state.compiled_keys:
         return
     dry_run = DryRunMesh.like(devices[0].mesh, compiles=True)
     dry_state = dry_run.mesh.mesh_state
-    dry_state.prepared |= {*mesh_state.prepared, key}
+    dry_state.compiled_keys |= {*mesh_state.compiled_keys, key}
     work(dry_run)
     _compile(devices[0], dry_state.compiled)
-    mesh_state.prepared |= dry_state.prepared
+    mesh_state.compiled_keys |= dry_state.compiled_keys
 
 
 def compile_rows(
@@ -65,7 +63,7 @@ def compile_rows(
         device: a device of the mesh.
 
     Raises:
-        BackendUnavailableError, CollectiveError: see ``compile_ahead``.
+        BackendUnavailableError: the compiler is missing.
     """
 
     def work(dry_run: DryRunMesh) -> None:
@@ -84,7 +82,7 @@ def _compile(device: Device, kernels: Collection[tuple[Kernel, Template]]) -> No
             if errors:
                 return
             try:
-                device.prepare(kernel, template)
+                device.compile_kernel(kernel, template)
             except BaseException as error:
                 errors.append(error)
 

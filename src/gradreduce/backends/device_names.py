@@ -59,12 +59,14 @@ def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
     if not isinstance(value, str) and not _is_torch(value):
         raise TypeError(f"{label}{brief(value)} is not {_DEVICE}")
     whole = (default_mesh() if mesh is None else mesh).devices[0].mesh
-    found = _named(value, label, whole) if isinstance(value, str) else _torch_device(value, whole)
-    if found is None:
+    device = (
+        _find_device(value, label, whole) if isinstance(value, str) else _torch_device(value, whole)
+    )
+    if device is None:
         raise ValueError(
             f"{label}{brief(value)} is not a device of {whole}, which has {len(whole)}"
         )
-    return found
+    return device
 
 
 def as_devices(value: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:
@@ -86,7 +88,7 @@ def _is_torch(value: Any) -> TypeGuard[_TorchDevice]:
     return (type(value).__module__, type(value).__name__) == ("torch", "device")
 
 
-def _named(name: str, label: str, whole: Mesh) -> Device | None:
+def _find_device(name: str, label: str, whole: Mesh) -> Device | None:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise ValueError(

@@ -95,12 +95,12 @@ class DryRunMesh:
         ``original`` must stay alive.
         """
         block = original.block
-        made = self._blocks.get(id(block))
-        if made is None:
-            made = self._blocks[id(block)] = self._devices[original.device.index].block(
+        copy = self._blocks.get(id(block))
+        if copy is None:
+            copy = self._blocks[id(block)] = self._devices[original.device.index].block(
                 block.nbytes, start=block.address % ALIGNMENT, peer_mapped=block.peer_mapped
             )
-        return Buffer(made, original.offset, original.shape, original.dtype)
+        return Buffer(copy, original.offset, original.shape, original.dtype)
 
 
 class DryRunDevice(Device):
@@ -159,7 +159,7 @@ class DryRunDevice(Device):
     def _trim(self) -> None:
         """Does nothing, like the methods below that would write or wait."""
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None: ...
 
     def _fill_zero(self, buffer: Buffer) -> None: ...
 
@@ -168,7 +168,7 @@ class DryRunDevice(Device):
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,

@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def opened_cache(*, plain_path: bool = False) -> Iterator[Path]:
+def open_cache(*, plain_path: bool = False) -> Iterator[Path]:
     """Opens the cache folder by a path that stays valid when folders are renamed.
 
     Args:
@@ -54,11 +54,11 @@ def opened_cache(*, plain_path: bool = False) -> Iterator[Path]:
     folder = cache_folder()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        found = os.fstat(descriptor)
-        if not _is_ours(found):
+        status = os.fstat(descriptor)
+        if not _is_ours(status):
             raise PermissionError(
-                f"{folder} is owned by user {found.st_uid} and has mode "
-                f"{found.st_mode & 0o7777:o}: it must be owned by user {os.geteuid()} and "
+                f"{folder} is owned by user {status.st_uid} and has mode "
+                f"{status.st_mode & 0o7777:o}: it must be owned by user {os.geteuid()} and "
                 "writable by nobody else"
             )
         opened = Path(f"/proc/self/fd/{descriptor}")

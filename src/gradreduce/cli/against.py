@@ -51,7 +51,7 @@ class Earlier:
             ) from error
         return cls(content, times)
 
-    def compared(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def compare(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields for each row the time before, the time now as a multiple of it, and a verdict.
 
         The verdict is ``slower`` or ``faster`` if all rounds of one file took longer than all

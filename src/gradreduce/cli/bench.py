@@ -70,10 +70,10 @@ TableRow = dict[str, Any]  # a line of a table by the names of its columns; see 
 
 def parse_bytes(value: str) -> int:
     """Returns the bytes of a text such as ``4096`` or ``64M``."""
-    found = re.fullmatch(r"([0-9]{1,15})([KMG]?)B?", str(value).upper())
-    if found is None or not int(found[1]):
+    match = re.fullmatch(r"([0-9]{1,15})([KMG]?)B?", str(value).upper())
+    if match is None or not int(match[1]):
         raise click.BadParameter(f"{value!r} must be a number above 0, such as 4096, 64K or 1G")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 @click.command()
@@ -173,7 +173,7 @@ def bench(
     cases = [(name, size) for name in benchmarks or tuple(_CASES) for size in sizes]
     with open_chosen(devices, backend) as mesh, open_alone(mesh) as alone:
         settings = BenchSettings(mesh, alone, **options)
-        rows = _measured(settings, cases)
+        rows = _measure_all(settings, cases)
         wrong = of_all_processes(mesh, "wrong", [row["wrong"] for row in rows])
         place = f"{mesh.backend} {[device.physical for device in mesh]}"
         content = {"devices": place, "processes": mesh.num_processes, **options}
@@ -191,7 +191,7 @@ def bench(
     if place.startswith("sim"):
         tables.append("Simulated devices: times of NumPy on this machine's CPU.")
     if earlier is not None:
-        content["against"] = list(earlier.compared(content["rows"]))
+        content["against"] = list(earlier.compare(content["rows"]))
         tables += ["", f"Compared with {against}", _comparison(content["against"])]
         tables += earlier.differences(content)
     if plot is not None:
@@ -202,10 +202,10 @@ def bench(
 def _machine(mesh: gr.Mesh) -> dict[str, Any]:
     """Returns what times depend on: processor, cores, threads or GPUs, and versions."""
     device = mesh[0]
-    found = find_machine(gpus=[] if isinstance(device, SimDevice) else [x.physical for x in mesh])
+    machine = find_machine(gpus=[] if isinstance(device, SimDevice) else [x.physical for x in mesh])
     if isinstance(device, SimDevice):
-        found["threads"] = device.options.workers.num_threads
-    return found
+        machine["threads"] = device.options.workers.num_threads
+    return machine
 
 
 def _machine_line(machine: Mapping[str, Any]) -> str:
@@ -242,7 +242,7 @@ class BenchSettings:
     rounds: int
 
 
-def _measured(settings: BenchSettings, cases: Sequence[tuple[str, int]]) -> list[TableRow]:
+def _measure_all(settings: BenchSettings, cases: Sequence[tuple[str, int]]) -> list[TableRow]:
     """Measures all cases; the rows of a benchmark come together."""
     rows = []
     with Progress(console=progress_console(settings.mesh), transient=True) as progress:
@@ -293,7 +293,7 @@ def _synchronize(settings: BenchSettings) -> None:
         mesh.synchronize()
 
 
-def _filled(settings: BenchSettings, device: gr.Device, count: int, value: float) -> gr.Buffer:
+def _full(settings: BenchSettings, device: gr.Device, count: int, value: float) -> gr.Buffer:
     buffer = device.empty((count,), settings.dtype)
     return device.upload(np.full(count, value, buffer.dtype), out=buffer)
 
@@ -307,7 +307,7 @@ def _all_reduce(settings: BenchSettings, count: int) -> Iterator[tuple[str, str,
     counts = of_all_processes(mesh, f"devices {count}", len(mesh))
     first, total = sum(counts[: mesh.process_index]), sum(counts) // 2
     values = [
-        _filled(settings, device, count, (first + index) % 2) for index, device in enumerate(mesh)
+        _full(settings, device, count, (first + index) % 2) for index, device in enumerate(mesh)
     ]
     value = gr.PerReplica(values, mesh)
     ops = gr.AllReduceCrossDeviceOps(settings.algorithm, mesh=mesh)
@@ -317,16 +317,16 @@ def _all_reduce(settings: BenchSettings, count: int) -> Iterator[tuple[str, str,
         return ops.batch_reduce(op, [(value, value)])
 
     def num_wrong() -> int:
-        found = [buffer.numpy() for buffer in call()[0].values]
+        results = [buffer.numpy() for buffer in call()[0].values]
         divisor = mesh.num_replicas if settings.op == "mean" else 1
-        wanted = found[0].dtype.type(total / divisor)
-        return sum(_num_wrong(each, wanted) for each in found)
+        expected = results[0].dtype.type(total / divisor)
+        return sum(_num_wrong(each, expected) for each in results)
 
     yield "all-reduce", settings.op, Timed(call, values[0].nbytes, num_wrong)
 
 
 def _add_n(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
-    terms = [_filled(settings, settings.alone[0], count, index) for index in range(_NUM_TERMS)]
+    terms = [_full(settings, settings.alone[0], count, index) for index in range(_NUM_TERMS)]
 
     def num_wrong() -> int:
         return _num_wrong(gr.add_n(terms).numpy(), sum(range(_NUM_TERMS)))
@@ -336,7 +336,7 @@ def _add_n(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Time
 
 
 def _accumulator(settings: BenchSettings, count: int) -> Iterator[tuple[str, str, Timed]]:
-    gradient = _filled(settings, settings.alone[0], count, 3)
+    gradient = _full(settings, settings.alone[0], count, 3)
     accumulator = gr.ConditionalAccumulator(settings.dtype, (count,), device=settings.alone[0])
 
     def call() -> Any:
@@ -360,15 +360,15 @@ def _optimizer(
     settings: BenchSettings, optimizer: gr.Optimizer, count: int, num_arrays: int
 ) -> Timed:
     """Times updates of one variable by ones, which lower all elements by the same amount."""
-    gradient = _filled(settings, settings.alone[0], count, 1)
+    gradient = _full(settings, settings.alone[0], count, 1)
     variable = gr.Variable(np.full(count, 2, gradient.dtype), device=settings.alone[:1])
 
     def call() -> Any:
         optimizer.apply_gradients([(gradient, variable)])
 
     def num_wrong() -> int:
-        found = variable.numpy()
-        return _num_wrong(found, found[0]) + int(not found[0] < 2)
+        values = variable.numpy()
+        return _num_wrong(values, values[0]) + int(not values[0] < 2)
 
     return Timed(call, num_arrays * gradient.nbytes, num_wrong)
 

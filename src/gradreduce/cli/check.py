@@ -47,10 +47,10 @@ def check(
     srun the reductions run over all processes, and process 0 prints what works in all of them.
     """
     with open_chosen(devices, backend, _SECONDS) as mesh, open_alone(mesh) as alone:
-        found = {
+        outcome_of = {
             what: _outcome(mesh if each.spans else alone, each.run) for what, each in CHECKS.items()
         }
-        outcomes = of_all_processes(mesh, "check", found)
+        outcomes = of_all_processes(mesh, "check", outcome_of)
         kind = "simulated devices" if mesh.mesh_state.shares_host_memory else "GPUs"
         place = f"{kind} {[device.physical for device in mesh]}"
         rank, others = mesh.process_index, mesh.num_processes - 1
@@ -91,11 +91,11 @@ def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str]) -> tuple[str, str]:
     return ("skipped", skipped) if skipped else ("works", "")
 
 
-def _expect(found: Any, wanted: Any) -> None:
+def _expect(result: Any, expected: Any) -> None:
     """Raises unless two arrays have the same shape and values."""
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    if found.shape != wanted.shape or not (found == wanted).all():
-        raise AssertionError(f"got {_brief(found)}, expected {_brief(wanted)}")
+    result, expected = np.asarray(result), np.asarray(expected)
+    if result.shape != expected.shape or not (result == expected).all():
+        raise AssertionError(f"got {_brief(result)}, expected {_brief(expected)}")
 
 
 def _brief(array: np.ndarray) -> str:
@@ -150,10 +150,10 @@ def _optimizer(mesh: gr.Mesh) -> str:
     variable = gr.Variable(np.ones(_SIZE, np.float32), device=mesh)
     optimizer = gr.MomentumOptimizer(0.5, 0.5)
     gradient = np.full(_SIZE, 2, np.float32)
-    for wanted in (0.0, -1.5):  # 1 - 0.5 * 2, then 0 - 0.5 * (0.5 * 2 + 2)
+    for expected in (0.0, -1.5):  # 1 - 0.5 * 2, then 0 - 0.5 * (0.5 * 2 + 2)
         optimizer.apply_gradients([(gradient, variable)])
         for buffer in variable.buffers:
-            _expect(buffer.numpy(), np.full(_SIZE, wanted, np.float32))
+            _expect(buffer.numpy(), np.full(_SIZE, expected, np.float32))
     return ""
 
 
@@ -176,7 +176,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
     def run(mesh: gr.Mesh) -> str:
         if method == "capture" and not mesh.mesh_state.has_streams:
             return "CUDA graphs need a GPU"
-        terms, wanted = _replicas(mesh, method)
+        terms, expected = _replicas(mesh, method)
         values = [device.upload(term) for device, term in zip(mesh, terms, strict=True)]
         value = gr.PerReplica(values, mesh)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -184,7 +184,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
         for _ in range(2):
             (total,) = step()
             for buffer in total.values:
-                _expect(buffer.numpy(), wanted)
+                _expect(buffer.numpy(), expected)
         return ""
 
     return run

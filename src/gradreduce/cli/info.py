@@ -20,29 +20,31 @@ def info(json_file: IO[str] | None) -> None:
     Imports CuPy, PyTorch and JAX if they are installed, because each loads its libnccl when it is
     imported. gr.show_versions() prints the same in Python.
     """
-    found = find_system_info()
-    versions = [(name, version or "not installed") for name, version in found.versions.items()]
+    system = find_system_info()
+    versions = [(name, version or "not installed") for name, version in system.versions.items()]
     tables: list[Table | str] = [
         table("Versions", ("library", "version"), versions),
-        *_devices(found),
+        *_devices(system),
     ]
-    if found.nccl:
-        tables.append(table("Loaded libnccl files", ("file (version)",), [[x] for x in found.nccl]))
-    if found.missing:
-        tables.append(table("Missing", ("what", "why and what to do"), found.missing.items()))
-    warnings = [f"WARNING: {text}" for text in found.warnings]
+    if system.nccl:
+        tables.append(
+            table("Loaded libnccl files", ("file (version)",), [[x] for x in system.nccl])
+        )
+    if system.missing:
+        tables.append(table("Missing", ("what", "why and what to do"), system.missing.items()))
+    warnings = [f"WARNING: {text}" for text in system.warnings]
     parts = [part for each in tables for part in (each, "")]
-    write(json_file, asdict(found), *parts[:-1], *warnings)
+    write(json_file, asdict(system), *parts[:-1], *warnings)
 
 
-def _devices(found: SystemInfo) -> list[Table | str]:
-    if not found.gpus:
-        return ["\n".join(found.device_lines())]
+def _devices(system: SystemInfo) -> list[Table | str]:
+    if not system.gpus:
+        return ["\n".join(system.device_lines())]
     rows = [
         (number, gpu.name, gpu.compute_capability, f"{gpu.nbytes / 2**30:.1f}")
-        for number, gpu in enumerate(found.gpus)
+        for number, gpu in enumerate(system.gpus)
     ]
-    numbers = [str(number) for number in range(len(found.gpus))]
+    numbers = [str(number) for number in range(len(system.gpus))]
     peers = [
         (
             number,
@@ -51,7 +53,7 @@ def _devices(found: SystemInfo) -> list[Table | str]:
                 for other, is_peer in enumerate(gpu.peers)
             ],
         )
-        for number, gpu in enumerate(found.gpus)
+        for number, gpu in enumerate(system.gpus)
     ]
     return [
         table("GPUs", (">GPU", "name", "compute capability", ">GiB"), rows),

@@ -110,11 +110,11 @@ def of_all_processes(mesh: Mesh, name: str, value: Any) -> list[Any]:
     """
     group = group_of(mesh[0])
     group.post(f"gradreduce {name}", json.dumps(value))
-    found = [group.read(rank, f"gradreduce {name}", group.timeout) for rank in range(group.size)]
-    missing = [rank for rank, text in enumerate(found) if text is None]
+    texts = [group.read(rank, f"gradreduce {name}", group.timeout) for rank in range(group.size)]
+    missing = [rank for rank, text in enumerate(texts) if text is None]
     if missing:
         raise click.ClickException(group.describe_missing(missing, "gradreduce", group.timeout))
-    return [json.loads(text) for text in found if text is not None]
+    return [json.loads(text) for text in texts if text is not None]
 
 
 def progress_console(mesh: Mesh) -> Console:
@@ -166,18 +166,18 @@ def write(file: IO[str] | None, content: Any, *tables: Table | str) -> None:
         if file.name == "-":
             return
     screen = console()
-    for each in tables:
-        if isinstance(each, str):  # the name of a file need not be text
-            each = "\n".join(map(printable, each.split("\n")))
-        screen.print(each, markup=False, soft_wrap=isinstance(each, str))
+    for part in tables:
+        if isinstance(part, str):  # the name of a file need not be text
+            part = "\n".join(map(printable, part.split("\n")))
+        screen.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Makes a table; columns whose names begin with ``>`` are aligned to the right."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         right = column.startswith(">")
-        made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
+        result.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*[printable(str(cell)) for cell in row])
-    return made
+        result.add_row(*[printable(str(cell)) for cell in row])
+    return result

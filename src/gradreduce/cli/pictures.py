@@ -52,10 +52,10 @@ def plot_times(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
     figure = new_figure(7, 4.5)
     axes: Any = figure.add_subplot()
     for name in dict.fromkeys(row["benchmark"] for row in rows):
-        found = [row for row in rows if row["benchmark"] == name]
-        sizes = [row["size"] for row in found]
-        axes.plot(sizes, [row["time"] for row in found], marker="o", label=name)
-        least, most = [row["time_min"] for row in found], [row["time_max"] for row in found]
+        points = [row for row in rows if row["benchmark"] == name]
+        sizes = [row["size"] for row in points]
+        axes.plot(sizes, [row["time"] for row in points], marker="o", label=name)
+        least, most = [row["time_min"] for row in points], [row["time_max"] for row in points]
         axes.fill_between(sizes, least, most, alpha=0.2)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -71,17 +71,20 @@ def plot_timeline(path: Path, title: str, events: Sequence[Mapping[str, Any]], u
 
     Operations that are not known to be done are hatched. ``unit`` is the unit of the times.
     """
-    queues = sorted({(each["pid"], each["tid"]) for each in events})
+    queues = sorted({(event["pid"], event["tid"]) for event in events})
     figure = new_figure(10, 1.5 + 0.4 * len(queues))
     axes: Any = figure.add_subplot()
-    kinds = list(dict.fromkeys(each["cat"] for each in events))
-    begin = min((each["ts"] for each in events), default=0)
-    least = (max((each["ts"] + each["dur"] for each in events), default=0) - begin) / 500
+    kinds = list(dict.fromkeys(event["cat"] for event in events))
+    begin = min((event["ts"] for event in events), default=0)
+    least = (max((event["ts"] + event["dur"] for event in events), default=0) - begin) / 500
     bars: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
-    for each in events:
-        row, done = queues.index((each["pid"], each["tid"])), bool(each["args"].get("done", True))
-        bar = each["ts"] - begin, max(each["dur"], least)  # wide enough to be visible
-        bars.setdefault((row, each["cat"], done), []).append(bar)
+    for event in events:
+        row, done = (
+            queues.index((event["pid"], event["tid"])),
+            bool(event["args"].get("done", True)),
+        )
+        bar = event["ts"] - begin, max(event["dur"], least)  # wide enough to be visible
+        bars.setdefault((row, event["cat"], done), []).append(bar)
     for (row, kind, done), spans in bars.items():
         color = f"C{kinds.index(kind)}"
         filled = {"color": color} if done else {"fc": "none", "ec": color, "hatch": "////"}

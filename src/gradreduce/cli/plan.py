@@ -25,7 +25,7 @@ from gradreduce.reduce.plan import ReducePlan, tensor_ranges
 
 from .models import MODELS
 from .options import devices_option, json_option, one_line, table, write
-from .tensor_files import Header, checked_shape, read_headers
+from .tensor_files import Header, read_headers, validate_shape
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 
@@ -35,7 +35,7 @@ def parse_tensors(value: str) -> list[Header]:
     if value in MODELS:
         return [(name, shape, "float32") for name, shape in MODELS[value]().items()]
     if _SHAPE.fullmatch(value):
-        return [("", checked_shape(map(int, value.split("x"))), "float32")]
+        return [("", validate_shape(map(int, value.split("x"))), "float32")]
     if Path(value).suffix not in (".safetensors", ".npz"):
         raise click.BadParameter(
             f"{value!r} is not a shape such as 64x3x7x7, a .safetensors or .npz file, or "
@@ -103,7 +103,7 @@ def plan(
         }
     except (TypeError, ValueError) as error:
         raise click.UsageError(one_line(f"{error}")) from error
-    found, *_ = plans[algorithm]
+    first_plan, *_ = plans[algorithm]
     num_elements = sum(math.prod(shape) for _, shape, _ in typed)
     nbytes = sum(math.prod(shape) * each.itemsize for _, shape, each in typed)
     content: dict[str, Any] = {
@@ -111,7 +111,7 @@ def plan(
         "num_elements": num_elements,
         "nbytes": nbytes,
     }
-    content |= json.loads(json.dumps(asdict(found), default=str))
+    content |= json.loads(json.dumps(asdict(first_plan), default=str))
     totals: dict[str, Any] = {name: _totals(of_ranks) for name, of_ranks in plans.items()}
     content |= {"algorithms": totals}
     num_devices = processes * len(devices)
@@ -120,7 +120,7 @@ def plan(
         f"{counted(nbytes, 'byte')} on {'each of ' if num_devices > 1 else ''}"
         f"{counted(num_devices, 'device')}{_of_processes(processes)}"
     )
-    write(json_file, content, summary, "", _comparison(totals), "", _packs(algorithm, found))
+    write(json_file, content, summary, "", _comparison(totals), "", _packs(algorithm, first_plan))
 
 
 def _plan_of(
@@ -213,7 +213,7 @@ def _dtype_of(header: Header, dtype: str | None) -> DType:
         raise click.ClickException(one_line(f"{name}: {error}")) from error
 
 
-def _packs(algorithm: str, found: ReducePlan) -> Any:
+def _packs(algorithm: str, reduce_plan: ReducePlan) -> Any:
     rows = [
         (
             number,
@@ -221,10 +221,10 @@ def _packs(algorithm: str, found: ReducePlan) -> Any:
             pack.dtype if pack.wire == pack.dtype else f"{pack.dtype} as {pack.wire}",
             f"{pack.nbytes:,}",
             len(pack.tensors),
-            tensor_ranges(pack.tensors, found.names),
+            tensor_ranges(pack.tensors, reduce_plan.names),
             pack.crossing,
         )
-        for number, pack in enumerate(found.packs)
+        for number, pack in enumerate(reduce_plan.packs)
     ]
     columns = (">pack", "algorithm", "dtype", ">bytes", ">count", "tensors", "transfer")
     return table(f"Packs of {algorithm}", columns, rows)

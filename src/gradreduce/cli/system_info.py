@@ -88,11 +88,11 @@ def find_system_info() -> SystemInfo:
     versions = _own_versions()
     missing: dict[str, str] = {}
     for name, (module, how) in _IMPORTED.items():
-        versions[name], problem = _imported(module)
+        versions[name], problem = _import_version(module)
         if problem:
             missing[name] = f"{problem}; {how}"
     for name, (module, how) in _INSTALLED.items():
-        versions[name] = _installed(module)
+        versions[name] = _read_version(module)
         if versions[name] is None:
             missing[name] = f"not installed; {how}"
     gpus: tuple[Gpu, ...] = ()
@@ -126,12 +126,12 @@ def find_machine(gpus: Sequence[int]) -> dict[str, Any]:
         gpus: the numbers of the used GPUs; empty: none is named.
     """
     versions = _own_versions()
-    found = {"processor": processor(), "cores": num_cores(), "versions": versions}
+    machine = {"processor": processor(), "cores": num_cores(), "versions": versions}
     if gpus:
-        versions["CuPy"], _ = _imported("cupy")
+        versions["CuPy"], _ = _import_version("cupy")
         visible = _gpus(versions, {})
-        found["gpus"] = [visible[number].name for number in sorted(set(gpus))]
-    return found
+        machine["gpus"] = [visible[number].name for number in sorted(set(gpus))]
+    return machine
 
 
 def processor() -> str:
@@ -159,18 +159,18 @@ def show_versions() -> None:
     sys.stdout.write(f"{find_system_info()}\n")
 
 
-def _imported(module: str) -> tuple[str | None, str]:
+def _import_version(module: str) -> tuple[str | None, str]:
     """Imports a library; returns its version, and a text about a problem."""
     try:
         version = getattr(import_module(module), "__version__", "unknown")
     except Exception as error:  # a broken library may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None, "not installed"
-        return _installed(module), f"cannot be imported ({error})"
+        return _read_version(module), f"cannot be imported ({error})"
     return str(version), ""
 
 
-def _installed(package: str) -> str | None:
+def _read_version(package: str) -> str | None:
     """Returns the version of an installed package without importing it."""
     from importlib import metadata  # slow to import
 

@@ -53,7 +53,7 @@ def _of_safetensors(path: Path) -> Iterator[Header]:
             name.encode()  # a lone surrogate cannot be printed
             yield (
                 name,
-                checked_shape(entry["shape"]),
+                validate_shape(entry["shape"]),
                 _DTYPES.get(entry["dtype"], entry["dtype"]),
             )
 
@@ -63,10 +63,10 @@ def _of_npz(path: Path) -> Iterator[Header]:
         for name in archive.namelist():
             with archive.open(name) as member:
                 shape, _, dtype = read_header(member)
-            yield name.removesuffix(".npy"), checked_shape(shape), dtype.name
+            yield name.removesuffix(".npy"), validate_shape(shape), dtype.name
 
 
-def checked_shape(extents: Iterable[Any]) -> tuple[int, ...]:
+def validate_shape(extents: Iterable[Any]) -> tuple[int, ...]:
     """Returns a shape; raises ``ValueError`` if it has wrong extents, or 2**63 elements or more."""
     shape = tuple([_extent(each) for each in extents])
     if math.prod(shape) >= 2**63:

@@ -121,9 +121,9 @@ def _of_trace(content: dict[str, Any]) -> list[TraceEvent]:
 
 def _summary(events: Sequence[TraceEvent]) -> list[tuple[object, ...]]:
     """Counts the operations of each device, queue and name."""
-    found: dict[tuple[int, int, str], list[Any]] = {}
+    details_of: dict[tuple[int, int, str], list[Any]] = {}
     for each in events:
-        found.setdefault((each["pid"], each["tid"], each["name"]), []).append(each["args"])
+        details_of.setdefault((each["pid"], each["tid"], each["name"]), []).append(each["args"])
     return [
         (
             device,
@@ -133,5 +133,5 @@ def _summary(events: Sequence[TraceEvent]) -> list[tuple[object, ...]]:
             sum(each.get("nbytes", each.get("bytes", 0)) for each in details),
             sum(not each.get("done", True) for each in details),
         )
-        for (device, tid, name), details in sorted(found.items())
+        for (device, tid, name), details in sorted(details_of.items())
     ]

@@ -41,7 +41,7 @@ class Description(NamedTuple):
         return cls(digest_of(digested.encode()), text)
 
     @lru_cache(KNOWN_CALLS)  # noqa: B019  # the descriptions of known calls are kept anyway
-    def joined(self, settings: tuple[tuple[str, object], ...]) -> Description:
+    def with_settings(self, settings: tuple[tuple[str, object], ...]) -> Description:
         """Returns the description of the same call with more values, by name."""
         what = {**json.loads(self.text), **dict(settings)}
         return Description(digest_of(f"{self.digest} {settings}".encode()), json.dumps(what))
@@ -58,11 +58,11 @@ def digest_of(content: bytes | memoryview) -> str:
 def summary(description: Description) -> str:
     """Returns the name of a call and its first tensors."""
     what = json.loads(description.text)
-    tensors = _named(what)
+    tensors = _describe_tensors(what)
     return f"{what['call']}, tensors: {listed(tensors, 2)}" if tensors else what["call"]
 
 
-def _named(what: Mapping[str, Any]) -> list[str]:
+def _describe_tensors(what: Mapping[str, Any]) -> list[str]:
     """Returns texts for the tensors of a call: name (if any), dtype and shape."""
     tensors, names = what["tensors"], what.get("names")
     if not names:
@@ -73,11 +73,11 @@ def _named(what: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def describe_difference(ours: str, theirs: str | None, rank: int, other: int) -> str:
+def describe_difference(own_text: str, other_text: str | None, rank: int, other: int) -> str:
     """Describes the first difference between two calls."""
-    if theirs is None:
+    if other_text is None:
         return f"process {other} makes another call than process {rank}"
-    here, there = json.loads(ours), json.loads(theirs)
+    here, there = json.loads(own_text), json.loads(other_text)
     for name, value in here.items():
         if name not in ("tensors", "names") and there.get(name) != value:
             return (
@@ -90,8 +90,8 @@ def describe_difference(ours: str, theirs: str | None, rank: int, other: int) ->
     if len(mine) != len(others):
         alone = [
             f" ({listed(missing)} only in process {number})"
-            for number, own, theirs in ((rank, names, other_names), (other, other_names, names))
-            if (missing := [name for name in own if name not in theirs])
+            for number, own, elsewhere in ((rank, names, other_names), (other, other_names, names))
+            if (missing := [name for name in own if name not in elsewhere])
         ]
         counts = f"{len(mine)} in process {rank}, {len(others)} in process {other}"
         return differ + counts + "".join(alone)
@@ -103,7 +103,7 @@ def describe_difference(ours: str, theirs: str | None, rank: int, other: int) ->
     index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
     place: Any = index
     if names != other_names:
-        mine, others = _named(here), _named(there)
+        mine, others = _describe_tensors(here), _describe_tensors(there)
     elif names:
         place = names[index]
     return (

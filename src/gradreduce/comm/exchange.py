@@ -88,7 +88,7 @@ def _exchange_on_gpu(
         return
     what = group.called if label is None else str(label)
     pending = PendingExchange(what, seconds_of(mesh_state, group), device, group)
-    with _failing(mesh_state, group, label), mesh_state.watched(pending):
+    with _failing(mesh_state, group, label), mesh_state.enforce_deadline(pending):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)
 
@@ -110,7 +110,7 @@ def batches(
     Returns:
         The sends and receives of each group, in order.
     """
-    found: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
+    by_place: dict[tuple[int, int], tuple[list[Parcel], list[Parcel]]] = {}
     for side, parcels in enumerate((sends, receives)):
         counts = [0] * size
         for parcel in parcels:
@@ -118,8 +118,8 @@ def batches(
             distance = (other - rank if side == 0 else rank - other) % size
             place = (distance - 1) // _GROUP_DISTANCES, counts[other] // _GROUP_PARCELS
             counts[other] += 1
-            found.setdefault(place, ([], []))[side].append(parcel)
-    return [found[place] for place in sorted(found)]
+            by_place.setdefault(place, ([], []))[side].append(parcel)
+    return [by_place[place] for place in sorted(by_place)]
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
     except BaseException as error:  # Ctrl-C too: the other processes wait for data that is not sent
         mesh_state.raise_failure(error)
         what = group.called if label is None else f"the exchange of {label}"
-        mesh_state.fail_all(stopped(what, error))
+        mesh_state.fail_all(describe_stop(what, error))
         raise
 
 
@@ -173,7 +173,7 @@ class PendingExchange(PendingCall):
         return None if reason is None else f"{self.call}: {reason}"
 
 
-def stopped(what: str, error: BaseException) -> str:
+def describe_stop(what: str, error: BaseException) -> str:
     """Returns why the mesh has failed; other processes write this process's name before it."""
     return f"stopped in {what}: {error!r}"
 

@@ -111,11 +111,11 @@ def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
     text = group.read(0, "nccl", max(0.0, end - time.monotonic()))
     if text is None:
         raise CollectiveError(group.describe_missing([0], "the id of NCCL", group.timeout))
-    is_made, found = json.loads(text)
+    is_made, text_or_error = json.loads(text)
     if not is_made:
-        raise CollectiveError(f"process 0 cannot make an NCCL id: {found}")
+        raise CollectiveError(f"process 0 cannot make an NCCL id: {text_or_error}")
     seconds = max(0.0, end - time.monotonic())
-    identity = bytes.fromhex(found)
+    identity = bytes.fromhex(text_or_error)
     collective.join_processes(mesh.devices[0], identity, group.rank, group.size, seconds)
     return collective.exchange
 

@@ -87,7 +87,7 @@ def join_processes(
             backend, or another version of gradreduce or NCCL.
     """
     on_gpus = not mesh.mesh_state.shares_host_memory
-    group = _opened(processes, process_group, communicator, timeout, on_gpus=on_gpus)
+    group = _open_group(processes, process_group, communicator, timeout, on_gpus=on_gpus)
     try:
         _meet(mesh, group)
     except BaseException as error:
@@ -126,7 +126,7 @@ def telling_processes(
     except Exception as error:
         seconds = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
         with suppress(Exception):  # raise the first error
-            group = _opened(processes, process_group, communicator, seconds, on_gpus=False)
+            group = _open_group(processes, process_group, communicator, seconds, on_gpus=False)
             group.leave_unopened(_reason_of(error))
         raise
 
@@ -208,7 +208,7 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
-def _opened(
+def _open_group(
     processes: str | None,
     process_group: Any,
     communicator: Any,
@@ -223,21 +223,21 @@ def _opened(
         return process_group
     group: ProcessGroup = LocalGroup()
     if process_group is not None:
-        group = _imported("torch_group", "torch").TorchGroup(process_group, timeout)
+        group = _import("torch_group", "torch").TorchGroup(process_group, timeout)
     elif communicator is not None:
-        group = _imported("mpi_group", "mpi").MpiGroup(communicator, timeout)
+        group = _import("mpi_group", "mpi").MpiGroup(communicator, timeout)
     elif launcher == "mpi":
-        mpi = _imported("mpi_group", "mpi")
+        mpi = _import("mpi_group", "mpi")
         group = mpi.MpiGroup(mpi.MPI.COMM_WORLD, timeout)
     elif launcher == "torchrun":
-        group = _imported("torch_group", "torch").open_torchrun(timeout, on_gpus=on_gpus)
+        group = _import("torch_group", "torch").open_torchrun(timeout, on_gpus=on_gpus)
     elif launcher == "slurm":
         address = slurm_address(os.environ)
-        group = _imported("torch_group", "torch").open_slurm(address, timeout, on_gpus=on_gpus)
+        group = _import("torch_group", "torch").open_slurm(address, timeout, on_gpus=on_gpus)
     return group
 
 
-def _imported(module: str, extra: str) -> Any:
+def _import(module: str, extra: str) -> Any:
     """Imports a module of this package that needs another library."""
     try:
         return import_module(f".{module}", __package__)

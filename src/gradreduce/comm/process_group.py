@@ -334,16 +334,16 @@ class ProcessGroup(Processes):
             is_last = time.monotonic() >= end or self.departure_reason(rank) is not None
             seconds = min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))
             text = self.read(rank, _key(number), 0.0 if is_last else seconds)
-            found = (text or "").split()
-            if found and int(found[0]) >= number:
+            notice = (text or "").split()
+            if notice and int(notice[0]) >= number:
                 break
             if is_last:
                 return None
-            if found:
+            if notice:
                 time.sleep(1e-3)  # the notice of an older call has the same key
-        _, digest, place, other_history = found
+        _, digest, place, other_history = notice
         # The process is so far ahead that its notice of this call was replaced.
-        if int(found[0]) > number or (digest, other_history) == (own.digest, history):
+        if int(notice[0]) > number or (digest, other_history) == (own.digest, history):
             return ""
         if digest == own.digest:
             return f"before call {number} process {rank} made other calls than process {self.rank}"
@@ -415,15 +415,15 @@ class ProcessGroup(Processes):
     def reasons(self, ranks: Sequence[int], seconds: float = _REASON_SECONDS) -> list[str]:
         """Returns why these processes failed or left, for those that have posted it."""
         end = time.monotonic() + seconds
-        found = []
+        reasons = []
         for rank in ranks:
             reason = self.departure_reason(rank)
             while reason is None and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS / 10)
                 reason = self.departure_reason(rank)
             if reason is not None:
-                found.append(f"process {rank}: {reason}")
-        return found
+                reasons.append(f"process {rank}: {reason}")
+        return reasons
 
     def will_not_come(self, rank: int) -> bool:
         """Whether a process is known to have gone, or to make another call than this one."""

@@ -12,7 +12,7 @@ from gradreduce.device import Buffer, Device, Queue
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 
 from .description import Description
-from .exchange import exchange, seconds_of, stopped
+from .exchange import describe_stop, exchange, seconds_of
 from .process_group import group_of
 
 
@@ -80,7 +80,7 @@ class Replicas:
         """
         group, mesh_state = self.group, self._mesh_state
         if mesh_state.thread.compared:
-            description = description.joined(mesh_state.thread.compared)
+            description = description.with_settings(mesh_state.thread.compared)
 
         def command() -> None:
             try:
@@ -89,7 +89,7 @@ class Replicas:
                 mesh_state.fail_all(str(error))
                 raise
             except BaseException as error:  # the others have read that this process makes this call
-                mesh_state.fail_all(stopped(group.called, error))
+                mesh_state.fail_all(describe_stop(group.called, error))
                 raise
 
         self._run_again_too(command)
@@ -207,5 +207,5 @@ def abort_others_on_error(device: Device) -> Iterator[None]:
     except BaseException as error:
         mesh_state = device.mesh_state
         if mesh_state.reason is None:
-            mesh_state.fail_all(stopped(group_of(device).called, error))
+            mesh_state.fail_all(describe_stop(group_of(device).called, error))
         raise

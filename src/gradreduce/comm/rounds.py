@@ -75,7 +75,7 @@ class Rounds:
         while True:
             # Checked before the notices are read: a process may post one and then leave.
             reason = group.departure_reason(rank, ahead=1)
-            found = self._launched_by(rank, owner, number)
+            found = self._read_launched(rank, owner, number)
             if found is not None:
                 return found
             if reason is not None or time.monotonic() >= end:
@@ -86,7 +86,7 @@ class Rounds:
                 )
             time.sleep(_LOOK_SECONDS / 10)
 
-    def _launched_by(self, rank: int, owner: int, number: int) -> int | None:
+    def _read_launched(self, rank: int, owner: int, number: int) -> int | None:
         """Like ``_read``; -1: the process waits in the round."""
         if (launched := self._read(rank, owner, number)) is not None:
             return launched

@@ -418,7 +418,7 @@ def open_torchrun(timeout: float, *, on_gpus: bool) -> TorchGroup:
         )
     name = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     seconds = timedelta(seconds=timeout)
-    found = _connected(
+    found = _connect_once(
         name, lambda: next(iter(dist.rendezvous("env://", timeout=seconds))), timeout
     )
     return _make_default_group(found, timeout, on_gpus)
@@ -440,11 +440,11 @@ def open_slurm(address: tuple[int, int, str, int], timeout: float, *, on_gpus: b
     def connect() -> Any:
         return dist.TCPStore(host, port, size, rank == 0, seconds, wait_for_workers=False)
 
-    store = _connected(f"{host}:{port}", connect, timeout)
+    store = _connect_once(f"{host}:{port}", connect, timeout)
     return _make_default_group((store, rank, size), timeout, on_gpus)
 
 
-def _connected(address: str, connect: Callable[[], Any], timeout: float) -> Any:
+def _connect_once(address: str, connect: Callable[[], Any], timeout: float) -> Any:
     """Returns the store of an address; calls ``connect`` only the first time."""
     if address not in _stores:
         try:
@@ -490,12 +490,12 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
 
 
 def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Like ``_agreed_name``; also raises if the process of the store is stopped."""
-    call = partial(_agreed_name, store, rank, size, timeout)
+    """Like ``_agree_on_name``; also raises if the process of the store is stopped."""
+    call = partial(_agree_on_name, store, rank, size, timeout)
     return str(_call(call, timeout + _STORE_SECONDS))
 
 
-def _agreed_name(store: Any, rank: int, size: int, timeout: float) -> str:
+def _agree_on_name(store: Any, rank: int, size: int, timeout: float) -> str:
     """Returns a name (hexadecimal digits) on which all processes agree, new in each call.
 
     A store may contain values of earlier processes: torchrun restarts processes with the same

@@ -34,7 +34,7 @@ from .memory.dtypes import (
     as_index,
     mean_dtype,
 )
-from .memory.peers import by_physical, can_access, copied_to, ensure_accessible, to_local
+from .memory.peers import by_physical, can_access, copy_to, ensure_accessible, to_local
 from .mesh import Mesh
 from .order.order import RepeatedWork
 from .run.batch import LaunchBatch

@@ -31,5 +31,5 @@ def _deadline_scope(call: str, deadline: float, devices: Iterable[Device]) -> It
     with ExitStack() as stack:
         for mesh_state, of_mesh in meshes.items():
             pending_call = PendingCall(call, deadline, of_mesh, mesh_state.generation)
-            stack.enter_context(mesh_state.watched(pending_call))
+            stack.enter_context(mesh_state.enforce_deadline(pending_call))
         yield

@@ -22,7 +22,7 @@ from gradreduce.errors import (
 )
 
 from .failure.pending_calls import WaitPolicy, as_deadline
-from .failure.waiting import acquired_in_time
+from .failure.waiting import call_under_lock
 from .log.op_log import QUEUES, Record
 from .memory.buffer import Buffer, Mark, Queue, Row, Stream, handle_of
 from .memory.dtypes import as_dtype
@@ -46,13 +46,11 @@ class Device(NotCopied, Backend):
     """One logical device: memory, and the two queues of its physical device.
 
     Several logical devices may share a physical one, and then share its queues ``compute`` and
-    ``transfer``. Most users pass devices on and do not call
-    their methods. A backend implements the methods of ``Backend``. Checks, waits between queues
-    (``order.py``) and records are the same code for all backends.
+    ``transfer``. Most users pass devices on and do not call their methods. A backend implements
+    the methods of ``Backend``. Checks, waits between queues (``order.py``) and records are the same
+    code for all backends.
 
-    Methods that allocate memory or queue work raise ``BackendUnavailableError`` if the device has
-    failed or the mesh is closed, and ``CollectiveError`` if the mesh has failed. The host waits
-    only where a method says so.
+    The host waits only where a method says so.
 
     Attributes:
         mesh_state: the state that the devices of a mesh share.
@@ -251,14 +249,14 @@ class Device(NotCopied, Backend):
         if not checked:
             self.check_stream(stream)
         freed = [
-            (each, each._deferred_free.used_by(stream))
-            for each in self.mesh.devices
-            if each.freed and each.physical == self.physical
+            (device, device._deferred_free.find_used_by(stream))
+            for device in self.mesh.devices
+            if device.freed and device.physical == self.physical
         ]
         self._wait(Mark(self, stream, self._mark(stream)), "compute")
-        self.mesh_state.order.waited_for_caller(self.compute)
+        self.mesh_state.order.note_wait_for_caller(self.compute)
         for each, users in freed:
-            each._deferred_free.passed(users)
+            each._deferred_free.remove_users(users)
             if len(each.freed) > MANY_FREED:  # otherwise each step would look at all of them again
                 each.drain()
 
@@ -321,8 +319,6 @@ class Device(NotCopied, Backend):
 
         Raises:
             DeviceMismatchError: this device cannot access the Buffer.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
@@ -331,7 +327,7 @@ class Device(NotCopied, Backend):
         log = self.mesh_state.log
         generation = self.mesh_state.generation
         ordered = partial(self._order, lambda: None, Work(self.compute, [(buffer,)], 0))
-        look = partial(acquired_in_time, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
+        look = partial(call_under_lock, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
         if not wait_policy.polls:
             ordered()
         elif not wait_policy.until(look):
@@ -474,7 +470,7 @@ class Device(NotCopied, Backend):
             work = Work(self.compute, [row], kernel.num_written(scalars))
             self._launch(kernel, template, work, scalars, 0)
 
-    def prepare(self, kernel: Kernel, template: Template) -> None:
+    def compile_kernel(self, kernel: Kernel, template: Template) -> None:
         """Compiles a kernel for all devices of the mesh before its first launch.
 
         ``kernel`` and ``template`` are those of ``launch``. The host waits for the compiler.
@@ -485,12 +481,12 @@ class Device(NotCopied, Backend):
         mesh_state = self.mesh_state
         mesh_state.check_usable(self)
         if (kernel, template) not in mesh_state.compiled:
-            self._prepare(kernel, template)
+            self._compile_kernel(kernel, template)
             usable = [each for each in self.mesh.devices if each.physical not in mesh_state.failed]
             for device in {each.physical: each for each in [*reversed(usable), self]}.values():
                 if device is not self:
                     with suppress(BackendUnavailableError):  # this call does not need that device
-                        device._prepare(kernel, template)
+                        device._compile_kernel(kernel, template)
             mesh_state.compiled[kernel, template] = None
 
     def queue_mark(self, queue: Queue = "compute") -> Mark:
@@ -504,8 +500,8 @@ class Device(NotCopied, Backend):
             mark = Mark(self, queue, self.mesh_state.order.mark(self.queues[queue]).event)
         else:
             mark = Mark(self, queue, self._mark(queue))
-            command_list.marked(mark)
-        self.mesh_state.log.marked(mark)
+            command_list.note_mark(mark)
+        self.mesh_state.log.note_mark(mark)
         return mark
 
     def queue_wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
@@ -521,7 +517,7 @@ class Device(NotCopied, Backend):
         waiting.submitted += 1
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
-            command_list.waited(self, mark, queue)
+            command_list.note_wait(self, mark, queue)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
         """Blocks the host until both queues are empty.
@@ -530,8 +526,6 @@ class Device(NotCopied, Backend):
             deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
         """
         wait_policy = self._wait_policy(deadline)
@@ -555,10 +549,6 @@ class Device(NotCopied, Backend):
         """Gives the pool's unused memory back to the system; Buffers keep theirs.
 
         On a GPU the host may wait for queued work.
-
-        Raises:
-            BackendUnavailableError: the device has failed, or the mesh is closed.
-            CollectiveError: the mesh has failed.
         """
         self.mesh_state.check_usable(self)
         self.drop_free_memory()
@@ -589,10 +579,10 @@ class Device(NotCopied, Backend):
     ) -> None:
         """Queues a kernel whose operands are checked, and logs it."""
         if self.compiles and (kernel, template) not in self.mesh_state.compiled:
-            self.prepare(kernel, template)
+            self.compile_kernel(kernel, template)
         queue, rows = work.queue, work.rows
         record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
-        command, table = self._resolved(kernel, template, rows, scalars, queue.name)
+        command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
         if table is not None and queue is not self.compute:
             work = work._replace(also_read=(table,))
         self._submit(command, record, work)

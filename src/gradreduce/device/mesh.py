@@ -18,7 +18,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopie
 from .device import Device
 from .failure.pending_calls import as_deadline
 from .log.op_log import FlightEntry, Journal
-from .log.trace import trace_path, traced
+from .log.trace import trace_path, write_trace
 from .memory.dtypes import as_flag
 from .memory.peers import by_physical
 from .mesh_reset import reset
@@ -95,7 +95,7 @@ class Mesh(NotCopied):
         """The collectives of the physical devices; made at the first use, shared by all parts.
 
         Raises:
-            BackendUnavailableError: NCCL is missing, or the mesh is from before a fork.
+            BackendUnavailableError: NCCL is missing.
         """
         self.mesh_state.check_process()
         return self._make_collective()
@@ -159,7 +159,7 @@ class Mesh(NotCopied):
         names = {device.index: device.name for device in self.devices[0].mesh.devices}
         before, state.log.ranges = state.log.ranges, ranges or state.log.ranges
         try:
-            with traced(state.log, target, names) as journal:
+            with write_trace(state.log, target, names) as journal:
                 yield journal
         finally:
             state.log.ranges = before
@@ -196,8 +196,6 @@ class Mesh(NotCopied):
             deadline: seconds from now for all devices; if it passes first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: a device has failed, or the mesh is closed.
             ValueError: ``deadline`` is not a number above 0.
 
         Example:
@@ -248,7 +246,6 @@ class Mesh(NotCopied):
         Raises:
             CollectiveError: a device or communicator does not finish in time; reset the mesh again
                 later. Or a mesh of several processes has failed: it cannot be reset.
-            BackendUnavailableError: the mesh is closed.
             ValueError: ``timeout`` is not a number above 0.
 
         Example: see ``docs/debugging.md``.

@@ -11,7 +11,7 @@ from gradreduce.errors import CollectiveError
 
 from .device import Device
 from .failure.pending_calls import as_deadline, names_of
-from .failure.waiting import acquired_in_time
+from .failure.waiting import call_under_lock
 
 
 def reset(devices: Sequence[Device], timeout: float | None) -> None:
@@ -44,15 +44,15 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         drained: list[bool] = []
 
         def drain() -> None:  # a thread may hang in the driver, and hold only this lock
-            drained.append(acquired_in_time(mesh_state.order.lock, rest(), empty_queues))
+            drained.append(call_under_lock(mesh_state.order.lock, rest(), empty_queues))
 
-        acquired_in_time(mesh_state.launch_lock, rest(), drain)
+        call_under_lock(mesh_state.launch_lock, rest(), drain)
         _need(True in drained, "a call is still submitting work to the devices")
         for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
         mesh_state.clear_failure()
 
-    is_free = acquired_in_time(mesh_state.reset_lock, rest(), clear_failure)
+    is_free = call_under_lock(mesh_state.reset_lock, rest(), clear_failure)
     _need(is_free, "another thread is resetting it")
 
 

@@ -58,7 +58,7 @@ class MeshState:
             where a can access the memory of b; see ``peers``.
         processes: the processes whose replicas are summed; one process is a group of one.
         compiled: has each kernel with a template that is compiled for all physical devices.
-        prepared: settings, devices and dtypes of reductions whose kernels are compiled already.
+        compiled_keys: settings, devices and dtypes of reductions whose kernels are compiled.
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
         external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
         log: the operation log.
@@ -100,7 +100,7 @@ class MeshState:
         self.thread = self.log.thread
         self.order = Order(self)
         self.compiled: dict[tuple[Any, Any], None] = {}
-        self.prepared: set[Hashable] = set()
+        self.compiled_keys: set[Hashable] = set()
         self.plans: dict[Hashable, Any] = {}
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
         self._listeners_lock = threading.RLock()  # finalizers do not take it
@@ -244,7 +244,7 @@ class MeshState:
             return self.watchdog
 
     @contextmanager
-    def watched(self, pending_call: PendingCall) -> Iterator[None]:
+    def enforce_deadline(self, pending_call: PendingCall) -> Iterator[None]:
         """Context manager: if work submitted inside misses its deadline, the mesh fails."""
         for device in pending_call.devices:
             self.check_usable(device)
@@ -300,7 +300,7 @@ class MeshState:
 
     def clear_failure(self) -> None:
         """Clears the failure, as the last step of ``reset``."""
-        self.prepared.clear()
+        self.compiled_keys.clear()
         self.plans.clear()
         # One C call: Ctrl-C cannot come between the changes.
         vars(self).update(

@@ -10,9 +10,9 @@ from .distance_scale import DISTANCE_SCALE, distance_scale
 from .divide import DIVIDE, divide
 from .pack import PACK, pack, pack_rows, pack_to_rows
 from .ranges import Ranges
-from .row_index import RowIndex, merged_row_index
+from .row_index import RowIndex, merge_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, segment_sum_command
-from .segments import Indices, Segments, joined_indices, plan_segments, single_row_segments
+from .segments import Indices, Segments, concatenate_indices, plan_segments, single_row_segments
 from .square_sum import BLOCK, SQUARE_SUM, block_sums, norm_of, num_blocks, square_sum
 from .take_rows import TAKE_ROWS, take_rows_command
 from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows

@@ -23,7 +23,7 @@ class Ranges:
         sizes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
         self._ends = self._starts + sizes[order]
 
-    def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
+    def find_overlap(self, buffers: Sequence[Buffer]) -> int | None:
         """Returns the index of the first of ``buffers`` that overlaps a range, or None."""
         starts = np.array([buffer.address for buffer in buffers], np.uint64)
         ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)

@@ -54,7 +54,7 @@ class RowIndex:
         """The number of rows of the sum."""
         return self.indices.size
 
-    def touched(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
+    def add_gradient(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
         """Returns the index after one more gradient, and the rows that it adds to.
 
         Args:
@@ -72,22 +72,22 @@ class RowIndex:
         rows = np.empty_like(indices)
         rows[known] = self.rows[at[known]]
         rows[fresh] = np.arange(self.num_rows, self.num_rows + num_fresh)
-        found, sum_rows = self.indices, self.rows
+        sum_indices, sum_rows = self.indices, self.rows
         if num_fresh:
-            found = np.insert(found, at[fresh], indices[fresh])
+            sum_indices = np.insert(sum_indices, at[fresh], indices[fresh])
             sum_rows = np.insert(sum_rows, at[fresh], rows[fresh])
         counts, touches = self.counts, (*self.touches, rows)
         if len(touches) > MAX_TOUCHES:
-            counts, touches = _counted(counts, touches, found.size), ()
-        return type(self)(found, sum_rows, counts, touches), np.where(known, ~rows, rows)
+            counts, touches = _count_touches(counts, touches, sum_indices.size), ()
+        return type(self)(sum_indices, sum_rows, counts, touches), np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
         """Returns the number of gradients that touched each index, in the order of ``indices``."""
-        counts: np.ndarray = _counted(self.counts, self.touches, self.num_rows)[self.rows]
+        counts: np.ndarray = _count_touches(self.counts, self.touches, self.num_rows)[self.rows]
         return counts
 
 
-def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
+def _count_touches(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
     """Returns the number of gradients that touched each row of the sum."""
     total = np.zeros(num_rows, np.int64)
     total[: counts.size] = counts
@@ -96,7 +96,7 @@ def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -
     return total
 
 
-def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, Divisor]:
+def merge_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, Divisor]:
     """Plans how the concatenated rows of several sums are merged into one row per index.
 
     Args:

@@ -60,7 +60,7 @@ def single_row_segments(num_rows: int) -> Segments:
     return Segments(np.arange(num_rows), np.arange(num_rows), np.arange(num_rows + 1))
 
 
-def joined_indices(parts: Sequence[np.ndarray]) -> np.ndarray:
+def concatenate_indices(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates the indices of at least one sparse array."""
     return np.concatenate(parts)
 

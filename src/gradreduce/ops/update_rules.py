@@ -52,7 +52,7 @@ def _rule(
 ) -> Callable[[Callable[..., None]], UpdateRule]:
     """Makes an ``UpdateRule`` of a step, whose parameters name the slots and scalars."""
 
-    def made(step: Callable[..., None]) -> UpdateRule:
+    def decorate(step: Callable[..., None]) -> UpdateRule:
         names = tuple(signature(step).parameters)
         grad = names.index("grad")
         scalars = names[grad + 1 + num_scratch :]
@@ -62,7 +62,7 @@ def _rule(
         RULES[rule.name] = rule
         return rule
 
-    return made
+    return decorate
 
 
 @_rule(num_scratch=1, may_overwrite_grad=True)
@@ -153,7 +153,7 @@ def rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
     lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
     """``rms += one_minus_decay (grad² - rms)``, and a step by ``√(rms + inside) + outside``."""
-    _decayed_square(rms, grad, step, one_minus_decay)
+    _update_square(rms, grad, step, one_minus_decay)
     np.add(rms, epsilon_inside, out=by)
     _divide_by_sqrt(var, momentum, grad, step, by, lr, decay, epsilon_outside)
 
@@ -164,7 +164,7 @@ def rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
     lr: float, one_minus_decay: float, decay: float, epsilon_inside: float, epsilon_outside: float,
 ) -> None:  # fmt: skip
     """As RMSProp, with the mean ``mg`` of gradients, and ``rms - mg²`` under the root."""
-    _decayed_square(rms, grad, step, one_minus_decay)
+    _update_square(rms, grad, step, one_minus_decay)
     np.subtract(grad, mg, out=step)
     np.multiply(step, one_minus_decay, out=step)
     np.add(mg, step, out=mg)
@@ -174,7 +174,7 @@ def rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
     _divide_by_sqrt(var, momentum, grad, step, by, lr, decay, epsilon_outside)
 
 
-def _decayed_square(square: _Data, grad: _Data, step: _Data, one_minus_decay: float) -> None:
+def _update_square(square: _Data, grad: _Data, step: _Data, one_minus_decay: float) -> None:
     """``square += one_minus_decay (grad² - square)``."""
     np.multiply(grad, grad, out=step)
     np.subtract(step, square, out=step)
@@ -190,7 +190,7 @@ def _adam_step(  # noqa: PLR0913  # operands, scratch and scalars
     np.subtract(grad, m, out=step)
     np.multiply(step, one_minus_beta1, out=step)
     np.add(m, step, out=m)
-    _decayed_square(v, grad, step, one_minus_beta2)
+    _update_square(v, grad, step, one_minus_beta2)
     np.sqrt(v, out=by)
     np.add(by, epsilon, out=by)
     np.multiply(m, lr, out=step)

@@ -15,19 +15,19 @@ from functools import partial
 from typing import Any
 
 from gradreduce import checkpoint, ops
-from gradreduce.arrays.convert import converted, is_array
+from gradreduce.arrays.convert import cast_array, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
     Check,
     array,
     by_name,
-    checked,
     downloader,
     equal,
     flag,
     optional,
     plain,
     some_of,
+    validate_state,
 )
 from gradreduce.comm.description import digest_of
 from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
@@ -37,17 +37,17 @@ from .hyperparameters import History, Number, as_number, no_attribute, text_of, 
 from .slots import Slots
 
 
-def queued_slots(slots: Slots) -> dict[str, Any]:
+def queue_slots(slots: Slots) -> dict[str, Any]:
     """Queues copies of all slots; ``checkpoint.downloader`` downloads them."""
     by_name(var for by_variable in slots.by_name.values() for var in by_variable)
     copies: dict[str, Any] = {}
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
-            copies.setdefault(var.name, {})[name] = checkpoint.copied(slot.buffers[0])
+            copies.setdefault(var.name, {})[name] = checkpoint.queue_copy(slot.buffers[0])
     return {"optimizer": slots.kind.__name__, "slots": copies}
 
 
-def queued_fingerprints(slots: Slots) -> dict[str, Any]:
+def queue_fingerprints(slots: Slots) -> dict[str, Any]:
     """Queues fingerprints of the values of variables that have slots and no name.
 
     If another program makes variables in another order, they have each other's names. The first
@@ -64,7 +64,7 @@ def queued_fingerprints(slots: Slots) -> dict[str, Any]:
             "would exchange their slots: give each a name",
             slots.owner, listed(alike),
         )  # fmt: skip
-    return {name: _queued_fingerprint(owners[name]) for name in checkpoint.numbered(owners)}
+    return {name: _queue_fingerprint(owners[name]) for name in checkpoint.select_numbered(owners)}
 
 
 def check_fingerprints(
@@ -76,21 +76,23 @@ def check_fingerprints(
 
     Args:
         where: the name of the entry, for the error.
-        saved: the downloaded ``queued_fingerprints``.
+        saved: the downloaded ``queue_fingerprints``.
         owners: variables by name: those of ``saved``, and others, which may have the values too.
 
     Raises:
         ValueError: variables whose slots are alike have all of the saved values, in another order.
     """
     for names in _alike(owners):
-        wanted = {name: plain(f"{where}[{name!r}]", saved[name]) for name in names if name in saved}
-        if not wanted:
+        saved_digests = {
+            name: plain(f"{where}[{name!r}]", saved[name]) for name in names if name in saved
+        }
+        if not saved_digests:
             continue
-        found = {name: _queued_fingerprint(owners[name])(Buffer.numpy) for name in names}
-        wrong = [name for name, value in wanted.items() if found[name] != value]
-        if wrong and not Counter(wanted.values()) - Counter(found.values()):
+        digests = {name: _queue_fingerprint(owners[name])(Buffer.numpy) for name in names}
+        wrong = [name for name, value in saved_digests.items() if digests[name] != value]
+        if wrong and not Counter(saved_digests.values()) - Counter(digests.values()):
             name = wrong[0]
-            other = next(each for each in names if found[each] == wanted[name])
+            other = next(each for each in names if digests[each] == saved_digests[name])
             raise ValueError(
                 f"{where}: the value of {other!r} is that of {name!r} in the state, so the slots "
                 f"would be exchanged{checkpoint.NUMBERED}"
@@ -99,10 +101,10 @@ def check_fingerprints(
 
 def fingerprint(where: str, saved: Any) -> str:
     """Validates a saved fingerprint."""
-    found = plain(where, saved)
-    if not isinstance(found, str):
+    digest = plain(where, saved)
+    if not isinstance(digest, str):
         raise TypeError(f"{where}={brief(saved)} must be a string")
-    return found
+    return digest
 
 
 def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
@@ -111,38 +113,38 @@ def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
     Slots of float16 and bfloat16 are saved as float32, so they fit each other.
     """
     groups: dict[Any, list[str]] = {}
-    for name in checkpoint.numbered(owners):
+    for name in checkpoint.select_numbered(owners):
         var = owners[name]
         groups.setdefault((var.shape, accumulate_dtype(var.dtype)), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _queued_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str]:
+def _queue_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str]:
     """Queues a copy; returns a function that returns its fingerprint, see ``downloader``."""
-    copy = checkpoint.copied(var.buffers[0])
-    return lambda download: digest_of(converted(download(copy), var.dtype).tobytes())
+    copy = checkpoint.queue_copy(var.buffers[0])
+    return lambda download: digest_of(cast_array(download(copy), var.dtype).tobytes())
 
 
 def slots_schema(slots: Slots, owners: Mapping[str, Variable]) -> dict[str, Check]:
-    """Returns the schema of ``queued_slots``, where any of these variables have slots."""
-    wanted = {
+    """Returns the schema of ``queue_slots``, where any of these variables have slots."""
+    schemas = {
         name: dict.fromkeys(slots.names_for(var), array(var.shape, slots.state_dtype(var)))
         for name, var in owners.items()
     }
-    return {"optimizer": equal(slots.kind.__name__), "slots": some_of(wanted)}
+    return {"optimizer": equal(slots.kind.__name__), "slots": some_of(schemas)}
 
 
 def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> Callable[[], None]:
     """Creates slots with these values; returns a function that replaces the existing slots."""
-    made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
+    new_slots: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
     for var, of_var in values.items():
         for name, value in of_var.items():
-            slot = made[name][var] = slots.named(var, name)
-            slot.assign(converted(value, slot.dtype))
-    return partial(setattr, slots, "by_name", made)
+            slot = new_slots[name][var] = slots.make_one(var, name)
+            slot.assign(cast_array(value, slot.dtype))
+    return partial(setattr, slots, "by_name", new_slots)
 
 
-def saved_number(value: Any) -> Any:
+def number_to_save(value: Any) -> Any:
     """Returns the saved value of a hyperparameter: None for a callable or Variable."""
     if _is_computed(value):
         return None
@@ -167,14 +169,14 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
     """
 
     def check(where: str, saved: Any) -> Any:
-        found = plain(where, saved)
-        if found is None or _is_computed(own):
+        value = plain(where, saved)
+        if value is None or _is_computed(own):
             return own
         if isinstance(own, str):  # such as eps_mode, which is part of the rule
-            return equal(own)(where, found)
+            return equal(own)(where, value)
         if isinstance(own, bool):
-            return flag(where, found)
-        return value_of(where, found, is_decay=is_decay)
+            return flag(where, value)
+        return value_of(where, value, is_decay=is_decay)
 
     return check
 
@@ -244,7 +246,7 @@ class OptimizerState(NotCopied):
 
     _last_numbers: tuple[float, ...] = ()  # the values of the hyperparameters in the last update
 
-    def _scheduled(self) -> dict[str, float]:
+    def _numbers_of_schedules(self) -> dict[str, float]:
         """Returns what the last update read from callables and Variables, named for errors."""
         return {
             f"{name} of the last update": number
@@ -254,7 +256,7 @@ class OptimizerState(NotCopied):
 
     _history = History()  # what updates over processes have read from callables and Variables
 
-    def _compared(self) -> dict[str, Any]:
+    def _settings_to_compare(self) -> dict[str, Any]:
         """Returns the settings that must be equal in all processes, as JSON values.
 
         A callable and a Variable are described by their kind, because reading them has effects.
@@ -330,8 +332,6 @@ class OptimizerState(NotCopied):
             ValueError: two variables with slots have the same name, ``deadline`` is not a number
                 above 0, ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not
                 imported.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")
@@ -347,8 +347,8 @@ class OptimizerState(NotCopied):
             0.5
         """
         download = downloader(as_deadline(deadline), output_type)
-        fingerprints = queued_fingerprints(self._slots)
-        return download({**self._queued_state(), "fingerprints": fingerprints})
+        fingerprints = queue_fingerprints(self._slots)
+        return download({**self._queue_state(), "fingerprints": fingerprints})
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -371,8 +371,6 @@ class OptimizerState(NotCopied):
                 dtype, two variables have the same name, a decay or power is below 0 or not below 1,
                 or Variables without a name have the values that they had at ``state_dict`` in
                 another order.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
-            CollectiveError: the mesh has failed.
         """
         those = [variables] if isinstance(variables, Variable) else variables
         load = self._ready_state(state, those)
@@ -380,14 +378,14 @@ class OptimizerState(NotCopied):
         with DeferInterrupts():
             load()
 
-    def _queued_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _queue_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Queues copies of the state (see ``state_dict``), with ``slots`` if it is passed."""
         names = (*self._hyperparameters, *self._settings)
         return {
             "format": _FORMAT,
-            "hyperparameters": {name: saved_number(getattr(self, name)) for name in names},
+            "hyperparameters": {name: number_to_save(getattr(self, name)) for name in names},
             "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
-            **(slots or queued_slots(self._slots)),
+            **(slots or queue_slots(self._slots)),
             "fingerprints": {},  # of variables that are not in the state
         }
 
@@ -421,14 +419,14 @@ class OptimizerState(NotCopied):
             "powers": optional(dict.fromkeys(slots.power_names, power)),
             "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
         }
-        found = checked(where, state, schema)
-        values = {owners[name]: of_var for name, of_var in found["slots"].items()}
+        entries = validate_state(where, state, schema)
+        values = {owners[name]: of_var for name, of_var in entries["slots"].items()}
         load_slots = ready_slots(slots, placed(values) if placed else values)
 
         def load() -> None:
             load_slots()
-            slots.powers = tuple((found["powers"] or {}).values())
-            for name, number in found["hyperparameters"].items():
+            slots.powers = tuple((entries["powers"] or {}).values())
+            for name, number in entries["hyperparameters"].items():
                 setattr(self, name, number)
 
         return load

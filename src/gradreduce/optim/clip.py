@@ -105,57 +105,59 @@ def clip_by_global_norm(
     if not present:
         return list(t_list), norm or 0.0
     if any(isinstance(each, Mirrored) for each in present.values()):
-        clipped, found = _mirrored(present, limit, norm)
+        clipped, result_norm = _clip_mirrored(present, limit, norm)
     else:
-        clipped, found = _plain(present, limit, norm, output_type)
-    made = iter(clipped)
-    return [None if each is None else next(made) for each in t_list], found
+        clipped, result_norm = _plain(present, limit, norm, output_type)
+    results = iter(clipped)
+    return [None if each is None else next(results) for each in t_list], result_norm
 
 
 def _plain(
     present: Mapping[int, Any], limit: float, norm: float | None, output_type: str | None
 ) -> tuple[list[Any], Any]:
-    parts = {index: _placed(index, each) for index, each in present.items()}
+    parts = {index: _to_part(index, each) for index, each in present.items()}
     kinds = [
         as_result_kind(output_type, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
         for each in present.values()
     ]
-    clipped, found = _clipped(parts, limit, norm, buffer_of(next(iter(parts.values()))).device)
+    clipped, result_norm = _clip_parts(
+        parts, limit, norm, buffer_of(next(iter(parts.values()))).device
+    )
     results = [
         part._as_result(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
         for part, kind in zip(clipped, kinds, strict=True)
     ]
-    return results, from_buffer(found, kinds[0])
+    return results, from_buffer(result_norm, kinds[0])
 
 
-def _mirrored(
+def _clip_mirrored(
     present: Mapping[int, Any], limit: float, norm: float | None
 ) -> tuple[list[Any], Any]:
     at, first = next((index, each) for index, each in present.items() if isinstance(each, Mirrored))
-    for index, each in present.items():
-        if not isinstance(each, Mirrored):
+    for index, mirrored in present.items():
+        if not isinstance(mirrored, Mirrored):
             raise TypeError(
-                f"t_list[{at}] is Mirrored, but t_list[{index}] is {type(each).__name__}; all or "
-                "none must be Mirrored"
+                f"t_list[{at}] is Mirrored, but t_list[{index}] is {type(mirrored).__name__}; "
+                "all or none must be Mirrored"
             )
-        if each.devices != first.devices:
+        if mirrored.devices != first.devices:
             raise ValueError(
                 f"t_list[{at}] and t_list[{index}] are on different devices; all Mirrored "
                 "tensors must be on the same ones"
             )
-        each._discard_copies()
-    columns = zip(*(each.parts for each in present.values()), strict=True)
+        mirrored._discard_copies()
+    columns = zip(*(mirrored.parts for mirrored in present.values()), strict=True)
     on_each = [
-        _clipped(dict(zip(present, parts, strict=True)), limit, norm, device)
+        _clip_parts(dict(zip(present, parts, strict=True)), limit, norm, device)
         for device, parts in zip(first.devices, columns, strict=True)
     ]
     rows = zip(*(clipped for clipped, _ in on_each), strict=True)
-    kinds = [each.kind for each in present.values()]
+    kinds = [mirrored.kind for mirrored in present.values()]
     made = [Mirrored.of(parts, kind) for parts, kind in zip(rows, kinds, strict=True)]
-    return made, Mirrored.of([found for _, found in on_each], first.kind)
+    return made, Mirrored.of([result_norm for _, result_norm in on_each], first.kind)
 
 
-def _placed(index: int, tensor: Any) -> Part:
+def _to_part(index: int, tensor: Any) -> Part:
     try:
         if isinstance(tensor, IndexedSlices):
             return tensor._in_buffer()
@@ -164,7 +166,7 @@ def _placed(index: int, tensor: Any) -> Part:
         raise about(f"t_list[{index}]", error) from None
 
 
-def _clipped(
+def _clip_parts(
     parts: Mapping[int, Part], limit: float, norm: float | None, home: Device
 ) -> tuple[list[Part], Buffer]:
     """Returns clipped copies on ``home``, and the norm in the accumulate dtype."""
@@ -181,14 +183,14 @@ def _clipped(
         {(buffer.dtype,) for buffer in buffers},
         home,
     )
-    outs, found = _launch(accessible, acc_dtype, limit, norm, home)
+    outs, result_norm = _launch(accessible, acc_dtype, limit, norm, home)
     clipped = [
         IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
         if isinstance(part, IndexedSlices)
         else out
         for part, out in zip(parts.values(), outs, strict=True)
     ]
-    return clipped, found.view(0, ())
+    return clipped, result_norm.view(0, ())
 
 
 def _launch(
@@ -196,11 +198,11 @@ def _launch(
 ) -> tuple[list[Buffer], Buffer]:
     """Returns clipped copies on ``home``, and the norm in one element of ``acc_dtype``."""
     outs = [home.empty(buffer.shape, buffer.dtype) for buffer in buffers]
-    found = home.empty((1,), acc_dtype)
+    result_norm = home.empty((1,), acc_dtype)
     if norm is not None:
         total = to_buffer([norm], home, dtype=as_dtype("float64"))
     else:
         total = ops.norm_of(ops.block_sums(buffers, home))
     ops.clip(outs, buffers, total, limit=limit, device=home)
-    ops.pack([found], [total], device=home)
-    return outs, found
+    ops.pack([result_norm], [total], device=home)
+    return outs, result_norm

@@ -52,7 +52,7 @@ def ready_gradients(  # the arguments of compute_gradients
             "`loss` passed to Optimizer.compute_gradients should be a function when eager "
             f"execution is enabled: it is a {type(loss).__name__}"
         )
-    variables = _checked_variables(var_list)
+    variables = _validate_variables(var_list)
     return partial(gradients_of, loss, variables, method, grad_loss, engine)
 
 
@@ -98,10 +98,10 @@ def gradients_of_replicas(
         with replica_on(device, index), on_gpu_of(device):
             results.append(gradients())
     values = [value for value, _ in results]
-    found = [{variable: gradient for gradient, variable in pairs} for _, pairs in results]
-    variables = dict.fromkeys(variable for each in found for variable in each)
+    by_variable = [{variable: gradient for gradient, variable in pairs} for _, pairs in results]
+    variables = dict.fromkeys(variable for each in by_variable for variable in each)
     return values, [
-        (_of_replicas([each.get(variable) for each in found], variable, devices), variable)
+        (_of_replicas([each.get(variable) for each in by_variable], variable, devices), variable)
         for variable in variables
     ]
 
@@ -137,7 +137,7 @@ def _of_replicas(
     return PerReplica(gradients, devices=devices)
 
 
-def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
+def _validate_variables(var_list: Any) -> Sequence[Variable] | None:
     """Returns the Variables of ``var_list``, which may be a single one."""
     if var_list is None:
         return None

@@ -9,11 +9,11 @@ from gradreduce import ops
 from gradreduce.arrays.convert import shape_and_dtype, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, to_dense_n
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.comm.process_group import ProcessGroup, group_of
-from gradreduce.device import Device, copied_to
+from gradreduce.device import Device, copy_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -53,7 +53,7 @@ def ready_count(global_step: Variable | None) -> Callable[[], None]:
     return (lambda: None) if global_step is None else global_step._ready_add(1)
 
 
-def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
+def validate_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
     """Validates pairs; returns the gradients that are not None, and their variables.
 
     Raises:
@@ -61,7 +61,6 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         TypeError: an item is not a pair of a gradient and a Variable.
         InvalidVariableError: a variable with a gradient does not have a float dtype.
         RuntimeError: the call is made inside a loss that has read one of the variables.
-        BackendUnavailableError: the process was forked after their mesh was opened.
     """
     try:
         pairs = list(grads_and_vars)
@@ -97,11 +96,9 @@ def _check_pairs(pairs: Sequence[Any]) -> None:
             raise TypeError(
                 f"grads_and_vars[{index}] is {brief(pair)}, not a (gradient, variable) pair"
             )
-        grad, var = pair
+        _, var = pair
         if not isinstance(var, Variable):
             raise InvalidVariableError(f"grads_and_vars[{index}]: {brief(var)} is not a Variable")
-        if grad is not None and not var.trainable:  # trainable Variables always hold floats
-            check_float(var)
 
 
 def to_variables(
@@ -128,19 +125,19 @@ def to_variables(
             variable is not on all devices of this process's mesh.
         TypeError: a gradient is not an array.
     """
-    placed = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
+    placed = [_to_gradient_value(grad, var) for grad, var in zip(gradients, variables, strict=True)]
     wait_for_inputs([buffer_of(part) for grad in placed for part in _parts(grad)])
     if over_processes:
         placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
     per_replica = [
         # With a key, processes compare the names: their gradients must be of the same variables.
-        (value := grad._renamed(var.name, "" if over_processes else None), value)
+        (value := grad._with_name(var.name, "" if over_processes else None), value)
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]
     reduced = iter(cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica) if per_replica else ())
     return [
-        _colocated(next(reduced) if isinstance(grad, PerReplica) else grad, var)
+        _colocate(next(reduced) if isinstance(grad, PerReplica) else grad, var)
         for grad, var in zip(placed, variables, strict=True)
     ]
 
@@ -172,22 +169,22 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
     if not isinstance(grad, Part):
         return grad
     home = buffer_of(grad).device
-    parts = [grad if home is device else _copied(grad, device) for device in var.devices]
+    parts = [grad if home is device else _copy_to_device(grad, device) for device in var.devices]
     return PerReplica.of(parts, devices=var.devices)
 
 
-def _copied(grad: Part, device: Device) -> Part:
-    made = copied_to(device, buffer_of(grad))
+def _copy_to_device(grad: Part, device: Device) -> Part:
+    copy = copy_to(device, buffer_of(grad))
     if isinstance(grad, IndexedSlices):
-        return IndexedSlices.of(made, grad.indices, grad.dense_shape)
-    return made
+        return IndexedSlices.of(copy, grad.indices, grad.dense_shape)
+    return copy
 
 
 def _parts(grad: GradientValue) -> Sequence[Part]:
     return (grad,) if isinstance(grad, Part) else grad.parts
 
 
-def _placed(grad: Any, var: Variable) -> GradientValue:
+def _to_gradient_value(grad: Any, var: Variable) -> GradientValue:
     """Validates a gradient; converts it to Buffers unless it is distributed."""
     if isinstance(grad, PerReplica | Mirrored):
         grad._discard_copies()
@@ -198,7 +195,7 @@ def _placed(grad: Any, var: Variable) -> GradientValue:
             )
         placed: GradientValue = grad
     else:
-        placed = _converted(grad, var)
+        placed = _to_part(grad, var)
     for part in _parts(placed):
         if isinstance(part, IndexedSlices):
             _check_rows(part, var)
@@ -210,7 +207,7 @@ def _placed(grad: Any, var: Variable) -> GradientValue:
     return placed
 
 
-def _converted(grad: Any, var: Variable) -> Part:
+def _to_part(grad: Any, var: Variable) -> Part:
     first = var._buffers[0]  # a write is checked later, by ``begin_writes``
     try:
         grad = as_slices(grad)
@@ -240,7 +237,7 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
         raise ValueError(f"the gradient of {var!r}: {error}") from None
 
 
-def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
+def _colocate(grad: Part | Mirrored, var: Variable) -> Colocated:
     """Returns a gradient for each copy of a variable; one array for each physical device."""
     if isinstance(grad, Mirrored):
         by_device = dict(zip(grad.devices, grad.parts, strict=True))
@@ -248,19 +245,19 @@ def _colocated(grad: Part | Mirrored, var: Variable) -> Colocated:
     by_gpu: dict[int, Part] = {buffer_of(grad).device.physical: grad}
     for device in var.devices:
         if device.physical not in by_gpu:
-            by_gpu[device.physical] = _copied(grad, device)
+            by_gpu[device.physical] = _copy_to_device(grad, device)
     return tuple([by_gpu[device.physical] for device in var.devices])
 
 
-def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) -> list[Colocated]:
+def make_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) -> list[Colocated]:
     """Converts sparse gradients to dense ones, with one array on each physical device."""
-    found = {  # by id, because the copies on one physical device share a gradient
+    sparse = {  # by id, because the copies on one physical device share a gradient
         id(part): IndexedSlices.of(part.values, part.indices, var.shape)
         for parts, var in zip(gradients, variables, strict=True)
         for part in parts
         if isinstance(part, IndexedSlices)
     }
-    dense = dict(zip(found, densified(list(found.values())), strict=True))
+    dense = dict(zip(sparse, to_dense_n(list(sparse.values())), strict=True))
     return [tuple([dense.get(id(part), part) for part in parts]) for parts in gradients]
 
 
@@ -279,7 +276,7 @@ def check_no_overlap(
     Raises:
         ValueError: they overlap.
     """
-    index = written.shared_by([buffer_of(part) for parts in gradients for part in parts])
+    index = written.find_overlap([buffer_of(part) for parts in gradients for part in parts])
     if index is not None:
         owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
         raise ValueError(

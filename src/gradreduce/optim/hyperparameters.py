@@ -32,15 +32,15 @@ def refuses_pytorch(**hints: str) -> Callable[[InitT], InitT]:
         hints: what to do instead, for arguments that the constructor has under no other name.
     """
 
-    def decorated(init: InitT) -> InitT:
+    def decorate(init: InitT) -> InitT:
         names = signature(init).parameters
-        found = {"params": "pass it to gr.torch.Optimizer(optimizer, params)", **hints}
+        all_hints = {"params": "pass it to gr.torch.Optimizer(optimizer, params)", **hints}
         for name, ours in _OF_PYTORCH.items():
             if set(ours).issubset(names):
-                found[name] = f"pass {' and '.join(f'{each}=' for each in ours)}"
-        return refuses(found)(init)
+                all_hints[name] = f"pass {' and '.join(f'{each}=' for each in ours)}"
+        return refuses(all_hints)(init)
 
-    return decorated
+    return decorate
 
 
 def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
@@ -60,15 +60,15 @@ def as_number(name: str, value: Number, *, is_decay: bool = False) -> Number:
 
 def value_of(name: str, value: Number, *, is_decay: bool = False) -> float:
     """Returns the current value. Reading a Variable waits for its device."""
-    found: Any = value() if callable(value) else value
-    if isinstance(found, Variable):
-        found = found.numpy()
+    current: Any = value() if callable(value) else value
+    if isinstance(current, Variable):
+        current = current.numpy()
     try:
-        number = float(found)
+        number = float(current)
     except (TypeError, ValueError, OverflowError) as error:
         what = f"{name}={text_of(value)} must be"
-        if found is not value:
-            what = f"{name}={text_of(value)} returned {brief(found)}; it must return"
+        if current is not value:
+            what = f"{name}={text_of(value)} returned {brief(current)}; it must return"
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{what} a number") from None
     if is_decay and not 0 <= number < 1:
@@ -93,7 +93,7 @@ class History(NamedTuple):
             return self
         return History(self.num_updates + 1, crc32(repr(read).encode(), self.digest))
 
-    def compared(self, last: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+    def numbers_to_compare(self, last: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Returns what to compare with other processes before the next update; mostly nothing.
 
         A comparison waits for all processes. So there is one after 1, 2, 4, … updates, and one

@@ -13,7 +13,7 @@ from typing import Any, Self
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices, densified
+from gradreduce.arrays.indexed_slices import IndexedSlices, to_dense_n
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.autodiff.gradients import Engine
@@ -39,11 +39,11 @@ from .gradient_inputs import (
     check_float,
     check_global_step,
     check_no_overlap,
-    checked_pairs,
     device_over_processes,
-    made_dense,
+    make_dense,
     ready_count,
     to_variables,
+    validate_pairs,
 )
 from .slots import Slots
 from .update_plan import Plan, UpdateJob, run_python_rule
@@ -63,13 +63,6 @@ class Optimizer(OptimizerState):
     You cannot set a public attribute that an optimizer of this library does not have:
     ``optimizer.lr = 1`` raises ``AttributeError``. A subclass outside of the library may have any
     attributes.
-
-    Protected members for code of this library, such as ``AGNOptimizer``: ``_rule`` is the compiled
-    rule, or None if ``_apply`` is called. ``_slots`` has the slots, and ``_slot_start`` returns
-    their first values. ``_hyperparameters`` and ``_settings`` name the attributes that can be set;
-    ``_check_hyperparameters`` checks the former. ``_next_update``, ``_rehearse``,
-    ``_colocated_gradients``, ``_ready`` and ``_launch`` are the parts of an update;
-    ``_queued_state`` and ``_ready_state`` are the parts of a checkpoint.
 
     Args:
         name: name of the optimizer.
@@ -200,8 +193,6 @@ class Optimizer(OptimizerState):
             TypeError: a gradient is not an array, or a variable is not a Variable of floats.
             InvalidArgumentError: (a ``ValueError``) gradients are averaged over processes, and the
                 hyperparameters of another process differ. The mesh has failed.
-            CollectiveError: the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -234,7 +225,7 @@ class Optimizer(OptimizerState):
                 arrays and IndexedSlices are reduced already.
         """
         seconds = as_deadline(deadline)
-        gradients, variables = checked_pairs(grads_and_vars)
+        gradients, variables = validate_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._plan
         if plan is not None and not plan.is_valid_for(variables, self._slots, self._rule):
@@ -244,12 +235,18 @@ class Optimizer(OptimizerState):
         over_processes &= whole is not None
         with (
             deadline_scope("apply_gradients", seconds, devices),
-            comparing(whole, {**self._compared(), **self._history.compared(self._scheduled)})
+            comparing(
+                whole,
+                {
+                    **self._settings_to_compare(),
+                    **self._history.numbers_to_compare(self._numbers_of_schedules),
+                },
+            )
             if whole is not None
             else nullcontext(),
         ):
             count = ready_count(global_step)
-            parts = self._colocated_gradients(
+            parts = self._colocate_gradients(
                 gradients, variables, plan, over_processes=over_processes
             )
             with self._slots.rollback_on_error() if plan is None else nullcontext():
@@ -262,7 +259,7 @@ class Optimizer(OptimizerState):
                 self._launch(launches, plan.devices, plan.label, powers, count)
             self._plan = plan
             if over_processes:
-                self._history = self._history.after(self._scheduled())
+                self._history = self._history.after(self._numbers_of_schedules())
 
     def compute_gradients(  # noqa: PLR0913  # the signature of TensorFlow
         self,
@@ -283,17 +280,8 @@ class Optimizer(OptimizerState):
         all its replicas. For a JAX loss the host waits for the gradients; for other losses it does
         not wait.
 
-        A few rules for a loss of NumPy functions:
-
-        - An operation without a derivative rule raises ``NotImplementedError``.
-        - Values that another thread computes are constants. During the call, no other thread may
-          write to a Variable.
-        - If the loss overwrites an array that does not depend on a Variable, the derivatives use
-          its last values.
-        - ``h += y`` binds ``h`` to a new value; other names of the old value still have that one.
-        - Operations on values that depend on a Variable, and their derivatives, run on the GPU of
-          the Variable. For CuPy arrays that do not depend on one, select the GPU in the loss by
-          ``with cupy.cuda.Device(...)``.
+        ``docs/gradients.md`` has the rules for a loss of NumPy functions. For example, an operation
+        without a derivative rule raises ``NotImplementedError``.
 
         Args:
             loss: a function without arguments that reads Variables and returns the value to
@@ -430,9 +418,7 @@ class Optimizer(OptimizerState):
         Raises:
             InvalidVariableError: a Variable is not of floats.
             MemoryError: there is not enough memory for the slots.
-            BackendUnavailableError: the mesh is closed, a device has failed, or the compiler is
-                missing.
-            CollectiveError: the mesh has failed.
+            BackendUnavailableError: the compiler is missing.
 
         Example:
             >>> mesh = gr.open_mesh(1, backend="sim")
@@ -487,14 +473,16 @@ class Optimizer(OptimizerState):
 
     def _without_slots(self) -> Self:
         """Returns a new optimizer with the same rule and hyperparameters, and no slots."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        optimizer = type(self).__new__(type(self))
+        optimizer.__dict__.update(self.__dict__)
         slots, master_dtype = self._slots, "float32" if self._slots.has_masters else None
-        made._slots = Slots(slots.kind, slots.owner, slots.names, master_dtype, slots.power_names)
-        made._plan = None
-        return made
+        optimizer._slots = Slots(
+            slots.kind, slots.owner, slots.names, master_dtype, slots.power_names
+        )
+        optimizer._plan = None
+        return optimizer
 
-    def _colocated_gradients(
+    def _colocate_gradients(
         self,
         gradients: Sequence[Any],
         variables: Sequence[Variable],
@@ -525,14 +513,14 @@ class Optimizer(OptimizerState):
         rehearse = rehearse or self._rehearse_update
         rehearse(sparse, sparse=True)
         rehearse([] if plan else variables)
-        found = to_variables(
+        colocated = to_variables(
             gradients, variables, self.cross_device_ops, over_processes=over_processes
         )
         ranges = self._slots.ranges(variables, others) if plan is None else plan.ranges
-        check_no_overlap(variables, found, ranges)
+        check_no_overlap(variables, colocated, ranges)
         if self._densifies:
-            found = made_dense(found, variables)
-        return [part for parts in found for part in parts]
+            colocated = make_dense(colocated, variables)
+        return [part for parts in colocated for part in parts]
 
     def _count_update(self) -> None:
         """Counts an update without a variable, for a process that has no shard of any."""
@@ -590,7 +578,7 @@ def gradients_like(
         IndexedSlices(var.buffers[0].view(0, (len(indices), 2)), indices, var.shape)
         for var in variables
     ]
-    return [*(densified(slices) if optimizer._densifies else slices)]
+    return [*(to_dense_n(slices) if optimizer._densifies else slices)]
 
 
 def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -> None:

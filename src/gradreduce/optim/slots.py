@@ -95,10 +95,10 @@ class Slots:
         for var in variables:
             for name in self.names_for(var):
                 if var not in self.by_name[name]:
-                    made = self.named(var, name, 0.0 if name == MASTER else start(name))
+                    slot = self.make_one(var, name, 0.0 if name == MASTER else start(name))
                     if name == MASTER:
-                        _copy_to_master(made, var)
-                    self.by_name[name][var] = made
+                        _copy_to_master(slot, var)
+                    self.by_name[name][var] = slot
 
     def update_master(self, var: Variable) -> None:
         """Copies a variable to its master, if it has one, after an assignment."""
@@ -106,7 +106,7 @@ class Slots:
         if master is not None:
             _copy_to_master(master, var)
 
-    def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
+    def make_one(self, var: Variable, name: str, value: float = 0.0) -> Variable:
         """Creates a slot of a variable, filled with ``value``, outside of ``by_name``."""
         if name == MASTER:
             last = f"/{MASTER}"
@@ -114,7 +114,7 @@ class Slots:
             index = self.names.index(name)
             last = f"_{index}" if index else ""
         whole = f"{var.name}/{self.owner}{last}"
-        return Variable._filled_like(var, whole, value, dtype=self.state_dtype(var))
+        return Variable._full_like(var, whole, value, dtype=self.state_dtype(var))
 
     def of(self, var: Variable) -> list[Variable]:
         """Returns the existing slots of a variable."""

@@ -109,20 +109,20 @@ class Plan:
         gradient. Overlaps with memory that the update writes are checked only if an address
         differs from the last call.
         """
-        found = self._as_buffers(gradients) if len(self.devices) == len(gradients) else None
-        if found is not None:
-            addresses = [grad.address for grad in found]
+        buffers = self._as_buffers(gradients) if len(self.devices) == len(gradients) else None
+        if buffers is not None:
+            addresses = [grad.address for grad in buffers]
             if addresses != self._addresses:
-                check_no_overlap(self.variables, [(part,) for part in found], self.ranges)
+                check_no_overlap(self.variables, [(part,) for part in buffers], self.ranges)
                 self._addresses = addresses
-        return found
+        return buffers
 
     def _as_buffers(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         is_external = False
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
                 # A Python rule may keep its arguments, so they must not be in reused memory.
-                return self._staging.staged(gradients) if self.rule is not None else None
+                return self._staging.upload(gradients) if self.rule is not None else None
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
             is_external = is_external or grad.array_owner is not None
@@ -226,7 +226,7 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Ca
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in job.updates:
-        copied = _copied(row, job.device)
+        copied = _copy_written(row, job.device)
         changed = copied[-len(names) - 1 :]  # the master if there is one, else the variable; slots
         if not isinstance(job.device, DryRunDevice):
             _call(apply, names, [*changed, row[-1]], job.device)
@@ -237,15 +237,15 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Ca
     return partial(ops.pack, outs, values, device=job.device)
 
 
-def _copied(row: Update, device: Device) -> list[Buffer]:
+def _copy_written(row: Update, device: Device) -> list[Buffer]:
     """Copies the written operands; sets a master that does not round to its variable."""
-    made = [device.empty(operand.shape, operand.dtype) for operand in row[:-1]]
-    ops.pack(made, row[:-1], device=device)
-    if len(row) > 2 and made[1].dtype != made[0].dtype:
+    copies = [device.empty(operand.shape, operand.dtype) for operand in row[:-1]]
+    ops.pack(copies, row[:-1], device=device)
+    if len(row) > 2 and copies[1].dtype != copies[0].dtype:
         zeros = device.zeros(row[0].shape, row[0].dtype)
         sgd = ops.RULE_KERNELS[ops.RULES["sgd"], "plain"]
-        ops.update_rows(sgd, [[made[0], made[1], zeros]], (0.0,), device)
-    return made
+        ops.update_rows(sgd, [[copies[0], copies[1], zeros]], (0.0,), device)
+    return copies
 
 
 def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], device: Device) -> None:
@@ -254,12 +254,12 @@ def _call(apply: OnArrays, names: Sequence[str], buffers: Sequence[Buffer], devi
             variable, *slots, gradient = [from_buffer(each, "native") for each in buffers]
         by_name = dict(zip(names, slots, strict=True))
         with on_gpu_of(device):  # CuPy computes on its current GPU
-            made = apply(variable, by_name, _only_read(gradient, device))
-    if made is not None:  # its author expects it to become the new value
+            returned = apply(variable, by_name, _only_read(gradient, device))
+    if returned is not None:  # its author expects it to become the new value
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
-            f"{name} returned {type(made).__name__}; it must return None and change variable and "
-            "slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
+            f"{name} returned {type(returned).__name__}; it must return None and change variable "
+            "and slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
         )
     for name, slot in zip(names, slots, strict=True):
         if by_name.get(name) is not slot:  # otherwise the new value would be lost silently

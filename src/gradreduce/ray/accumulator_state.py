@@ -16,7 +16,7 @@ from gradreduce.accumulator.conditional import (
 from gradreduce.accumulator.multi import apply_grads, take_grads
 from gradreduce.accumulator.state import LAST_STEP, AccumulatorState
 from gradreduce.accumulator.take_queue import missing
-from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType, SparseMean
@@ -90,7 +90,7 @@ class AccumulatorSetState(ShardState):
         spec: the definition of the whole set, over all shards.
     """
 
-    repeated = {"take": "taken"}  # noqa: RUF012  # never changed
+    repeated = {"take": "results_of_last_take"}  # noqa: RUF012  # never changed
 
     def __init__(self, settings: ActorSettings, spec: SetSpec) -> None:
         super().__init__(settings)
@@ -137,7 +137,7 @@ class AccumulatorSetState(ShardState):
         taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
         caller, number = key
         set_last(self._taken, caller, (number, kinds, arrays_of(taken)), MAX_TAKEN)
-        return self.taken(caller)
+        return self.results_of_last_take(caller)
 
     def set_global_step(self, step: int, message: None) -> None:
         """Sets the step of all accumulators."""
@@ -165,7 +165,7 @@ class AccumulatorSetState(ShardState):
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def taken(self, caller: str) -> TensorMessage:
+    def results_of_last_take(self, caller: str) -> TensorMessage:
         """Returns the results of a caller's last take, and as ``value`` the kind of each."""
         if caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
@@ -210,7 +210,7 @@ class AccumulatorSetState(ShardState):
                 "number": number,
                 "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
-                "arrays": [converted(each, accumulate_dtype(each.dtype)) for each in arrays],
+                "arrays": [cast_array(each, accumulate_dtype(each.dtype)) for each in arrays],
             }
             for caller, (number, kinds, arrays) in self._taken.items()
         }
@@ -226,7 +226,7 @@ class AccumulatorSetState(ShardState):
             _ready(each.accumulator_ref, saved, "state")()
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
-            arrays = [converted(array, as_dtype(name)) for array, name in pairs]
+            arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
             self._taken[caller] = (saved["number"], saved["kinds"], arrays)
 
 
@@ -248,11 +248,15 @@ def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None
 def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
     """Returns the arrays of host gradients: one of a dense gradient, three of a sparse one."""
     arrays: list[np.ndarray] = []
-    for each in gradients:
-        if isinstance(each, IndexedSlices):
-            arrays += [each.indices, each.values, np.array(each.dense_shape or (), np.int64)]
+    for gradient in gradients:
+        if isinstance(gradient, IndexedSlices):
+            arrays += [
+                gradient.indices,
+                gradient.values,
+                np.array(gradient.dense_shape or (), np.int64),
+            ]
         else:
-            arrays.append(each)
+            arrays.append(gradient)
     return arrays
 
 

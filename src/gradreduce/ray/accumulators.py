@@ -20,7 +20,7 @@ from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels
-from gradreduce.checkpoint import anything, checked, equal, list_of
+from gradreduce.checkpoint import anything, equal, list_of, validate_state
 from gradreduce.errors import brief, listed
 
 from .accumulator_state import AccumulatorSpec
@@ -70,8 +70,6 @@ class AccumulatorSet(SharedAccumulator):
         ValueError: the actor of this name has other specs, ``snapshots`` or ``durability``; or an
             argument is invalid.
         TypeError: an argument has a wrong type.
-        BackendUnavailableError: the actor of this name has ended or cannot start; or this process
-            is a fork of one that used Ray.
         DeadlineExceededError: the actor has not started in time.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
@@ -207,7 +205,7 @@ class AccumulatorSet(SharedAccumulator):
             A dict: ``"format"``, and ``"accumulators"``, a list with a state for each accumulator.
             NumPy arrays are read-only.
         """
-        return {"format": _FORMAT, "accumulators": self._saved(output_type)}
+        return {"format": _FORMAT, "accumulators": self._save_states(output_type)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the contents of all accumulators; on error, they are unchanged.
@@ -219,7 +217,7 @@ class AccumulatorSet(SharedAccumulator):
             KeyError, TypeError, ValueError: see ``gr.ConditionalAccumulator.load_state_dict``.
         """
         schema = {"format": equal(_FORMAT), "accumulators": list_of(anything, len(self._states))}
-        self._load(checked("state", state, schema)["accumulators"])
+        self._load(validate_state("state", state, schema)["accumulators"])
 
 
 class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
@@ -243,7 +241,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
     Raises:
         ValueError: see ``AccumulatorSet``.
         TypeError: see ``AccumulatorSet``.
-        BackendUnavailableError, DeadlineExceededError: see ``AccumulatorSet``.
+        DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
@@ -316,7 +314,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
             deadline: has no effect, because this process waits for no device.
             output_type: see ``gr.ConditionalAccumulator.state_dict``.
         """
-        return dict(self._saved(output_type)[0])
+        return dict(self._save_states(output_type)[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state, also that of a ``gr.ConditionalAccumulator``.

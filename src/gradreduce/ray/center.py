@@ -25,7 +25,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels, default_mesh
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, mapped, on_host
+from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
 from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
@@ -113,7 +113,7 @@ class RemoteRegistry:
                 them.
         """
         end = time.monotonic() + timeout
-        while len(begun := self._ask("begun")) < num_worker and time.monotonic() < end:
+        while len(begun := self._ask("list_begun")) < num_worker and time.monotonic() < end:
             for task in self._here.keys() - begun:  # a restarted actor does not know them
                 self._ask("begin", task)
             time.sleep(_LOOK_SECONDS)
@@ -163,10 +163,10 @@ class RemoteCenter(Center):
 
     def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
         """Returns for each shard the names of its variables."""
-        found: list[list[str]] = [[] for _ in range(self._client.num_shards)]
+        names_of_shards: list[list[str]] = [[] for _ in range(self._client.num_shards)]
         for name in names:
-            found[self._shards[name]].append(name)
-        return found
+            names_of_shards[self._shards[name]].append(name)
+        return names_of_shards
 
     def join(self, optimizer: Optimizer) -> None:
         """See ``Center``."""
@@ -195,13 +195,13 @@ class RemoteCenter(Center):
         message = self._client.read("slot_value", name, slot)[shard]
         return Layout.of(message.form).arrays(message)[0]
 
-    def _located(self) -> list[str]:
+    def _locate_variables(self) -> list[str]:
         """Returns the sorted names of all center variables; records the shard of each."""
         shards = self._client.ask("shards")
         self._shards |= shards
         return sorted(shards)
 
-    def prepare(
+    def set_up_push(
         self,
         optimizer: Optimizer,
         variables: WorkerVariables,
@@ -211,7 +211,7 @@ class RemoteCenter(Center):
         """See ``Center``; compiles what packs a push. The actors prepare at their first push."""
         rehearse_packing(of, self.devices[0], as_dtype("int64"))
 
-    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+    def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""
         return []
 
@@ -462,7 +462,7 @@ class AGNCenter(SharedObject, LocalCenter):
         ValueError: the actor of this name is not a center, or has another number of shards,
             ``snapshots`` or ``durability``.
         TypeError: see ``AccumulatorSet``.
-        BackendUnavailableError, DeadlineExceededError: see ``AccumulatorSet``.
+        DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
     Example: see ``docs/ray.md``. In short::
@@ -507,7 +507,7 @@ class AGNCenter(SharedObject, LocalCenter):
         device, read = self.devices[0], self._remote._value
         return [
             RemoteVariable(f"global_center_variable/{name}", device, partial(read, name))
-            for name in self._remote._located()
+            for name in self._remote._locate_variables()
         ]
 
     def values(self) -> dict[str, np.ndarray]:
@@ -515,21 +515,21 @@ class AGNCenter(SharedObject, LocalCenter):
 
         All values are of the same moment, between two pushes.
         """
-        names_of_all, found = self._remote._located(), dict[str, np.ndarray]()
+        names_of_all, arrays_by_name = self._remote._locate_variables(), dict[str, np.ndarray]()
         by_shard = self._remote._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
             arrays = iter(Layout.of(message.form).arrays(message))
             _, with_master = message.value
             for name in names:
-                found[name] = next(arrays)
+                arrays_by_name[name] = next(arrays)
                 if name in with_master:
                     next(arrays)
-        return {name: found[name] for name in names_of_all}
+        return {name: arrays_by_name[name] for name in names_of_all}
 
     @property
     def failed_workers(self) -> tuple[int, ...]:
         """The task indices of workers that an exception ended, in the order of the exceptions."""
-        return tuple(self._client.ask("failed"))
+        return tuple(self._client.ask("list_failed"))
 
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
@@ -568,6 +568,6 @@ class AGNCenter(SharedObject, LocalCenter):
         Raises:
             KeyError, TypeError, ValueError: see there.
         """
-        saved = mapped(on_host, state)
+        saved = map_leaves(on_host, state)
         self._client.read("check_state", saved)
         self._client.call("load_center", saved)

@@ -11,12 +11,12 @@ from weakref import ref
 import numpy as np
 
 from gradreduce.accumulator.sparse_storage import SPARSE
-from gradreduce.arrays.convert import converted
+from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, checked, downloader, some_of
-from gradreduce.device import Buffer, Device, as_dtype, copied_to
+from gradreduce.checkpoint import anything, downloader, some_of, validate_state
+from gradreduce.device import Buffer, Device, as_dtype, copy_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
-from gradreduce.optim.agn.checkpoint import queued_center, ready_center
+from gradreduce.optim.agn.checkpoint import queue_center, ready_center
 from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
 from gradreduce.optim.agn.sums import Sum
@@ -45,10 +45,10 @@ class Rule(NamedTuple):
 
     def optimizer(self) -> Optimizer:
         """Returns a new optimizer of this rule, without slots."""
-        made = self.kind.__new__(self.kind)
-        vars(made).update(self.attributes)
-        Optimizer.__init__(made, made.get_name(), master_dtype=self.master_dtype)
-        return made
+        optimizer = self.kind.__new__(self.kind)
+        vars(optimizer).update(self.attributes)
+        Optimizer.__init__(optimizer, optimizer.get_name(), master_dtype=self.master_dtype)
+        return optimizer
 
 
 class PushRequest(NamedTuple):
@@ -117,12 +117,12 @@ class DensePush:
         self._optimizer, self._device = optimizer, device
         self._layout = Layout.of(key.form)
         self._sums = self._layout.packs(device)
-        columns = [self._layout.moved(device, column) for column in zip(*rows, strict=True)]
+        columns = [self._layout.move(device, column) for column in zip(*rows, strict=True)]
         self._packs = columns[0] if columns else []  # the small variables
         self._rows = rows
-        self._failed: Callable[[BaseException], None] = lambda error: None
+        self._on_failure: Callable[[BaseException], None] = lambda error: None
         small = zip(*columns, strict=True)
-        self._plan = self._planned(
+        self._plan = self._plan_updates(
             [("small variables", row, total) for row, total in zip(small, self._sums, strict=True)]
         )
 
@@ -130,15 +130,17 @@ class DensePush:
         self, scalars: Scalars, message: TensorMessage, failed: Callable[[BaseException], None]
     ) -> TensorMessage:
         """Pushes the sums of a message; returns the new values."""
-        self._failed = failed
+        self._on_failure = failed
         self._layout.upload(self._sums, message)
         names, alone = self.key.names, self._layout.alone(self._device, message)
         rows = {index: [each.buffers[0] for each in self._rows[index]] for index in alone}
-        rest = self._planned([(names[index], row, alone[index]) for index, row in rows.items()])
+        rest = self._plan_updates(
+            [(names[index], row, alone[index]) for index, row in rows.items()]
+        )
         self._plan(scalars, partial(rest, scalars, lambda: None))
         return self._layout.message_of(self._packs, {index: row[0] for index, row in rows.items()})
 
-    def _planned(
+    def _plan_updates(
         self, updates: Sequence[tuple[str, Sequence[Buffer], Buffer]]
     ) -> Callable[[Scalars, Callable[[], None]], None]:
         """Returns the ``run`` of a plan.
@@ -149,7 +151,7 @@ class DensePush:
         if not updates:
             return lambda scalars, then: then()
         pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
-        fail = lambda error: self._failed(error)  # noqa: E731  # each push sets ``_failed``
+        fail = lambda error: self._on_failure(error)  # noqa: E731  # each push sets ``_on_failure``
         return PushPlan(pushed, self._optimizer, self.key.config, fail).run
 
 
@@ -237,7 +239,9 @@ class CenterShardState(ShardState):
                 (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
         self._num_pushes += 1
-        return self._sent(answer._replace(value=(self._num_pushes, answer.value or frozenset())))
+        return self._record_answer(
+            answer._replace(value=(self._num_pushes, answer.value or frozenset()))
+        )
 
     def _check_push(self, request: PushRequest) -> Optimizer:
         """Checks a push; returns the optimizer, with the settings of the push."""
@@ -256,7 +260,7 @@ class CenterShardState(ShardState):
             return None
         centers = [self._center.variables[name] for name in key.names]
         rehearse_push(optimizer, centers, key.config, sparse=False)
-        self._center.written_by_update(optimizer, centers)
+        self._center.make_slots(optimizer, centers)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
         return DensePush(key, rows, optimizer, self._device)
@@ -284,7 +288,7 @@ class CenterShardState(ShardState):
         sparse = not request.sparse.isdisjoint(names)
         rehearse_push(optimizer, centers, request.config, sparse=sparse)
         rehearse_packing(centers, self._device)
-        rows = self._center.written_by_update(optimizer, centers)
+        rows = self._center.make_slots(optimizer, centers)
         sums, last = self._operands(names, request, message)
         pushed = [
             PushedVariable(name, written, total, (), then)
@@ -336,20 +340,20 @@ class CenterShardState(ShardState):
         """Returns values of variables of this shard; each master follows its variable."""
         self._check_known(names)
         found = self._values(names[self._shard])
-        return self._sent(found._replace(value=(self._num_pushes, found.value)))
+        return self._record_answer(found._replace(value=(self._num_pushes, found.value)))
 
     def _values(self, names: Sequence[str]) -> TensorMessage:
         """Returns variables and masters; ``value`` has the names of variables with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
-        found: list[Buffer] = []
+        buffers: list[Buffer] = []
         with_master: list[str] = []
         for name in names:
             variable = self._center.variables[name]
-            found.append(variable.buffers[0])
+            buffers.append(variable.buffers[0])
             if variable in masters:
-                found.append(masters[variable].buffers[0])
+                buffers.append(masters[variable].buffers[0])
                 with_master.append(name)
-        message = Layout(specs_of(found)).pack(self._device, found)
+        message = Layout(specs_of(buffers)).pack(self._device, buffers)
         return message._replace(value=frozenset(with_master))
 
     def slots_of(self, name: str) -> dict[str, str]:
@@ -368,9 +372,9 @@ class CenterShardState(ShardState):
         variable = self._center.variables.get(name)
         found = None if variable is None else self._center.slot(variable, slot)
         buffers = [] if found is None else [found.buffers[0]]
-        return self._sent(Layout(specs_of(buffers)).pack(self._device, buffers))
+        return self._record_answer(Layout(specs_of(buffers)).pack(self._device, buffers))
 
-    def _sent(self, answer: TensorMessage) -> TensorMessage:
+    def _record_answer(self, answer: TensorMessage) -> TensorMessage:
         """Records the large arrays of an answer, which may be views of variables."""
         self._answered += [ref(array) for array in answer.bigs]
         return answer
@@ -382,7 +386,7 @@ class CenterShardState(ShardState):
         held = [*self._center.variables.values(), *self._center.slot_variables()]
         for each in held if addresses else ():
             if each.buffers[0].address in addresses:
-                each._buffers = (copied_to(self._device, each.buffers[0]),)
+                each._buffers = (copy_to(self._device, each.buffers[0]),)
 
     def shards(self) -> dict[str, int]:
         """Returns the shard of each variable of the center, by name."""
@@ -392,7 +396,7 @@ class CenterShardState(ShardState):
         """Returns the state of this shard in the form of ``gr.AGNCenter.state_dict``."""
         self._center.check_usable()
         state: dict[str, Any] = downloader(None)(
-            queued_center(self._center.variables, self._center.slots)
+            queue_center(self._center.variables, self._center.slots)
         )
         if self._saved_optimizer is not None:
             state["optimizer"] = self._saved_optimizer
@@ -405,19 +409,21 @@ class CenterShardState(ShardState):
     def _ready(self, state: Any) -> Any:
         """Validates a state of the center; returns a function that loads the part of this shard."""
         names = dict.fromkeys(self._specs, anything)
-        found = checked(
+        entries = validate_state(
             "state", state, dict.fromkeys(("format", "variables", "optimizer"), anything)
         )
-        values = checked("state['variables']", found["variables"], names)
+        arrays = validate_state("state['variables']", entries["variables"], names)
         own = self._center.variables
-        found["variables"] = {name: values[name] for name in own}
-        if isinstance(found["optimizer"], Mapping) and "slots" in found["optimizer"]:
+        entries["variables"] = {name: arrays[name] for name in own}
+        if isinstance(entries["optimizer"], Mapping) and "slots" in entries["optimizer"]:
             full_names = {f"global_center_variable/{name}": anything for name in names}
-            slots = some_of(full_names)("state['optimizer']['slots']", found["optimizer"]["slots"])
+            slots = some_of(full_names)(
+                "state['optimizer']['slots']", entries["optimizer"]["slots"]
+            )
             kept = {variable.name for variable in own.values()}
             of_own = {name: each for name, each in slots.items() if name in kept}
-            found["optimizer"] = {**found["optimizer"], "slots": of_own}
-        return ready_center(own, self._center.slots, found)
+            entries["optimizer"] = {**entries["optimizer"], "slots": of_own}
+        return ready_center(own, self._center.slots, entries)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -428,14 +434,14 @@ class CenterShardState(ShardState):
 
     def register(self, tasks: Sequence[int]) -> None:
         """See ``ShardState``."""
-        for task in set(tasks).difference(self._center.registry.begun()):
+        for task in set(tasks).difference(self._center.registry.list_begun()):
             self._center.registry.begin(task)
 
     def registry(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the ``Registry`` of the center."""
         return getattr(self._center.registry, method)(*arguments)
 
-    def failed(self) -> list[int]:
+    def list_failed(self) -> list[int]:
         """Returns the task indices of the failed workers."""
         return list(self._center.registry.failed)
 
@@ -461,7 +467,7 @@ class CenterShardState(ShardState):
         for name, (shape, dtype) in state["specs"].items():
             self._specs[name] = (tuple(shape), as_dtype(dtype))
         for name, value in state["center"]["variables"].items():
-            array = converted(value, self._specs[name][1])
+            array = cast_array(value, self._specs[name][1])
             self._center.variable_for(name, Variable(array, name, device=self._device))
         self._saved_optimizer = state["center"]["optimizer"]
 

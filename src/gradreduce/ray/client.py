@@ -87,12 +87,12 @@ class Client:
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self.actor = start_shard(settings, make_state)
         self._caller = _Caller()
-        found = self.ask("describe")
+        description = self.ask("describe")
         self._timeout = limit
         differences = [
-            f"{name} {brief(found[name])}, not {brief(value)}"
+            f"{name} {brief(description[name])}, not {brief(value)}"
             for name, value in settings.description().items()
-            if found.get(name, value) != value
+            if description.get(name, value) != value
         ]
         if differences:
             raise ValueError(
@@ -135,18 +135,17 @@ class Client:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
                 unknown.
             CancelledError: the actor was closed.
-            BackendUnavailableError: the actor has ended, and is not restarted.
         """
         cluster.check_usable()
         key = self._caller.next_key() if key is None else key
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
         sent = OrderedCall(key, command, arguments, first, others, origin)
-        return self._answered(self._lead.call, sent, timeout=timeout, in_order=True)
+        return self._call_lead(self._lead.call, sent, timeout=timeout, in_order=True)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._answered(self._lead.read_all, method, arguments, in_order=True)
+        return self._call_lead(self._lead.read_all, method, arguments, in_order=True)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
         """Blocks until there are enough gradients, and takes them.
@@ -163,20 +162,22 @@ class Client:
         try:
             while True:
                 seconds = min(max(0.0, end - time.monotonic()), self._poll_seconds)
-                found = self._answered(self._lead.take, key, num_required, seconds)
-                if isinstance(found, list) or time.monotonic() >= end:
+                answer = self._call_lead(self._lead.take, key, num_required, seconds)
+                if isinstance(answer, list) or time.monotonic() >= end:
                     break
                 if time.monotonic() >= log_time:
                     log_time = math.inf
-                    self._log_wait(found)
-            taken = found if isinstance(found, list) else self._answered(self._lead.withdraw, key)
+                    self._log_wait(answer)
+            taken = (
+                answer if isinstance(answer, list) else self._call_lead(self._lead.withdraw, key)
+            )
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
                 self._lead.withdraw.remote(key)
                 self._lead.delivered.remote(key)
             raise
         if taken is None:
-            raise DeadlineExceededError(f"not enough gradients within {limit} s; {found}")
+            raise DeadlineExceededError(f"not enough gradients within {limit} s; {answer}")
         self._lead.delivered.remote(key)
         return taken
 
@@ -197,30 +198,30 @@ class Client:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator's state that needs no other shard."""
-        return self._answered(self._lead.ask, method, arguments)
+        return self._call_lead(self._lead.ask, method, arguments)
 
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
-        return list(self._answered(self._lead.workers))
+        return list(self._call_lead(self._lead.workers))
 
     def leave(self, worker: str) -> None:
         """Removes a worker from ``workers()``."""
-        self._answered(self._lead.leave, worker)
+        self._call_lead(self._lead.leave, worker)
 
     def close(self) -> None:
         """Ends the actors and removes their snapshots; does nothing if they have ended."""
         lead = self._lead
         try:
             with suppress(CancelledError):
-                self._answered(lead.end)
-                self._answered(lead.close.options(max_task_retries=0))
+                self._call_lead(lead.end)
+                self._call_lead(lead.close.options(max_task_retries=0))
         except BackendUnavailableError:  # the coordinator has ended, other shards may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
-    def _answered(
+    def _call_lead(
         self, method: Any, *arguments: Any, timeout: float | None = None, in_order: bool = False
     ) -> Any:
         """Calls a method of the coordinator; retries after ``RetryError`` and lost arrays.
@@ -251,10 +252,10 @@ class Client:
                 reference = method.remote(*arguments)
                 left = None if limit is None else max(0.0, end - time.monotonic())
                 with suppress(RetryError, ray.exceptions.ObjectLostError):
-                    found = self._get(reference, left)
-                    if isinstance(found, list):
-                        return [load_large_arrays(each) for each in found]
-                    return found
+                    answer = self._get(reference, left)
+                    if isinstance(answer, list):
+                        return [load_large_arrays(each) for each in answer]
+                    return answer
         except ray.exceptions.GetTimeoutError:
             self._caller.unanswered = self._caller.unanswered or reference
             raise DeadlineExceededError(
@@ -341,10 +342,10 @@ class SharedObject:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Keeps the arguments."""
-        made = super().__new__(cls)
+        new = super().__new__(cls)
         kept = {name: value for name, value in options.items() if name not in ("mesh", "worker")}
-        made._made_by = arguments, kept
-        return made
+        new._made_by = arguments, kept
+        return new
 
     def __init__(
         self,

@@ -107,20 +107,20 @@ class Layout:
             flat = np.zeros(layout.size, dtype)
             for start, size, index in zip(layout.offsets, layout.sizes, indices, strict=True):
                 flat[start : start + size] = arrays[index].reshape(-1)
-            packed.append(_packed(flat))
+            packed.append(_encode(flat))
         return TensorMessage(self.form, packed, [_as_bytes(arrays[index]) for index in self._bigs])
 
     def arrays(self, message: TensorMessage) -> list[np.ndarray]:
         """Returns the arrays of a message, as views of its memory."""
-        found = self._big_arrays(message)
+        by_index = self._big_arrays(message)
         for (dtype, indices, shapes, layout), flat in zip(
             self._packed, message.packed, strict=True
         ):
             values = np.frombuffer(flat, dtype)
             parts = zip(layout.offsets, layout.sizes, indices, shapes, strict=True)
             for start, size, index, shape in parts:
-                found[index] = values[start : start + size].reshape(shape)
-        return [found[index] for index in range(len(self.specs))]
+                by_index[index] = values[start : start + size].reshape(shape)
+        return [by_index[index] for index in range(len(self.specs))]
 
     def _big_arrays(self, message: TensorMessage) -> dict[int, np.ndarray]:
         """Returns the large arrays of a message by index, as views of its memory."""
@@ -181,7 +181,7 @@ class Layout:
             packs: the flat Buffers, one for each dtype; see ``packs``.
             buffers: the Buffers of the large tensors, by index.
         """
-        packed = [_packed(flat.numpy()) for flat in packs]
+        packed = [_encode(flat.numpy()) for flat in packs]
         bigs = [_as_bytes(from_buffer(buffers[index], "numpy")) for index in self._bigs]
         return TensorMessage(self.form, packed, bigs)
 
@@ -200,7 +200,7 @@ class Layout:
         """Returns a new, uninitialized flat Buffer for the small tensors of each dtype."""
         return [device.empty((layout.size,), dtype) for dtype, _, _, layout in self._packed]
 
-    def moved(self, device: Device, variables: Sequence[Variable]) -> list[Buffer]:
+    def move(self, device: Device, variables: Sequence[Variable]) -> list[Buffer]:
         """Moves the small variables to new flat Buffers, and returns these Buffers."""
         packs = [device.zeros((layout.size,), dtype) for dtype, _, _, layout in self._packed]
         for index, part in self.small(packs).items():
@@ -210,10 +210,10 @@ class Layout:
 
     def small(self, packs: Sequence[Buffer]) -> dict[int, Buffer]:
         """Returns the small tensors by index, as views of the flat Buffers."""
-        found: dict[int, Buffer] = {}
+        by_index: dict[int, Buffer] = {}
         for (_, indices, shapes, layout), flat in zip(self._packed, packs, strict=True):
-            found |= zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True)
-        return found
+            by_index |= zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True)
+        return by_index
 
     def alone(self, device: Device, message: TensorMessage) -> dict[int, Buffer]:
         """Returns the large tensors of a message by index; see ``unpack``."""
@@ -241,5 +241,5 @@ def _as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _packed(flat: np.ndarray) -> bytes | np.ndarray:
+def _encode(flat: np.ndarray) -> bytes | np.ndarray:
     return flat.tobytes() if flat.nbytes < BIG else _as_bytes(flat)

@@ -20,7 +20,7 @@ from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
-from gradreduce.checkpoint import downloader, mapped, on_host
+from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
@@ -118,7 +118,9 @@ class SharedAccumulator(SharedObject):
     def _apply(self, grads: Sequence[Any], local_step: int | Variable, cast: bool) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all."""
         step, cast = as_step("local_step", local_step), as_flag("cast", cast)
-        checked_grads = [self._checked(index, grad, cast) for index, grad in enumerate(grads)]
+        checked_grads = [
+            self._validate_gradient(index, grad, cast) for index, grad in enumerate(grads)
+        ]
         kinds = [kind for kind, _ in checked_grads]
         messages = []
         for shard in range(1 + max(self._spec.shards)):
@@ -135,7 +137,7 @@ class SharedAccumulator(SharedObject):
             warn_of_default(self._states)
         return answers[0] is True
 
-    def _checked(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
+    def _validate_gradient(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
         """Checks a gradient; returns its array type, and the Buffers to send."""
         state = self._states[index]
         try:
@@ -144,12 +146,12 @@ class SharedAccumulator(SharedObject):
             grad = slices_of(grad)
             kind = grad.kind if isinstance(grad, IndexedSlices) else kind_of(grad)
             kind = kind if kind in _KEPT_KINDS else "native"
-            found = state.storage.checked(state, grad, cast)
-            if isinstance(found, IndexedSlices) and self._spec.specs[index].is_sparse:
-                shape = numbers(list(found.dense_shape or ()), as_dtype("int64"))
-                parts = [found.indices, found.values, shape]
+            gradient = state.storage.validate(state, grad, cast)
+            if isinstance(gradient, IndexedSlices) and self._spec.specs[index].is_sparse:
+                shape = numbers(list(gradient.dense_shape or ()), as_dtype("int64"))
+                parts = [gradient.indices, gradient.values, shape]
                 return kind, [to_buffer(part, self._device) for part in parts]
-            return kind, [state.storage.converted(state, found).values]
+            return kind, [state.storage.to_addend(state, gradient).values]
         except (TypeError, ValueError) as error:
             what = f"accumulator {state.name!r}"
             key = brief(self._spec.names[index]) if self._has_names else index
@@ -162,7 +164,7 @@ class SharedAccumulator(SharedObject):
         """Takes the gradient of each accumulator."""
         as_result_kind(output_type, "native", self._device)  # checked before anything is taken
         taken = self._client.take(as_required(num_required), timeout)
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         with StreamScope():
             for shard, message in enumerate(taken):
                 arrays = iter(Layout.of(message.form).arrays(message))
@@ -170,10 +172,10 @@ class SharedAccumulator(SharedObject):
                     grad: Any = next(arrays)
                     if self._spec.specs[index].is_sparse:
                         grad = as_slices(grad, next(arrays), next(arrays))
-                    found[index] = self._converted(grad, first, output_type)
-        return [found[index] for index in range(len(self._states))]
+                    results[index] = self._to_result(grad, first, output_type)
+        return [results[index] for index in range(len(self._states))]
 
-    def _converted(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
+    def _to_result(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
         """Converts NumPy arrays of an actor; the default is the type of the first gradient."""
         library = "torch" if first == "coo" else first
         is_kept = first in _KEPT_KINDS and library in sys.modules
@@ -187,19 +189,19 @@ class SharedAccumulator(SharedObject):
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def _saved(self, output_type: str) -> list[Any]:
+    def _save_states(self, output_type: str) -> list[Any]:
         """Returns the state of each accumulator."""
         download = downloader(None, output_type)
-        found: dict[int, Any] = {}
+        by_index: dict[int, Any] = {}
         for shard, states in enumerate(self._client.read("states")):
-            found |= zip(self._spec.of_shard(shard), states, strict=True)
-        return [download(found[index]) for index in range(len(self._states))]
+            by_index |= zip(self._spec.of_shard(shard), states, strict=True)
+        return [download(by_index[index]) for index in range(len(self._states))]
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""
         for state, saved in zip(self._states, states, strict=True):
             ready_state(state, saved, f"state of accumulator {state.name!r}")
-        self._client.call("load_states", [mapped(on_host, saved) for saved in states])
+        self._client.call("load_states", [map_leaves(on_host, saved) for saved in states])
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:

@@ -121,13 +121,13 @@ class AcrossProcesses(Algorithm):
         copies = []
         for (index, *_), groups in terms:
             (out,) = jobs[index].outs
-            made = out
+            total = out
             if out.device.physical != device.physical:
-                made = device.empty(out.shape, out.dtype)
-                copies.append((out, made))
-            self._add(made, groups, jobs[index].divisor)
-        for out, made in copies:
-            out.device.copy(out, made)
+                total = device.empty(out.shape, out.dtype)
+                copies.append((out, total))
+            self._add(total, groups, jobs[index].divisor)
+        for out, total in copies:
+            out.device.copy(out, total)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""
@@ -182,24 +182,24 @@ class AcrossProcesses(Algorithm):
         own = [self._own_terms(job) for job in jobs]
         sends: list[Parcel] = []
         receives: list[Parcel] = []
-        found = []
-        for each in slices:
+        groups_of_slices = []
+        for piece in slices:
             mine = {
-                term: part_of(buffer, each.start, each.stop)
-                for term, buffer in own[each.job].items()
+                term: part_of(buffer, piece.start, piece.stop)
+                for term, buffer in own[piece.job].items()
             }
-            adders = range(self._group.size) if all_add else (each.main,)
+            adders = range(self._group.size) if all_add else (piece.main,)
             sends += [
                 (other, buffer) for other in adders if other != rank for buffer in mine.values()
             ]
             if rank in adders:
-                groups = self._with_memory(jobs[each.job].inputs[0].dtype, mine)
-                found.append((each, groups))
+                groups = self._with_memory(jobs[piece.job].inputs[0].dtype, mine)
+                groups_of_slices.append((piece, groups))
                 for terms, buffers in zip(self._terms, groups, strict=True):
                     pairs = zip(terms, buffers, strict=True)
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
         exchange(self._device, sends, receives, queue)
-        return found
+        return groups_of_slices
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
         """Returns the terms of this process: unchanged replicas, and sums."""

@@ -138,17 +138,17 @@ class Algorithm(ABC):
             # Each device starts with copies from a different device.
             first = devices.index(device)
             replicas = [*range(first, len(devices)), *range(first)]
-            found = [
+            inputs = [
                 {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
                 for job in here
             ]
-            terms.append(found)
-        for device, here, found in zip(owners, by_gpu.values(), terms, strict=True):
-            rows = [[row[at] for each in groups for at in each] for row in found]
+            terms.append(inputs)
+        for device, here, inputs in zip(owners, by_gpu.values(), terms, strict=True):
+            rows = [[row[at] for each in groups for at in each] for row in inputs]
             if len(groups) > 2:
                 rows = [
                     [group_sum(device, [row[at] for at in each]) for each in groups]
-                    for row in found
+                    for row in inputs
                 ]
             sums = [(job.divisor, job.outs, row) for job, row in zip(here, rows, strict=True)]
             write_sums(sums, device, split)

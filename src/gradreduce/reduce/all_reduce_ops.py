@@ -38,16 +38,15 @@ from .algorithms import ALGORITHMS
 from .arguments import (
     Request,
     check_op,
-    checked_mesh,
-    checked_requests,
+    make_requests,
     shapes_by_rows,
+    validate_mesh,
 )
-from .cross_device_ops import CrossDeviceOps, checked_call
+from .cross_device_ops import CrossDeviceOps, validate_call
 from .nests import Nests
 from .pipeline import (
     Settings,
     algorithm_of,
-    copy_to_out,
     plan_batch,
     reduce_batch,
     reduce_requests,
@@ -56,7 +55,8 @@ from .pipeline import (
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
-from .shares import joined_shares, reduced_shares
+from .requests import copy_to_out
+from .shares import all_gather, reduce_scatter
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -84,23 +84,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             for all destinations. Default: two lists, the first n // 2 of n replicas and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
             are transferred between devices in an all-reduce. Packing casts to it, unpacking casts
-            back. Default: each tensor's own dtype. See below.
-
-    With a ``wire_dtype`` each term is rounded to it once, and the sum once more. Our kernels add in
-    float32, NCCL adds in the wire dtype. For MEAN a 16-bit wire carries x / n, so a sum overflows
-    only if the mean does; a term above float16's largest number, 65504, overflows. A sum that the
-    wire dtype or the result's dtype cannot hold becomes infinite. Results have the same bits on
-    every placement, as without a wire dtype; between GPUs that are not peers, the sum of a group is
-    transferred in float32. A cast of float64 to a 16-bit dtype goes through float32. Integers,
-    complex numbers and values that are added on one device (other destinations, IndexedSlices) are
-    transferred in their own dtype.
-
-    The error of a result of hierarchical_copy is at most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n
-    + 1) * e``, divided by n for MEAN on a float32 wire, plus the rounding to the result's dtype if
-    that cannot hold all values of the wire. Here t are the terms (x, or x / n for MEAN on a 16-bit
-    wire); u is the wire's unit roundoff (2**-11 for float16, 2**-8 for bfloat16, 2**-24 for
-    float32); e is half its smallest positive number (2**-25 for float16, 2**-134 for bfloat16,
-    2**-150 for float32). NCCL rounds up to n - 1 more sums: ``(n + 1) * u`` replaces ``2.01 * u``.
+            back. Default: each tensor's own dtype. docs/reductions.md has a bound of the error.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
@@ -134,7 +118,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             raise ValueError(
                 f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
             )
-        self.mesh = checked_mesh(mesh)
+        self.mesh = validate_mesh(mesh)
         if reduction_groups is not None and not ALGORITHMS[all_reduce_alg].has_groups:
             raise ValueError(
                 f"reduction_groups={brief(reduction_groups)} is only for 'hierarchical_copy'; "
@@ -262,9 +246,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: another number of entries than devices, entries of different length or
                 keys, or a tensor that is None on some devices only.
             TypeError: an iterator that is not that of ``named_parameters()``.
-            ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
-                raises, about ``grads[device]['layers.0.weight']``: by the path of the tensor. The
-                processes of a mesh must agree in paths, too.
+            ValueError, TypeError: what ``batch_reduce`` raises, about
+                ``grads[device]['layers.0.weight']``: by the path of the tensor. The processes of a
+                mesh must agree in paths, too.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -274,14 +258,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             {'w': array([2., 2.]), 'b': array([1.])}
         """
         check_op("op", op)
-        nests = self._checked_nests(grads)
+        nests = self._validate_nests(grads)
         outs = None if out is None else nests.outs_of(out)
         reduced = self.batch_reduce(
             op, nests.pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
         )
-        return nests.nested([each.values for each in reduced]) if out is None else out
+        return nests.nest_results([each.values for each in reduced]) if out is None else out
 
-    def _checked_nests(self, grads: Any) -> Nests:
+    def _validate_nests(self, grads: Any) -> Nests:
         """Checks ``grads[device][tensor]``, and that the devices can be reduced."""
         mesh = self.mesh or default_mesh()
         nests = Nests(grads, mesh)
@@ -302,7 +286,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             shares the memory of the arrays where possible.
 
         Raises:
-            ValueError, TypeError, BackendUnavailableError: what ``all_reduce`` raises.
+            ValueError, TypeError: what ``all_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -311,7 +295,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> [value.name for value, _ in pairs]
             ['w']
         """
-        return self._checked_nests(grads).pairs
+        return self._validate_nests(grads).pairs
 
     @overload
     def reduce_scatter(
@@ -365,7 +349,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 ``all_reduce`` raises. Nothing was launched.
             TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that cannot
                 be added.
-            BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -375,8 +358,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             [[array([11., 22.])], [array([33., 44.])]]
         """
         check_op("op", op)
-        run = partial(reduced_shares, self.settings, op)
-        return self._nested("reduce_scatter", op, grads, output_type, out, deadline, run)
+        run = partial(reduce_scatter, self.settings, op)
+        return self._run_nested("reduce_scatter", op, grads, output_type, out, deadline, run)
 
     @overload
     def all_gather(self, grads: NestT, *, deadline: float | None = None) -> NestT: ...
@@ -422,7 +405,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: a tensor is a scalar; and what ``all_reduce`` raises. Nothing was launched.
             TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that is not
                 supported.
-            BackendUnavailableError, CollectiveError: what ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -430,10 +412,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> ops.all_gather([[np.zeros(2)], [np.ones(2)]])
             [[array([0., 0., 1., 1.])], [array([0., 0., 1., 1.])]]
         """
-        run = partial(joined_shares, self.settings)
-        return self._nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
+        run = partial(all_gather, self.settings)
+        return self._run_nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
 
-    def _nested(
+    def _run_nested(
         self,
         name: str,
         op: ReduceOp,
@@ -444,15 +426,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         run: Callable[[list[Request]], list[tuple[Buffer, ...]]],
     ) -> Any:
         """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
-        nests = self._checked_nests(grads)
-        requests = checked_requests(nests.pairs, ReduceOp.SUM, self.mesh)
+        nests = self._validate_nests(grads)
+        requests = make_requests(nests.pairs, ReduceOp.SUM, self.mesh)
         shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
         outs = None if out is None else nests.outs_of(out)
-        call = checked_call(requests, op, output_type, outs, shapes)
+        call = validate_call(requests, op, output_type, outs, shapes)
         with call.running(name, deadline):
             parts = copy_to_out(call.requests, run(call.requests))
         results = call.finish(parts)
-        return nests.nested([each.values for each in results]) if out is None else out
+        return nests.nest_results([each.values for each in results]) if out is None else out
 
     def plan(
         self,
@@ -535,7 +517,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checks the arguments of ``plan`` and ``profile``, and the devices."""
-        requests = self._checked(reduce_op, pairs).requests
+        requests = self._validate_call(reduce_op, pairs).requests
         for request in requests:
             if request.is_all_reduced:
                 algorithm_of(self.settings, request.devices)
@@ -582,7 +564,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> step()[0].values[0]
             array([6., 6.])
         """
-        call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+        call = self._validate_call(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
         with call.running("prepare", deadline):
             return PreparedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
@@ -625,7 +607,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> journal.launches
             1
         """
-        call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+        call = self._validate_call(reduce_op, value_destination_pairs, output_type, out)
         check_preparable(call)
         for index, request in enumerate(call.requests):
             check_one_process(

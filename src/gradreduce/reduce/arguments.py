@@ -32,7 +32,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import as_device, is_device_like
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
-from gradreduce.device import Buffer, Device, Mesh, mean_dtype
+from gradreduce.device import Buffer, Device, Mesh, PackInfo, mean_dtype
 from gradreduce.errors import (
     DeviceMismatchError,
     InvalidArgumentError,
@@ -96,7 +96,7 @@ def check_one_mesh(requests: Sequence[Request], what: str) -> None:
         raise ValueError(f"the values of {what} must be on one mesh: these are on {num_meshes}")
 
 
-def checked_requests(
+def make_requests(
     pairs: Any,
     reduce_op: ReduceOp,
     mesh: Mesh | None,
@@ -117,8 +117,8 @@ def checked_requests(
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
     usable: tuple[Device, ...] = ()
-    for index, (entry, destination) in enumerate(checked_pairs(pairs)):
-        value = _distributed(entry, index, reduce_op, destination, mesh)
+    for index, (entry, destination) in enumerate(validate_pairs(pairs)):
+        value = _to_distributed(entry, index, reduce_op, destination, mesh)
         own, checked, form = value.devices, value, None
         if value._form is not None:
             checked, form = as_reduced(value, index, out, elementwise=elementwise)
@@ -141,7 +141,7 @@ def checked_requests(
     return requests
 
 
-def _distributed(
+def _to_distributed(
     entry: Any, index: int, reduce_op: ReduceOp, destination: Any, mesh: Mesh | None
 ) -> DistributedValues:
     """Returns a distributed value itself, and an array as a value with one replica.
@@ -152,7 +152,7 @@ def _distributed(
     if isinstance(entry, PerReplica):
         return entry
     if not isinstance(entry, DistributedValues):
-        return _alone(entry, f"value {index}", mesh or named_mesh(destination))
+        return _wrap_one(entry, f"value {index}", mesh or find_mesh(destination))
     is_copied = len(entry.devices) * group_of(entry.devices[0]).size > 1
     if reduce_op is ReduceOp.SUM and is_copied:
         raise ValueError(
@@ -248,12 +248,12 @@ def with_outs(
     return checked, outs
 
 
-def _listed(request: Request, entry: Any) -> Sequence[Any]:
+def _list_arrays(request: Request, entry: Any) -> Sequence[Any]:
     """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
         entry = entry._in_memory_order() if request.form else entry  # its order is the same
-        found = dict(zip(entry.devices, entry.buffers, strict=True))
-        if set(found) != set(request.devices):
+        by_device = dict(zip(entry.devices, entry.buffers, strict=True))
+        if set(by_device) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]
             raise ValueError(f"it is on {names[0]}, but the result is on {names[1]}")
         if entry.kind == "jax":
@@ -264,7 +264,7 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
                 "contiguous or not aligned), so you would not see the results: pass a list of the "
                 "arrays"
             )
-        return [found[device] for device in request.devices]
+        return [by_device[device] for device in request.devices]
     if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
         count = len(request.devices)
         found_count = f" of {len(entry)}" if isinstance(entry, list | tuple) else ""
@@ -287,21 +287,21 @@ def _outs_of(
             "in a call without out"
         )
     try:
-        arrays = _listed(request, entry)
+        arrays = _list_arrays(request, entry)
     except (TypeError, ValueError) as error:
         raise about(value._name_of(index, of="out"), error) from None
     first = value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
-    made = []
+    outs = []
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
         try:
             turned = None if isinstance(array, Buffer) else request.form
-            made.append(as_out(array, device, shape or first.shape, dtype, turned))
+            outs.append(as_out(array, device, shape or first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(value._name_of(index, replica, "out"), error) from None
     if isinstance(entry, DistributedValues):  # its arrays have this kind
-        made = [each._replace(kind=entry.kind) for each in made]
-    return made
+        outs = [each._replace(kind=entry.kind) for each in outs]
+    return outs
 
 
 def _check_overlap(
@@ -383,14 +383,14 @@ def check_op(name: str, op: Any) -> None:
         raise ValueError(f"{name}={brief(op)} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
 
 
-def checked_mesh(mesh: Any) -> Mesh | None:
+def validate_mesh(mesh: Any) -> Mesh | None:
     """Returns a mesh or None; raises ``ValueError`` otherwise."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
     return mesh
 
 
-def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
+def validate_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     """Returns a list or tuple of pairs; raises ``ValueError`` otherwise."""
     if not isinstance(pairs, list | tuple):
         kind = type(pairs).__name__
@@ -418,7 +418,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     if isinstance(tensor, Variable):
         return PerReplica.of([tensor._current()], "native")
     if not isinstance(tensor, DistributedValues):
-        return _alone(tensor, what, mesh, also=int | float | complex)
+        return _wrap_one(tensor, what, mesh, also=int | float | complex)
     count = len(tensor.devices)
     if count > 1 and not isinstance(tensor, Mirrored):
         raise ValueError(
@@ -428,7 +428,7 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
     return tensor._first_replica()
 
 
-def _alone(
+def _wrap_one(
     value: Any, what: str, mesh: Mesh | None, *, also: type | UnionType = IndexedSlices
 ) -> PerReplica:
     """Wraps an array on its device; a host array goes to ``gr.replica``'s device.
@@ -469,13 +469,13 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
                 break
         else:
             return
-    wanted = _described(first, value)
+    expected = _describe_part(first, value)
     for replica, part in enumerate(parts):
-        found, name = _described(part, value), value._name_of(index, replica)
-        if found != wanted:
+        actual, name = _describe_part(part, value), value._name_of(index, replica)
+        if actual != expected:
             other = value._name_of(index, 0).rpartition(": ")[2]
             raise ValueError(
-                f"{name} is {found}, {other} is {wanted}; replicas must agree in shape and dtype"
+                f"{name} is {actual}, {other} is {expected}; replicas must agree in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
             try:
@@ -484,7 +484,7 @@ def _check_replicas(value: DistributedValues, index: int) -> None:
                 raise about(name, error) from None
 
 
-def _described(part: Part, value: DistributedValues) -> str:
+def _describe_part(part: Part, value: DistributedValues) -> str:
     """Returns dtype and shape (or row shape) as text, equal for replicas that agree."""
     if isinstance(part, Buffer):
         return f"{part.dtype}{list(part.shape)}"
@@ -524,11 +524,24 @@ def destination_devices(destination: Any, index: int, mesh: Mesh) -> tuple[Devic
     return devices
 
 
-def named_mesh(destination: Any) -> Mesh | None:
+def find_mesh(destination: Any) -> Mesh | None:
     """Returns the mesh of an unchecked destination; None if it has only names of devices."""
-    for each in destination if isinstance(destination, list | tuple) else [destination]:
-        if isinstance(each, DistributedValues | Variable | Mesh):
-            return next(iter(each.devices)).mesh
-        if isinstance(each, Device):
-            return each.mesh
+    for place in destination if isinstance(destination, list | tuple) else [destination]:
+        if isinstance(place, DistributedValues | Variable | Mesh):
+            return next(iter(place.devices)).mesh
+        if isinstance(place, Device):
+            return place.mesh
     return None
+
+
+def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
+    """Returns the names (or numbers) of some values; empty if none has a name."""
+    names = tuple([requests[index].value._name for index in indices])
+    if not any(names):
+        return ()
+    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
+
+
+def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
+    """Returns the label of the work for some values."""
+    return PackInfo(tuple(indices), names=names_of(requests, indices))

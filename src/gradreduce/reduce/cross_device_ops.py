@@ -38,16 +38,19 @@ from gradreduce.errors import brief
 from .arguments import (
     Request,
     as_reduced,
-    checked_mesh,
-    checked_requests,
     destination_devices,
-    named_mesh,
+    find_mesh,
+    label_of,
+    make_requests,
+    names_of,
     single_value,
+    validate_mesh,
     with_outs,
 )
-from .one_device import Accumulate, added_on, copied_to, quotients
-from .pipeline import copy_to_out, label_of, names_of, reduce_to_one, rehearse_alone
+from .one_device import Accumulate, copy_to_each, quotients, sum_on
+from .pipeline import reduce_to_one
 from .process_values import broadcast_from
+from .requests import copy_to_out, rehearse_alone
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _PARTIAL = "The call failed half way: the arrays of `out` may contain a part of the results."
@@ -96,14 +99,14 @@ class CheckedCall:
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
         """Returns arrays of ``kinds``: those of ``out``, or arrays on ``reduced``."""
-        made = [
+        results = [
             Mirrored.of(parts, kind, request.form, request.devices)
             for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
         ]
-        for result, row in zip(made, self.outs, strict=bool(self.outs)):
+        for result, row in zip(results, self.outs, strict=bool(self.outs)):
             if row[0].kind == "buffer" or not isinstance(row[0].array, Buffer):
                 result._keep_arrays([each.array for each in row])
-        return made
+        return results
 
     def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
         """Returns the results; users of the results wait for all launched work."""
@@ -112,7 +115,7 @@ class CheckedCall:
         return self.results(reduced)
 
 
-def checked_call(
+def validate_call(
     requests: list[Request],
     reduce_op: ReduceOp,
     output_type: str | None,
@@ -196,7 +199,7 @@ class CrossDeviceOps(ABC):
             >>> gr.HierarchicalCopyAllReduce().reduce(gr.ReduceOp.MEAN, value, "sim:1").values
             (array([3.]),)
         """
-        (made,) = self.batch_reduce(
+        (result,) = self.batch_reduce(
             reduce_op,
             [(per_replica_value, destinations)],
             coalesce=coalesce,
@@ -204,7 +207,7 @@ class CrossDeviceOps(ABC):
             out=None if out is None else [out],
             deadline=deadline,
         )
-        return made
+        return result
 
     def batch_reduce(
         self,
@@ -266,11 +269,9 @@ class CrossDeviceOps(ABC):
                 ``deadline`` is wrong, or replicas differ in shape or dtype. Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are on different meshes.
             TypeError: a dtype cannot be added.
-            BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs, or
-                the mesh was closed. Nothing was launched.
-            CollectiveError: NCCL failed, or the mesh has failed already. If this call's own
-                deadline passes, the call has usually returned: then waiting for its results raises
-                this error, and so does every later call.
+            BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs.
+                Nothing was launched.
+            CollectiveError: NCCL failed.
             MemoryError, BackendUnavailableError: memory ran out or a device failed half way. Then
                 ``out`` may contain a part of the results; a note of the error says so. Without
                 ``out`` none of the caller's arrays was written.
@@ -286,7 +287,7 @@ class CrossDeviceOps(ABC):
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
-            call = self._checked(reduce_op, value_destination_pairs, output_type, out)
+            call = self._validate_call(reduce_op, value_destination_pairs, output_type, out)
             with call.running("batch_reduce", deadline):
                 with SuspendedScope():  # may run code of a caller's subclass
                     reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
@@ -294,7 +295,7 @@ class CrossDeviceOps(ABC):
                     reduced = copy_to_out(call.requests, reduced)
             return call.finish(reduced)
 
-    def _checked(
+    def _validate_call(
         self,
         reduce_op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
@@ -302,10 +303,10 @@ class CrossDeviceOps(ABC):
         out: Any = None,
     ) -> CheckedCall:
         """Checks the arguments of ``batch_reduce``; launches nothing."""
-        requests = checked_requests(
+        requests = make_requests(
             pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
         )
-        return checked_call(requests, reduce_op, output_type, out)
+        return validate_call(requests, reduce_op, output_type, out)
 
     @StreamScope()
     def broadcast(
@@ -346,8 +347,6 @@ class CrossDeviceOps(ABC):
                 tensor is not an array. Nothing was launched.
             DeviceMismatchError: destinations or arrays of ``out`` are on other devices or meshes.
             TypeError: a dtype cannot be added.
-            BackendUnavailableError: the mesh was closed.
-            CollectiveError: the mesh has failed.
 
         Example:
             >>> mesh = gr.open_mesh(3, backend="sim")
@@ -361,7 +360,7 @@ class CrossDeviceOps(ABC):
         if bools:  # which are not added, so no kernel knows them
             tensors, out = _as_bytes(tensors, bools), _as_bytes(out, bools)
         requests = self._to_copy(tensors, destinations, out, many=many)
-        call = checked_call(requests, ReduceOp.SUM, output_type, out)
+        call = validate_call(requests, ReduceOp.SUM, output_type, out)
         wait_for_inputs([buffer_of(request.value.parts[0]) for request in requests])
         rank = as_count("process=", process)
         with call.running("broadcast", deadline):
@@ -370,19 +369,19 @@ class CrossDeviceOps(ABC):
                 rehearse_alone(
                     request,
                     "broadcast",
-                    lambda dry, _: copied_to(dry.value.parts[0], dry.devices, dry.out),
+                    lambda dry, _: copy_to_each(dry.value.parts[0], dry.devices, dry.out),
                 )
             for index, part in enumerate(_from_process(rank, call.requests)):
                 request = call.requests[index]
                 with buffer_of(part).device.mesh_state.pack_scope(label_of(call.requests, [index])):
-                    copied.append(copied_to(part, request.devices, request.out))
-        made = call.finish(copied)
+                    copied.append(copy_to_each(part, request.devices, request.out))
+        results = call.finish(copied)
         for index in bools:
-            if made[index].kind != "buffer":
-                made[index]._keep_arrays(
-                    [bool_view(each, as_bytes=False) for each in made[index].values]
+            if results[index].kind != "buffer":
+                results[index]._keep_arrays(
+                    [bool_view(each, as_bytes=False) for each in results[index].values]
                 )
-        return made if many else made[0]
+        return results if many else results[0]
 
     def _to_copy(
         self, tensors: Sequence[Any], destinations: Any, out: Any, *, many: bool
@@ -391,7 +390,7 @@ class CrossDeviceOps(ABC):
         requests = []
         for index, tensor in enumerate(tensors):
             name = f"tensor[{index}]" if many else "tensor"
-            replicas = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            replicas = single_value(tensor, name, self.mesh or find_mesh(destinations))
             devices = destination_devices(destinations, 0, replicas.mesh)
             value, form = as_reduced(replicas, index, out)
             requests.append(Request(value, devices, None, form))
@@ -467,7 +466,7 @@ class CrossDeviceOps(ABC):
         def work(dry_run: DryRunMesh) -> None:
             here = dry_run.devices_like(devices)
             row = [device.empty((1,), dtype) for device in here]
-            sums = map(buffer_of, copied_to(added_on(here[0], row), here, keep=True))
+            sums = map(buffer_of, copy_to_each(sum_on(here[0], row), here, keep=True))
             quotients([*sums], 1, [out_dtype] * len(here))
 
         compile_ahead(devices, ("sums on one device", dtype, out_dtype), work)
@@ -516,7 +515,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self._elementwise = accumulation_fn is None
-        self.mesh = checked_mesh(mesh)
+        self.mesh = validate_mesh(mesh)
 
     def _repr_fields(self) -> list[str]:
         where, how = self.reduce_to_device, self.accumulation_fn
@@ -542,13 +541,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
             with home.mesh_state.pack_scope(label_of(requests, [index])):
                 try:
-                    each = reduce_to_one(
+                    reduced = reduce_to_one(
                         reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
                     )
                 except Exception as error:
                     error.add_note(f"It was about {request.value._name_of(index)}.")
                     raise
-            results.append(each)
+            results.append(reduced)
         return results
 
     def _home(self, request: Request, index: int) -> Device:
@@ -568,14 +567,14 @@ def _as_bytes(entries: Any, bools: Sequence[int]) -> Any:
     """
     if not isinstance(entries, list | tuple):
         return entries
-    made = list(entries)
-    for index in [each for each in bools if each < len(made)]:
-        entry = made[index]
+    as_numbers = list(entries)
+    for index in [each for each in bools if each < len(as_numbers)]:
+        entry = as_numbers[index]
         if isinstance(entry, list | tuple):
-            made[index] = _as_bytes(entry, range(len(entry)))
+            as_numbers[index] = _as_bytes(entry, range(len(entry)))
         elif is_bool(entry):
-            made[index] = bool_view(entry, as_bytes=True)
-    return made
+            as_numbers[index] = bool_view(entry, as_bytes=True)
+    return as_numbers
 
 
 def _from_process(rank: int, requests: Sequence[Request]) -> list[Part]:

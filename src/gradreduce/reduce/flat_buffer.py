@@ -23,7 +23,7 @@ from gradreduce.errors import brief, listed
 
 from .all_reduce_ops import AllReduceCrossDeviceOps
 from .prepared import PreparedStep
-from .presets import shared_ops
+from .presets import default_ops
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -75,21 +75,21 @@ class FlatBuffer:
     @classmethod
     def on(cls, devices: Sequence[Device], shapes: Any, dtype: DTypeLike) -> Self:
         """Makes a flat buffer of zeros; see ``Mesh.flat_buffer``."""
-        found = as_dtype(dtype)
+        own_dtype = as_dtype(dtype)
         names: list[str] = []
         if isinstance(shapes, Mapping):
             names, shapes = [str(name) for name in shapes], list(shapes.values())
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
         inside = [_as_shape(shape, index) for index, shape in enumerate(shapes)]
-        sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
+        sizes, itemsize = [math.prod(shape) for shape in inside], own_dtype.itemsize
         layout = flat_layout(sizes, itemsize)
         gaps = {
             (start + size) * itemsize: (span - size) * itemsize
             for start, size, span in zip(layout.offsets, sizes, layout.spans, strict=True)
             if size
         }
-        buffers = tuple(device.zeros((layout.size,), found) for device in devices)
+        buffers = tuple(device.zeros((layout.size,), own_dtype) for device in devices)
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
             flat.block.gaps = gaps
@@ -111,7 +111,7 @@ class FlatBuffer:
                 GPUs, ``"cupy"`` on the simulation, an unknown name, or a library that is not
                 imported.
         """
-        made: list[list[Any]] = flat_arrays.shared(self.views, output_type)
+        made: list[list[Any]] = flat_arrays.share_arrays(self.views, output_type)
         self._kinds.add(output_type)
         return made
 
@@ -119,18 +119,10 @@ class FlatBuffer:
         """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
         Existing gradients are copied into the views. Where ``.grad`` is None, the view becomes
-        zero. If a ``.grad`` is replaced later, ``zero()`` and each call of a prepared or captured
-        step over this memory copy it and set the view again, before they launch anything. So
-        ``optimizer.zero_grad()`` is allowed, but it costs an allocation and a copy for each
-        parameter; ``zero()`` and ``zero_grad(set_to_none=False)`` keep the views.
+        zero. Parameters are held weakly. Attaching other parameters replaces them.
 
-        A parameter without a gradient contributes zero. Its ``.grad`` becomes the view, so momentum
-        and weight decay still change it, unless it is frozen (``requires_grad`` is False): then
-        ``.grad`` stays None.
-
-        Parameters are held weakly. Attaching other parameters replaces them.
-
-        Example: see ``docs/pytorch.md``.
+        ``docs/pytorch.md`` has an example, and says what happens to a ``.grad`` that is missing or
+        replaced.
 
         Args:
             parameters: ``parameters[device][tensor]``: tensors of the shapes and dtype of this flat
@@ -145,16 +137,15 @@ class FlatBuffer:
                 a gradient raise the same error before they change anything.
             TypeError: ``parameters`` is not a list of PyTorch tensors for each device.
             DeviceMismatchError: a parameter is on another device than its view.
-            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         names = self.names.copy()
-        made = flat_arrays.attached(self.views, parameters, names)
-        replaced = [each.replaced() for each in made]
+        attached = flat_arrays.attach_grads(self.views, parameters, names)
+        replaced = [each.find_replaced() for each in attached]
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         self._kinds.add("torch")
         self.names[:] = names
-        for buffer, each, rows in zip(self.buffers, made, replaced, strict=True):
+        for buffer, each, rows in zip(self.buffers, attached, replaced, strict=True):
             buffer.block.attached = each
             each.attach_again(buffer.block, rows)
 
@@ -182,7 +173,7 @@ class FlatBuffer:
             BackendUnavailableError, CollectiveError: what ``AllReduceCrossDeviceOps.prepare``
                 raises.
         """
-        ops = shared_ops() if cross_device_ops is None else cross_device_ops
+        ops = default_ops() if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, AllReduceCrossDeviceOps):
             raise ValueError(
                 f"cross_device_ops={brief(ops)} cannot prepare a step: pass an "
@@ -211,7 +202,6 @@ class FlatBuffer:
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device failed. Nothing was cleared.
-            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is not a number above 0, or an attached gradient does not fit;
                 see ``attach``.
         """
@@ -236,9 +226,6 @@ class FlatBuffer:
 
         Call it after filling the arrays and before reading their ``views``. It is not needed before
         a call that takes the arrays themselves, or a prepared step: they do it.
-
-        Raises:
-            BackendUnavailableError: the mesh is closed, or a device failed.
         """
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
@@ -255,8 +242,6 @@ class FlatBuffer:
             deadline: seconds from now; if the devices take longer, the mesh fails.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or a device failed.
-            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is not a number above 0.
         """
         seconds = as_deadline(deadline)

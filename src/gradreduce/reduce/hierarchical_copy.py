@@ -132,7 +132,7 @@ class HierarchicalCopy(Algorithm):
         ]
         if self.in_place:
             return self._direct(work, queue)
-        return _staged(work, self.devices, self._groups, queue)
+        return _reduce_in_steps(work, self.devices, self._groups, queue)
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
@@ -145,7 +145,7 @@ class HierarchicalCopy(Algorithm):
         yield
 
 
-def _staged(
+def _reduce_in_steps(
     work: Sequence[tuple[int, Job]],
     devices: Sequence[Device],
     groups: Sequence[Sequence[int]],
@@ -158,11 +158,11 @@ def _staged(
     """
     slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
     for _ in range(3):
-        for each in slices:
-            next(each)
+        for steps in slices:
+            next(steps)
         yield
-    for each in slices:
-        next(each, None)
+    for steps in slices:
+        next(steps, None)
 
 
 def _steps_of_slice(

@@ -48,15 +48,15 @@ class Nests:
     @property
     def pairs(self) -> list[tuple[PerReplica, PerReplica]]:
         """Pairs of value and destination, twice the same, of the tensors that are not None."""
-        found: list[tuple[PerReplica, PerReplica]] = []
+        pairs: list[tuple[PerReplica, PerReplica]] = []
         for path, column in self._columns.items():
             if column[0] is not None:
                 key = key_of(path)
-                number = len(found)
+                number = len(pairs)
                 name = key if isinstance(key, str) else "" if key == number else str(key)
                 value = PerReplica.of_grads(column, key, name, self._mesh)
-                found.append((value, value))
-        return found
+                pairs.append((value, value))
+        return pairs
 
     def outs_of(self, out: Any) -> list[list[Any]]:
         """Returns the arrays of ``out`` for each of ``pairs``, after checking its nesting."""
@@ -66,20 +66,20 @@ class Nests:
         found = self._alike([self._grads[0], *out], names, check_none=False)
         return [column[1:] for column in found.values() if column[0] is not None]
 
-    def nested(self, results: Iterable[Sequence[Any]]) -> Any:
+    def nest_results(self, results: Iterable[Sequence[Any]]) -> Any:
         """Nests the results of ``pairs``, ``[tensor][device]``, like the gradients."""
         found = iter(results)
         by_path = {
             path: column if column[0] is None else next(found)
             for path, column in self._columns.items()
         }
-        made = [self._nested(entry, by_path, index, ()) for index, entry in enumerate(self._grads)]
+        made = [self._nest(entry, by_path, index, ()) for index, entry in enumerate(self._grads)]
         return _like(self._grads, made)
 
-    def _nested(
+    def _nest(
         self, like: Any, results: Mapping[Path, Sequence[Any]], device: int, path: Path
     ) -> Any:
-        container = self._opened(like, "", is_entry=not path)
+        container = self._open(like, "", is_entry=not path)
         assert container is not None
         parts = []
         for key, part in _items_of(container):
@@ -87,7 +87,7 @@ class Nests:
             if inner in results:
                 parts.append(results[inner][device])
             else:
-                parts.append(self._nested(container[key], results, device, inner))
+                parts.append(self._nest(container[key], results, device, inner))
         return _like(container, parts)
 
     def _alike(
@@ -109,7 +109,7 @@ class Nests:
         where = f"[{key_of(path)!r}]" if path else ""
         opened: list[Container] = []
         for entry, name in zip(entries, names, strict=True):
-            container = self._opened(entry, f"{name}{where}", is_entry=not path)
+            container = self._open(entry, f"{name}{where}", is_entry=not path)
             if container is None:
                 raise ValueError(
                     f"{name}{where} must be a list, tuple or dict of arrays, or a PyTorch module, "
@@ -117,7 +117,7 @@ class Nests:
                 )
             opened.append(container)
             _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
-        found: dict[Path, list[Any]] = {}
+        columns: dict[Path, list[Any]] = {}
         for key, part in _items_of(opened[0]):
             column = [container[key] for container in opened]
             types = set(map(type, column))
@@ -125,15 +125,15 @@ class Nests:
             if set(map(_form_of, types)) != {"array"}:
                 where = f"[{key_of(inner)!r}]"
                 pairs = zip(column, names, strict=True)
-                if any([self._opened(each, f"{name}{where}") is not None for each, name in pairs]):
-                    found |= self._alike(column, names, inner, check_none=check_none)
+                if any([self._open(each, f"{name}{where}") is not None for each, name in pairs]):
+                    columns |= self._alike(column, names, inner, check_none=check_none)
                     continue
             if check_none and NoneType in types and len(types) > 1:
                 _raise_missing(column, names, inner)
-            found[inner] = column
-        return found
+            columns[inner] = column
+        return columns
 
-    def _opened(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
+    def _open(self, value: Any, name: str, *, is_entry: bool = False) -> Container | None:
         """Returns a container (a dict for modules and iterators), or None for an array.
 
         Args:
@@ -157,7 +157,7 @@ class Nests:
 _NestForm = Literal["dict", "list", "module", "iterator", "array"]
 
 
-def _found_form(cls: type) -> _NestForm:
+def _find_form(cls: type) -> _NestForm:
     """Returns the form of a class's objects, as far as the class determines it."""
     if issubclass(cls, dict):
         return "dict"
@@ -168,9 +168,7 @@ def _found_form(cls: type) -> _NestForm:
     return "iterator" if issubclass(cls, Iterator) else "array"
 
 
-_form_of: Callable[[type], _NestForm] = lru_cache(maxsize=256)(
-    _found_form
-)  # called for each tensor
+_form_of: Callable[[type], _NestForm] = lru_cache(maxsize=256)(_find_form)  # called for each tensor
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:
@@ -199,20 +197,20 @@ def _is_named(value: Any) -> bool:
 def _gradients_of(value: Any, name: str) -> dict[str, Any]:
     """Returns the gradients of a module or of named parameters, by name."""
     nn = getattr(sys.modules.get("torch"), "nn", None)
-    made = {}
-    for each in value.named_parameters() if _form_of(type(value)) == "module" else value:
-        if nn is None or not _is_pair(each) or not isinstance(each[1], nn.Parameter):
+    gradients = {}
+    for entry in value.named_parameters() if _form_of(type(value)) == "module" else value:
+        if nn is None or not _is_pair(entry) or not isinstance(entry[1], nn.Parameter):
             raise TypeError(
-                f"{name} is an iterator or list of {brief(each)}: pass a PyTorch module or its "
+                f"{name} is an iterator or list of {brief(entry)}: pass a PyTorch module or its "
                 "named_parameters(), whose gradients are reduced, or a list or dict of arrays"
             )
-        if each[0] in made:
+        if entry[0] in gradients:
             raise ValueError(
-                f"{name} has two parameters named {each[0]!r}: pass a dict of the modules that "
+                f"{name} has two parameters named {entry[0]!r}: pass a dict of the modules that "
                 "they belong to"
             )
-        made[each[0]] = each[1].grad
-    return made
+        gradients[entry[0]] = entry[1].grad
+    return gradients
 
 
 def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
@@ -228,15 +226,15 @@ def in_order(terms: Any, names: Sequence[str], where: str) -> Any:
         ValueError: the names differ, or one is repeated.
         TypeError: an iterator is not the result of ``named_parameters()``.
     """
-    found = terms
+    by_name = terms
     if _is_named(terms):
         pairs = _gradients_of(terms, where).items()
-        found = {name: None if each is None else [each] for name, each in pairs}
-        for name in [name for name, each in found.items() if each is None and name not in names]:
-            del found[name]  # a frozen parameter
-    if isinstance(found, dict):
-        _check_alike(where, dict(found), "the variables", dict.fromkeys(names))
-        return [found[name] for name in names]
+        by_name = {name: None if each is None else [each] for name, each in pairs}
+        for name in [name for name, each in by_name.items() if each is None and name not in names]:
+            del by_name[name]  # a frozen parameter
+    if isinstance(by_name, dict):
+        _check_alike(where, dict(by_name), "the variables", dict.fromkeys(names))
+        return [by_name[name] for name in names]
     return terms
 
 

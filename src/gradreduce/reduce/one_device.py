@@ -13,7 +13,7 @@ from gradreduce import ops
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesce_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -24,12 +24,12 @@ from gradreduce.device import (
     to_local,
 )
 from gradreduce.ops import plan_segments
-from gradreduce.sums.aggregation import joined, with_dense
+from gradreduce.sums.slices import concatenate_slices, with_dense
 
 Accumulate = Callable[[list[Any]], Any]
 
 
-def added_on(
+def sum_on(
     device: Device,
     parts: Sequence[Part],
     *,
@@ -63,7 +63,7 @@ def added_on(
         buffers = [ensure_accessible(device, buffer) for buffer in dense]
     else:  # the caller's function may launch anything
         local = [to_local(device, buffer) for buffer in dense]
-        buffers = [_accumulated(device, local, accumulate, kind)]
+        buffers = [_call_accumulate(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     ops.all_sum([[total]], [buffers], divisor=1 if counts else divisor, device=device)
     return quotients([total], divisor)[0] if counts else total
@@ -97,7 +97,7 @@ def quotients(
     return outs
 
 
-def copied_to(
+def copy_to_each(
     part: Part,
     devices: Sequence[Device],
     out: Sequence[Buffer] | None = None,
@@ -110,7 +110,7 @@ def copied_to(
     itself. With ``keep`` the result on the device of ``part`` is ``part`` itself.
     """
     if isinstance(part, IndexedSlices):
-        copies = copied_to(part.values, devices, keep=keep)  # all share the read-only indices
+        copies = copy_to_each(part.values, devices, keep=keep)  # all share the read-only indices
         return tuple([part._with_values(rows) for rows in copies])
     outs = out or [
         part if keep and device is part.device else device.empty(part.shape, part.dtype)
@@ -130,11 +130,11 @@ def copied_to(
 def _rows_on(
     device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool, counts: bool
 ) -> IndexedSlices:
-    rows = joined(parts, device)
+    rows = concatenate_slices(parts, device)
     values, indices, first = rows.values, rows.indices, 1 if counts else divisor
     if coalesce:
         segments = plan_segments(indices)
-        (values,), indices = coalesced([values], [segments], divisors=[first]), segments.indices
+        (values,), indices = coalesce_n([values], [segments], divisors=[first]), segments.indices
     elif first != 1:
         ops.all_sum([[values]], [[values]], divisor=first, device=device)
     if counts:
@@ -142,7 +142,7 @@ def _rows_on(
     return IndexedSlices.of(values, indices, rows.dense_shape)
 
 
-def _accumulated(
+def _call_accumulate(
     device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
 ) -> Buffer:
     """Calls the caller's function; returns its sum in memory that ``device`` can read."""

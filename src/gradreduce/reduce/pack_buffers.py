@@ -97,20 +97,20 @@ def lay_out(
         The flat buffers, in the order of ``plans``.
     """
     memory = _NewMemory(algorithm.devices)
-    made = []
+    pack_buffers = []
     for plan in plans:
         tensors = _by_replica(plan, gradients)
-        wanted = None if targets is None else _by_replica(plan, targets)
-        made.append(_laid_out(plan, tensors, wanted, algorithm, consume, memory))
+        out_tensors = None if targets is None else _by_replica(plan, targets)
+        pack_buffers.append(_lay_out_plan(plan, tensors, out_tensors, algorithm, consume, memory))
     memory.allocate()
-    for packed in made:
+    for packed in pack_buffers:
         if packed.outs == packed.inputs and not packed.plan.has_gaps and None not in packed.filling:
             shapes = [gradients[tensor][0].shape for tensor in packed.plan.tensors]
             layout = packed.plan.layout
             packed.views = [
                 flat.parts(layout.offsets, layout.sizes, shapes) for flat in packed.inputs
             ]
-    return made
+    return pack_buffers
 
 
 def _by_replica(plan: FlatPlan, rows: Sequence[Sequence[Buffer]]) -> list[tuple[Buffer, ...]]:
@@ -169,15 +169,15 @@ class _NewMemory:
                         buffers[replica] = part
 
 
-def _laid_out(
+def _lay_out_plan(
     plan: FlatPlan,
     tensors: Sequence[tuple[Buffer, ...]],
-    wanted: Sequence[tuple[Buffer, ...]] | None,
+    out_tensors: Sequence[tuple[Buffer, ...]] | None,
     algorithm: Algorithm,
     consume: bool,
     memory: _NewMemory,
 ) -> PackBuffers:
-    """Lays out one plan: tensors of each sender, results in ``wanted`` of each receiver."""
+    """Lays out one plan: tensors of each sender, results in ``out_tensors`` of each receiver."""
     shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
     count, share = len(algorithm.devices), plan.share
     nothing: list[Any] = [None] * count
@@ -187,20 +187,21 @@ def _laid_out(
     filling[share.senders] = [
         None if flat else each for each, flat in zip(tensors, inputs[share.senders], strict=True)
     ]
-    if wanted is not None:
+    if out_tensors is not None:
         writes_targets = algorithm.in_place or algorithm.writes_targets or share.owner is not None
         if writes_targets and plan.sum_dtype is plan.out_dtype:
             outs[share.receivers] = [
-                _already_flat(plan, each, algorithm, written=True) for each in wanted
+                _already_flat(plan, each, algorithm, written=True) for each in out_tensors
             ]
         targets[share.receivers] = [
-            None if out else each for each, out in zip(wanted, outs[share.receivers], strict=True)
+            None if out else each
+            for each, out in zip(out_tensors, outs[share.receivers], strict=True)
         ]
     if consume and plan.wire is plan.sum_dtype:
         outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]
     memory.add_missing(plan, shape, inputs, outs)
-    results = outs if wanted is None else None
-    is_cast = wanted is None and plan.sum_dtype is not plan.out_dtype
+    results = outs if out_tensors is None else None
+    is_cast = out_tensors is None and plan.sum_dtype is not plan.out_dtype
     if is_cast:
         results = nothing.copy()
         memory.add(range(count)[share.receivers], plan.out_dtype, shape, results)
@@ -251,7 +252,7 @@ def unpack(
     pack_buffers: Sequence[PackBuffers], shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[Buffer, ...]]:
     """Returns the reduced tensors, views of the flat results: ``[tensor][receiver]``."""
-    found: list[tuple[Buffer, ...]] = [()] * len(shapes)
+    reduced: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in pack_buffers:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
         assert flat.results is not None
@@ -259,15 +260,15 @@ def unpack(
         if not results:  # another process receives the result
             continue
         if len(inside) == 1 and inside[0] == results[0].shape:
-            found[flat.plan.tensors[0]] = tuple(results)
+            reduced[flat.plan.tensors[0]] = tuple(results)
             continue
         layout = flat.plan.layout
         columns = flat.views
         if columns is None or flat.results is not flat.outs:
             columns = [result.parts(layout.offsets, layout.sizes, inside) for result in results]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
-            found[tensor] = replicas
-    return found
+            reduced[tensor] = replicas
+    return reduced
 
 
 def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
@@ -298,25 +299,25 @@ def _already_flat(
     """
     if not plan.together:
         return tensors[0] if not algorithm.reads_peers or tensors[0].block.peer_mapped else None
-    found = None  # the first non-empty tensor, and the address of the flat buffer
+    first = None  # the first non-empty tensor, and the address of the flat buffer
     for tensor, offset in zip(tensors, plan.layout.offsets, strict=True):
         if tensor.size:
             begin = tensor.address - offset * tensor.dtype.itemsize
-            if found is None:
-                found, start = tensor, begin
-            elif tensor.block is not found.block or begin != start:
+            if first is None:
+                first, start = tensor, begin
+            elif tensor.block is not first.block or begin != start:
                 return None
-    if found is None:
+    if first is None:
         return tensors[0]
-    block, size = found.block, plan.layout.size
+    block, size = first.block, plan.layout.size
     aligned = start % ALIGNMENT == 0
     start -= block.address
-    inside = start >= 0 and start + size * found.dtype.itemsize <= block.nbytes
+    inside = start >= 0 and start + size * first.dtype.itemsize <= block.nbytes
     accessible = not algorithm.reads_peers or block.peer_mapped
     free = not written or not plan.has_gaps or _in_gaps(plan, tensors, block)
     if not (aligned and inside and accessible and free):
         return None
-    return found if found.shape == (size,) else Buffer(block, start, (size,), found.dtype)
+    return first if first.shape == (size,) else Buffer(block, start, (size,), first.dtype)
 
 
 def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:

@@ -108,7 +108,7 @@ class Pieces(NamedTuple):
 
 
 def _pieces(layout: FlatLayout, start: int, stop: int) -> Pieces:
-    made = Pieces([], [], [], [], [])
+    pieces = Pieces([], [], [], [], [])
     first = bisect_right(layout.offsets, start) - 1
     for index in range(first, bisect_left(layout.offsets, stop)):
         offset, size = layout.offsets[index], layout.sizes[index]
@@ -116,12 +116,12 @@ def _pieces(layout: FlatLayout, start: int, stop: int) -> Pieces:
         if begin < end:
             part = min(end - offset, size) - (begin - offset)
             if part != size:
-                made.cut.append((len(made.tensors), begin - offset))
-            made.tensors.append(index)
-            made.begins.append(begin)
-            made.spans.append(end - begin)
-            made.sizes.append(part)
-    return made
+                pieces.cut.append((len(pieces.tensors), begin - offset))
+            pieces.tensors.append(index)
+            pieces.begins.append(begin)
+            pieces.spans.append(end - begin)
+            pieces.sizes.append(part)
+    return pieces
 
 
 def is_real_float(dtype: DType) -> bool:

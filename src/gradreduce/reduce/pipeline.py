@@ -13,24 +13,24 @@ from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends.compile_ahead import compile_ahead
-from gradreduce.backends.dry_run import DryRunDevice, DryRunMesh
+from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
-from gradreduce.sums.aggregation import dry_run_parts, rehearse_parts, with_dense
+from gradreduce.sums.slices import with_dense
 
 from .across_processes import AcrossProcesses, process_groups
 from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
 from .algorithms import ALGORITHMS
-from .arguments import Request, batches_of
+from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
-from .one_device import Accumulate, added_on, copied_to, quotients
-from .pack_buffers import Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
+from .one_device import Accumulate, copy_to_each, quotients, sum_on
+from .pack_buffers import Pack, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -38,7 +38,8 @@ from .packing import (
     plan_packing,
     plan_stages,
 )
-from .process_values import described, slices_of_all
+from .process_values import describe_batch, slices_of_all
+from .requests import rehearse_alone
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -142,17 +143,17 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         (replicas[0].size // cut, dtype, out_dtype)
         for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
     ]
-    what = described(
+    what = describe_batch(
         settings, gradients, 1 if counts else divisor, out_dtypes,
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared,
     )  # fmt: skip
-    made = plan_shares(
+    plan = plan_shares(
         settings, devices, [share] * num_shares, what,
         call=call, divisor=divisor, counts=counts, names=names,
     )  # fmt: skip
-    remember(plans, key, made)
-    return made
+    remember(plans, key, plan)
+    return plan
 
 
 def plan_shares(  # noqa: PLR0913  # all of it determines the plan
@@ -205,11 +206,11 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     )
 
 
-def remember(plans: dict[Hashable, Any], key: Hashable, made: Any) -> None:
+def remember(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
     """Keeps a plan of a mesh; at most ``MOST_PLANS`` of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    plans[key] = made
+    plans[key] = plan
 
 
 def reduce_requests(
@@ -219,8 +220,8 @@ def reduce_requests(
 
     Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
-    found, others = batches_of(requests, reduce_op)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in found]
+    dense_batches, others = batches_of(requests, reduce_op)
+    batches = [plan_requests(settings, reduce_op, requests, *each) for each in dense_batches]
     for index in others:
         rehearse_alone(
             requests[index],
@@ -229,9 +230,9 @@ def reduce_requests(
         )
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
-        return _copied_to_devices(requests, found_alike)
+        return _copy_to_devices(requests, found_alike)
     results: dict[int, tuple[Part, ...]] = {}
-    for (indices, counts), (gradients, plan) in zip(found, batches, strict=True):
+    for (indices, counts), (gradients, plan) in zip(dense_batches, batches, strict=True):
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
@@ -254,7 +255,7 @@ def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
     if not any(dense) or group_of(requests[0].devices[0]).size == 1:
         return requests
     values = [
-        request.value._changed(
+        request.value._replace(
             _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
         )
         if _is_dense(request)
@@ -269,7 +270,7 @@ def _is_dense(request: Request) -> bool:
     return any([isinstance(part, Buffer) for part in request.value.parts])
 
 
-def _copied_to_devices(
+def _copy_to_devices(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """Copies results to the devices of their requests."""
@@ -279,7 +280,7 @@ def _copied_to_devices(
         here = next((part for part in parts if buffer_of(part).device is home), parts[0])
         with home.mesh_state.pack_scope(label_of(requests, [index])):
             home.mesh_state.thread.phase = "unpack"
-            copied.append(copied_to(here, request.devices, keep=True))
+            copied.append(copy_to_each(here, request.devices, keep=True))
     return copied
 
 
@@ -307,69 +308,6 @@ def plan_requests(
     return gradients, plan
 
 
-def names_of(requests: Sequence[Request], indices: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names (or numbers) of some values; empty if none has a name."""
-    names = tuple([requests[index].value._name for index in indices])
-    if not any(names):
-        return ()
-    return tuple([name or str(index) for name, index in zip(names, indices, strict=True)])
-
-
-def label_of(requests: Sequence[Request], indices: Sequence[int]) -> PackInfo:
-    """Returns the label of the work for some values."""
-    return PackInfo(tuple(indices), names=names_of(requests, indices))
-
-
-def rehearse_alone(
-    request: Request,
-    key: Hashable,
-    reduce: Callable[[Request, Device], tuple[Part, ...]],
-    home: Device | None = None,
-) -> None:
-    """Compiles the kernels that reduce one value that is not all-reduced.
-
-    Args:
-        request: the request of the value.
-        key: what the kernels depend on besides the request.
-        reduce: reduces a dry-run copy of the request on a dry-run copy of ``home``.
-        home: the device that adds. Default: the first device of the result.
-    """
-
-    def work(dry_run: DryRunMesh) -> None:
-        dry = dry_run_request(dry_run, request)
-        copy_to_out([dry], [reduce(dry, *dry_run.devices_like([home or request.devices[0]]))])
-
-    key = ("alone", key, request.out is not None)
-    rehearse_parts(key, request.value.parts, work, request.devices)
-
-
-def dry_run_request(dry_run: DryRunMesh, request: Request) -> Request:
-    """Makes a copy of a request on dry-run devices."""
-    parts = dry_run_parts(dry_run, request.value.parts)
-    out = None if request.out is None else tuple(map(dry_run.buffer, request.out))
-    return Request(PerReplica.of(parts), dry_run.devices_like(request.devices), out)
-
-
-def copy_to_out(
-    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
-) -> list[tuple[Part, ...]]:
-    """Copies results that are not in the requests' ``out`` yet into it."""
-    moves: list[PackMove] = []
-    copied = []
-    for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
-        for out, part in zip(request.out or (), parts, strict=bool(request.out)):
-            if out is not part:
-                assert isinstance(part, Buffer), "IndexedSlices were rejected"
-                moves.append((out.device, 1, [out], [part]))
-                copied.append(index)
-    if moves:
-        mesh_state = moves[0][0].mesh_state
-        with mesh_state.pack_scope(label_of(requests, list(dict.fromkeys(copied)))):
-            mesh_state.thread.phase = "unpack"
-            move(moves)
-    return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
-
-
 def reduce_to_one(
     reduce_op: ReduceOp,
     request: Request,
@@ -388,11 +326,11 @@ def reduce_to_one(
             home, sparse, mean=mean, coalesce=coalesce,
             names=[value._name] * bool(value._name), compared=value._key is not None,
         )  # fmt: skip
-    total = added_on(
+    total = sum_on(
         home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind
     )
     thread.phase = "unpack"
-    return copied_to(total, request.devices, keep=True)
+    return copy_to_each(total, request.devices, keep=True)
 
 
 def reduce_batch(
@@ -609,14 +547,14 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.reduction_groups,
         tuple([device.index for device in devices]),
     )
-    found: Algorithm | None = plans.get(key)
-    if found is None:
+    instance: Algorithm | None = plans.get(key)
+    if instance is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
         replicas = Replicas(devices)
         is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(replicas.counts)
-        found = (algorithm if is_alone else AcrossProcesses)(devices, groups)
-        remember(plans, key, found)
-    return found
+        instance = (algorithm if is_alone else AcrossProcesses)(devices, groups)
+        remember(plans, key, instance)
+    return instance

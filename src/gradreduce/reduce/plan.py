@@ -18,17 +18,10 @@ from gradreduce.device.run.collective import bytes_sent
 from gradreduce.device.run.commands import Operation
 from gradreduce.errors import counted
 
-from .arguments import Request, batches_of, check_one_mesh
+from .arguments import Request, batches_of, check_one_mesh, names_of
 from .pack_buffers import lay_out
-from .pipeline import (
-    BatchPlan,
-    Settings,
-    dry_run_request,
-    names_of,
-    plan_requests,
-    reduce_requests,
-    with_all_reduced,
-)
+from .pipeline import BatchPlan, Settings, plan_requests, reduce_requests, with_all_reduced
+from .requests import dry_run_request
 
 
 @dataclass(frozen=True)
@@ -274,7 +267,7 @@ def _packs_of(
     log: Journal,
 ) -> list[PlannedPack]:
     """Describes the packs of a batch; ``positions`` are its tensors' positions in the call."""
-    made = []
+    packs = []
     indices = tuple([device.index for device in batch.devices])
     pack_buffers = lay_out(batch.flat, gradients, batch.algorithm)
     for number, (at, start, stop) in enumerate(batch.packs, 1):
@@ -283,10 +276,10 @@ def _packs_of(
         inside = tuple([positions[flat.tensors[each]] for each in flat.pieces[start, stop].tensors])
         nbytes = (stop - start) * flat.wire.itemsize
         crossing = _crossing(log, inside[0], number)
-        made.append(
+        packs.append(
             PlannedPack(inside, flat.dtype, flat.wire, nbytes, way, indices, moved, crossing)
         )
-    return made
+    return packs
 
 
 def _crossing(log: Journal, tensor: int, pack: int | None = None) -> str:
@@ -349,14 +342,14 @@ def _pack_of_one(request: Request, index: int, log: Journal) -> PlannedPack:
 
 def tensor_ranges(numbers: Sequence[int], names: Sequence[str]) -> str:
     """Formats tensors as ranges, such as ``0-3, 7``, or ``layers.0.weight to head.bias``."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] + 1 == number:
-            found[-1][1] = number
+        if ranges and ranges[-1][1] + 1 == number:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
+            ranges.append([number, number])
     between = " to " if names else "-"
-    ends = [[first] if first == last else [first, last] for first, last in found]
+    ends = [[first] if first == last else [first, last] for first, last in ranges]
     return ", ".join(
         between.join(str(names[each]) if names else str(each) for each in pair) for pair in ends
     )

@@ -31,7 +31,7 @@ from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, check_one_mesh
 from .cross_device_ops import CheckedCall
-from .pipeline import copy_to_out
+from .requests import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]
 
@@ -68,11 +68,11 @@ class StreamBoundary:
             return
         shared = [each for each in dict.fromkeys(producers) if each[0] in OWNED_BY_CALLER]
         read = {(kind == "torch", device.physical) for kind, device in shared}
-        found: dict[tuple[bool, int], tuple[str, Device]] = {}
+        by_gpu: dict[tuple[bool, int], tuple[str, Device]] = {}
         for kind, device in (*consumers, *shared):
             if kind in _ON_GPU:
-                found.setdefault((kind == "torch", device.physical), (kind, device))
-        self._boundaries = [(*each, index in read) for index, each in found.items()]
+                by_gpu.setdefault((kind == "torch", device.physical), (kind, device))
+        self._boundaries = [(*each, index in read) for index, each in by_gpu.items()]
 
     def enter(self) -> None:
         """Makes our compute queues wait for the callers' current streams.
@@ -122,23 +122,10 @@ class SharedArrays(Protocol):
 class PreparedStep(NotCopied):
     """A reduction that is planned once and repeated on the same arrays.
 
-    Made by ``AllReduceCrossDeviceOps.prepare``. A call allocates no memory, checks no argument and
-    does no work for each tensor; its launches and copies are those of ``batch_reduce``.
-
-    Each call reads the same arrays again: fill them in place. **Each call returns the same
-    arrays**, and overwrites the results of the previous call. Any thread may call; calls run one
-    after the other.
-
-    Arrays of other libraries on GPUs are read in the order of their library's current stream at the
-    call. Later work on that stream sees the results, and may fill the arrays again. If results are
-    in host memory (NumPy or PyTorch on simulated devices), the call returns when they are written.
-
-    With ``out`` the results are the arrays of ``out``, written in the order of their library's
-    current stream.
-
-    If the step uses a flat buffer with attached parameters (``FlatBuffer.attach``), a call first
-    attaches replaced gradients again, and runs in the order of PyTorch's current stream, whatever
-    kind of arrays was passed.
+    Made by ``AllReduceCrossDeviceOps.prepare``. Each call reads the same arrays again: fill them in
+    place. **Each call returns the same arrays**, and overwrites the results of the previous call.
+    Any thread may call; calls run one after the other. ``docs/cuda_graphs.md`` says in which order
+    a call reads and writes the arrays of other libraries.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -170,16 +157,16 @@ class PreparedStep(NotCopied):
         writers = [("torch", block.device) for block in self._pack_buffers]  # of attached gradients
         self._attached = StreamBoundary(self._devices, writers, writers)
         boundaries = self._boundaries()
-        for each in boundaries:
-            each.enter()
+        for boundary in boundaries:
+            boundary.enter()
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(call.requests, reduce(call.requests))
             self._work = RepeatedWork(self._devices, self._command_list)
         self._outputs = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         count_writes(self._tensors)
         # Streams of new results are synchronized below.
-        for each in boundaries if call.outs else boundaries[1:]:
-            each.leave()
+        for boundary in boundaries if call.outs else boundaries[1:]:
+            boundary.leave()
         self.results: list[Mirrored] = call.results(reduced)
         with StreamScope():
             for result in self.results if not call.outs else ():
@@ -199,7 +186,6 @@ class PreparedStep(NotCopied):
             ``results``, whose memory is overwritten in the order of their devices' queues.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or one of its devices has failed.
             CollectiveError: the mesh has failed; after ``mesh.reset()`` the step works again.
             ValueError: ``deadline`` is not a number above 0, or the ``.grad`` of an attached
                 parameter has another shape or dtype. Nothing was changed.
@@ -219,12 +205,12 @@ class PreparedStep(NotCopied):
             self._mesh_state.launch_lock,
             self._active,
         ):
-            for each in boundaries:
-                each.enter()
+            for boundary in boundaries:
+                boundary.enter()
             self._work.run(self._replay)
         count_writes(self._tensors)
-        for each in boundaries:
-            each.leave(self._outputs)  # may wait, so no lock is held here
+        for boundary in boundaries:
+            boundary.leave(self._outputs)  # may wait, so no lock is held here
         if self.shared is not None:
             self.shared.release(deadline=deadline)
         return self.results

@@ -64,7 +64,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 @cache
-def shared_ops() -> AllReduceCrossDeviceOps:
+def default_ops() -> AllReduceCrossDeviceOps:
     """Returns the shared default instance; gradients reduced by it can share packs."""
     return AllReduceCrossDeviceOps()
 

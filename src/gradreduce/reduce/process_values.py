@@ -38,11 +38,11 @@ def slices_of_all(
         "call": "reduction of IndexedSlices",
         "op": "MEAN" if mean else "SUM",
         "coalesce": coalesce,
-        "tensors": [_described(parts[0])],
+        "tensors": [_describe_part(parts[0])],
     }
     counts = Replicas([part.values.device for part in parts]).counts
     with Replicas([device]).call(Description.of(what, names, compared=compared)):
-        return _received(device, parts, counts)
+        return _exchange_slices(device, parts, counts)
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
@@ -55,28 +55,32 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
     """
     device = buffer_of(parts[0]).device
     group = group_of(device)
-    what = {"call": "broadcast", "process": rank, "tensors": [_described(part) for part in parts]}
-    found: list[Part] = []
+    what = {
+        "call": "broadcast",
+        "process": rank,
+        "tensors": [_describe_part(part) for part in parts],
+    }
+    values: list[Part] = []
     with Replicas([device]).call(Description.of(what, names, compared=False)):
         for part in parts:
             if isinstance(part, IndexedSlices):
-                found.append(_received(part.values.device, [part], [1] * group.size)[rank])
+                values.append(_exchange_slices(part.values.device, [part], [1] * group.size)[rank])
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
             Replicas([home]).send_to_all([(rank, made)])
-            found.append(made)
-    return found
+            values.append(made)
+    return values
 
 
-def _described(part: Part) -> str:
+def _describe_part(part: Part) -> str:
     if isinstance(part, Buffer):
         return f"{part.dtype}{list(part.shape)}"
     rows = part.values
     return f"{rows.dtype} rows of {list(rows.shape[1:])}, dense_shape {part.dense_shape}"
 
 
-def _received(
+def _exchange_slices(
     device: Device, parts: Sequence[IndexedSlices], num_parts: Sequence[int]
 ) -> list[IndexedSlices]:
     """Sends values to all other processes; returns the values of all, in order.
@@ -102,7 +106,7 @@ def _received(
     ]
 
 
-def described(  # noqa: PLR0913  # all values on which processes must agree
+def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
     settings: Any,
     gradients: Sequence[Sequence[Buffer]],
     divisor: float,
@@ -124,6 +128,6 @@ def described(  # noqa: PLR0913  # all values on which processes must agree
         "divisor": divisor,
         "mean of integers": counts,
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
-        "tensors": [_described(replicas[0]) for replicas in gradients],
+        "tensors": [_describe_part(replicas[0]) for replicas in gradients],
     }
     return Description.of(what, names, compared=compared)

@@ -12,7 +12,7 @@ from .arguments import Request, batches_of
 from .pipeline import Settings, plan_requests, reduce_batch
 
 
-def reduced_shares(
+def reduce_scatter(
     settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]
 ) -> list[tuple[Buffer, ...]]:
     """Reduces checked requests; each replica of this process gets its rows of each result.
@@ -41,7 +41,7 @@ def reduced_shares(
     return results
 
 
-def joined_shares(settings: Settings, requests: Sequence[Request]) -> list[tuple[Buffer, ...]]:
+def all_gather(settings: Settings, requests: Sequence[Request]) -> list[tuple[Buffer, ...]]:
     """Concatenates the replicas of checked requests on every device of this process.
 
     Args:

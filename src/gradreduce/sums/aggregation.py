@@ -9,7 +9,7 @@ dense arrays first.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
 from gradreduce import ops
@@ -18,29 +18,26 @@ from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import DistributedValues, Part, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.indexed_slices import (
+    IndexedSlices,
+    as_slices,
+)
 from gradreduce.arrays.replica_context import current_device, on_current_devices
 from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
-from gradreduce.backends.compile_ahead import compile_ahead
-from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import (
     Buffer,
-    Device,
     as_dtype,
     as_index,
-    can_access,
     compatible,
-    flat_layout,
 )
 from gradreduce.errors import brief, listed
 
 from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
+from .slices import concatenate, dry_run_parts, rehearse_parts, require_shape, with_dense
 
 if TYPE_CHECKING:
     import numpy as np
-
-_RowMove = tuple[Buffer, Buffer]  # destination and source of rows
 
 
 def kind_of_term(term: Any) -> Kind:
@@ -55,144 +52,6 @@ def kind_of_term(term: Any) -> Kind:
 def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
     """Whether all terms are IndexedSlices."""
     return all(isinstance(term, IndexedSlices) for term in terms)
-
-
-def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
-    """Returns the shape of a term; for IndexedSlices, that of the whole array.
-
-    Raises:
-        ValueError: it is the only term and its ``dense_shape`` is unknown.
-        TypeError: it is one of several terms and its ``dense_shape`` is unknown. (TensorFlow raises
-            these two types.)
-    """
-    if isinstance(term, Buffer):
-        return term.shape
-    if term.dense_shape is None or not term.is_known:
-        error = ValueError if alone else TypeError
-        raise error(
-            f"dense_shape of {term} is unknown, but the sum needs it: pass dense_shape to "
-            "IndexedSlices"
-        )
-    return term.dense_shape
-
-
-def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
-    """Returns the terms in order as dense Buffers; sparse ones are converted together.
-
-    Args:
-        terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
-    """
-    sparse = [term for term in terms if isinstance(term, IndexedSlices)]
-    made = iter(densified(sparse) if sparse else ())
-    return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
-
-
-def rehearse_parts(
-    key: Hashable,
-    parts: Sequence[Part],
-    work: Callable[[DryRunMesh], object],
-    others: Sequence[Device] = (),
-) -> None:
-    """Compiles the kernels of work on ``parts``; see ``compile_ahead``.
-
-    Args:
-        key: what the kernels depend on besides the parts and devices.
-        parts: the operands of the work, on devices of one mesh.
-        work: works on ``dry_run_parts`` of the parts.
-        others: other devices of the work.
-    """
-    devices = (*others, *[buffer_of(part).device for part in parts])
-    kinds = tuple([(type(part), part.dtype, buffer_of(part).size > 0) for part in parts])
-    compile_ahead(devices, (key, kinds), work)
-
-
-def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
-    """Makes copies of parts on dry-run devices."""
-    return [
-        dry_run.buffer(part)
-        if isinstance(part, Buffer)
-        else part._with_values(dry_run.buffer(part.values))
-        for part in parts
-    ]
-
-
-def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
-    """Concatenates the rows of all terms, on the device of the first one.
-
-    One launch copies all rows that it can access. The result has the ``dense_shape`` of the first
-    term; the others may differ, but no index may exceed it.
-
-    Args:
-        terms: at least one.
-        kind: the kind of array of the result's values.
-
-    Raises:
-        TypeError: dtypes differ.
-        ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
-    """
-    with StreamScope():
-        placed = [term._in_buffer() for term in terms]
-        return joined(placed, placed[0].values.device)._as_result(kind)
-
-
-def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
-    """Concatenates the rows of IndexedSlices of Buffers, in new memory on ``home``."""
-    parts: list[Buffer] = [term.values for term in placed]
-    for index, part in enumerate(parts):
-        if part.dtype != parts[0].dtype:
-            raise TypeError(
-                f"inputs have dtypes that don't all match: input 0 is {parts[0].dtype}, input "
-                f"{index} is {part.dtype}"
-            )
-        if part.shape[1:] != parts[0].shape[1:]:
-            raise ValueError(
-                "inputs must have rows of the same shape. Input 0: "
-                f"{list(parts[0].shape[1:])} != input {index}: {list(part.shape[1:])}"
-            )
-    indices = ops.joined_indices([term.indices for term in placed])
-    check_indices(indices, placed[0].dense_shape)
-    whole = concatenated_rows(home, parts)
-    return IndexedSlices.of(whole, indices, placed[0].dense_shape)
-
-
-def concatenated_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
-    """Concatenates rows of one shape and dtype in new memory on ``home``.
-
-    One launch copies all rows that ``home`` can access. Rows on other devices arrive in one copy
-    per device, where several are packed first.
-    """
-    num_rows = sum(part.shape[0] for part in parts)
-    whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
-    local: list[_RowMove] = []
-    remote: dict[Device, list[_RowMove]] = {}
-    start = 0
-    for part in parts:
-        moves = local if can_access(home, part) else remote.setdefault(part.device, [])
-        moves.append((whole.view(start, part.shape), part))
-        start += part.size
-    for moves in remote.values():
-        if len(moves) == 1:
-            home.copy(*moves[0])
-        else:
-            local += _copied_packed(home, moves)
-    _pack(home, local)
-    return whole
-
-
-def _copied_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
-    """Copies rows of one device and dtype to ``home`` through two flat buffers."""
-    outs, parts = zip(*moves, strict=True)
-    source, dtype = parts[0].device, parts[0].dtype
-    layout = flat_layout([part.size for part in parts], dtype.itemsize)
-    there, here = (device.empty((layout.size,), dtype) for device in (source, home))
-    _pack(source, list(zip(there.parts(layout.offsets, layout.sizes), parts, strict=True)))
-    home.copy(here, there)
-    return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
-
-
-def _pack(device: Device, moves: Sequence[_RowMove]) -> None:
-    """Copies all moves in one launch by ``device``, which can access all of them."""
-    ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
 
 
 _END = object()  # marks the end of an iterator
@@ -298,7 +157,7 @@ def add_n(
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, kind)
 
@@ -380,7 +239,7 @@ def accumulate_n(
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
-        return _alone(inputs[0], output_type)
+        return _to_result_kind(inputs[0], output_type)
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
 
 
@@ -454,9 +313,9 @@ def aggregate(
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return _alone(present[0], output_type)
+        return _to_result_kind(present[0], output_type)
     if all_sparse(present):
-        return concatenated(present, as_result_kind(output_type, kinds[0]))
+        return concatenate(present, as_result_kind(output_type, kinds[0]))
     return _aggregate(present, method, as_result_kind(output_type, kinds[0]))
 
 
@@ -489,7 +348,7 @@ def _sum(terms: Sequence[Part], method: AggregationMethod, *, tree: bool) -> Buf
     """Checks that all terms agree, then sums them."""
     total = MultiDeviceSum(_AGGREGATORS[method])
     for term in terms:
-        total.check(known_shape(term, alone=len(terms) == 1), term.dtype)
+        total.check(require_shape(term, alone=len(terms) == 1), term.dtype)
     buffers = with_dense(terms)
     home = buffers[0].device
     if all([buffer.device is home for buffer in buffers]):
@@ -542,9 +401,9 @@ def _aggregate_lazily(
             _push(total, term)
         del term  # before the next term is made
     if len(held) == 1:
-        return _alone(held[0], output_type)
+        return _to_result_kind(held[0], output_type)
     if held:
-        return concatenated(held, kind)
+        return concatenate(held, kind)
     return from_buffer(total.result(), kind) if total.count else None
 
 
@@ -560,25 +419,25 @@ def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
         del term
 
 
-def _alone(term: Any, output_type: str | None) -> Any:
+def _to_result_kind(term: Any, output_type: str | None) -> Any:
     """Returns a single term itself, or a copy if ``output_type`` is another kind."""
     kind = kind_of_term(term)
-    wanted = as_result_kind(output_type, kind)
-    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+    result_kind = as_result_kind(output_type, kind)
+    if result_kind == kind or (kind == "native" and result_kind == "numpy" and is_array(term)):
         return term._as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
-        return concatenated([term], wanted)
+        return concatenate([term], result_kind)
     with StreamScope():
         (buffer,) = on_current_devices([term])
-        made = buffer.device.empty(buffer.shape, buffer.dtype)
-        buffer.device.copy(made, buffer)
-        return from_buffer(made, wanted)
+        copy = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(copy, buffer)
+        return from_buffer(copy, result_kind)
 
 
 def _push(total: MultiDeviceSum, term: Any) -> None:
     """Checks one term, then adds it."""
     placed = _on_current_device(term)
-    total.check(known_shape(placed), placed.dtype)
+    total.check(require_shape(placed), placed.dtype)
     if isinstance(placed, IndexedSlices):
         total.use_tree()
     total.push(with_dense([placed])[0])
@@ -618,15 +477,15 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 def _check_inputs(inputs: Any, what: str) -> None:
     """Raises ``ValueError`` unless this is a list of terms without None."""
     if not isinstance(inputs, list | tuple):
-        found = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
+        actual = f"one {type(inputs).__name__}{getattr(inputs, '_hint', '')}"
     elif not inputs:
-        found = "none"
+        actual = "none"
     elif missing := [index for index, term in enumerate(inputs) if term is None]:
-        found = f"None at {listed(missing)}"
+        actual = f"None at {listed(missing)}"
     else:
         return
     raise ValueError(
-        f"inputs must be a list of at least one {what} with the same dtype and shape, got {found}"
+        f"inputs must be a list of at least one {what} with the same dtype and shape, got {actual}"
     )
 
 

@@ -56,7 +56,7 @@ class AddN(Aggregator):
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
         if len(self._terms) == 1:
-            return _rounded(self._terms[0], dtype)
+            return _round_to(self._terms[0], dtype)
         return ops.add_into_new(self._terms, dtype)
 
 
@@ -101,7 +101,7 @@ class Tree(Aggregator):
         for older in left[1:]:
             ops.accumulate_n([older], [[total]])
             total = older
-        return _rounded(total, dtype)
+        return _round_to(total, dtype)
 
 
 class OneBuffer(Tree):
@@ -203,26 +203,26 @@ def aggregate_buffers(
         One Buffer for each gradient, on the device of its first term: a new one, or the term itself
         if there is only one.
     """
-    made = [terms[0] for terms in gradients]
+    sums = [terms[0] for terms in gradients]
     direct, folded = [], []
     for index, terms in enumerate(gradients):
         if len(terms) > 2 and tree:
             folded.append(index)
         elif len(terms) > 1:
             direct.append(index)
-            made[index] = _empty_like(made[index], made[index].dtype)
+            sums[index] = _empty_like(sums[index], sums[index].dtype)
     ops.add_n(
-        [made[index] for index in direct], [gradients[index] for index in direct], device=device
+        [sums[index] for index in direct], [gradients[index] for index in direct], device=device
     )
     rounded = []
     totals = _sum_tree([gradients[index] for index in folded], device) if folded else []
     for index, total in zip(folded, totals, strict=True):
-        made[index] = total
+        sums[index] = total
         if total.dtype != gradients[index][0].dtype:
-            made[index] = _empty_like(total, gradients[index][0].dtype)
-            rounded.append((made[index], total))
+            sums[index] = _empty_like(total, gradients[index][0].dtype)
+            rounded.append((sums[index], total))
     ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
-    return made
+    return sums
 
 
 def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
@@ -257,7 +257,7 @@ def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
     return total
 
 
-def _rounded(total: Buffer, dtype: DType) -> Buffer:
+def _round_to(total: Buffer, dtype: DType) -> Buffer:
     if total.dtype == dtype:
         return total
     made = _empty_like(total, dtype)

@@ -182,7 +182,6 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
 
         Raises:
             RuntimeError: there are several replicas, or their parameters differ.
-            CollectiveError: another process has failed.
         """
         if len(self.replicas) > 1:
             raise RuntimeError(
@@ -243,7 +242,6 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
             RuntimeError: the state does not fit the module, here or in another process; or
                 ``assign`` is True.
             TypeError: ``state_dict`` is not a dict.
-            CollectiveError: another process has failed.
         """
         if assign:
             raise RuntimeError(
@@ -370,16 +368,16 @@ def _add_hooks(data_parallel: DataParallel[Any], before: BeforeForward) -> None:
 def _with_buffers(module: Any, _: Any) -> None:
     """A hook of replicas whose buffers are broadcast: a graph break in a compiled replica."""
     if not torch.compiler.is_exporting():
-        _prepare_forward(module)
+        _call_before_forward(module)
 
 
 def _without_buffers(module: Any, _: Any) -> None:
     """A hook of other replicas, which does nothing in a compiled one."""
     if not torch.compiler.is_compiling():
-        _prepare_forward(module)
+        _call_before_forward(module)
 
 
-def _prepare_forward(module: Any) -> None:
+def _call_before_forward(module: Any) -> None:
     owner = _owners.get(module)
     data_parallel = None if owner is None else owner()
     if data_parallel is not None and data_parallel._before_forward is not None:

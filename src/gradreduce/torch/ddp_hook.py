@@ -31,15 +31,10 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
         ddp.register_comm_hook(None, gr.torch.comm_hook(ops))
 
     The hook does not wait. A thread reduces one bucket after the other, in place, while
-    ``backward`` computes the next gradients. ``backward`` returns when all buckets are averaged.
-    Everything else in DDP works as before: ``no_sync``, unused parameters, DDP's own buckets. In
-    ``join`` the hook waits. The means of sparse gradients may differ from DDP's in the last bits,
-    because rows with the same index are added in another order. DDP's ``python_reducer`` has no
-    buckets: ``backward`` raises ``RuntimeError``.
-
-    If a reduction fails, ``backward`` raises the error, such as ``CollectiveError`` if a process
-    has ended or a deadline has passed. The message names the bucket and its parameters. The mesh
-    has failed then, and the gradients are undefined.
+    ``backward`` computes the next gradients. ``backward`` returns when all buckets are averaged. If
+    a reduction fails, ``backward`` raises the error, whose message names the bucket and its
+    parameters. The mesh has failed then, and the gradients are undefined. ``docs/pytorch.md``
+    says what else of DDP works with the hook.
 
     Example: see ``examples/ddp_hook.py``.
 
@@ -60,7 +55,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
             0.
     """
     seconds = as_deadline(deadline)
-    mesh = checked_mesh(cross_device_ops)
+    mesh = validate_mesh(cross_device_ops)
     worker = worker_of(mesh)
     mean_of = _Means(cross_device_ops, seconds)
 
@@ -96,7 +91,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     return hook
 
 
-def checked_mesh(cross_device_ops: Any) -> Any:
+def validate_mesh(cross_device_ops: Any) -> Any:
     """Returns the mesh of ``cross_device_ops``, which must have one device in each process."""
     if not isinstance(cross_device_ops, AllReduceCrossDeviceOps):
         raise TypeError(

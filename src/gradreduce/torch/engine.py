@@ -59,10 +59,10 @@ def context_of_backward() -> Context | None:
     not say what ended the ``backward``.
     """
     try:
-        found = torch._C._get_obj_in_tls("context")
+        context = torch._C._get_obj_in_tls("context")
     except (AttributeError, RuntimeError):  # another version; or it is not kept in this thread
         return None
-    return found if isinstance(found, Context) else None
+    return context if isinstance(context, Context) else None
 
 
 def pass_on(end: ref[Callable[[], None]] | None) -> bool:

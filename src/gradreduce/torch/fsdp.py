@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .ddp_hook import checked_mesh
+from .ddp_hook import validate_mesh
 
 
 class ReduceScatter:
@@ -35,7 +35,7 @@ class ReduceScatter:
     """
 
     def __init__(self, cross_device_ops: AllReduceCrossDeviceOps) -> None:
-        self._mesh = checked_mesh(cross_device_ops)
+        self._mesh = validate_mesh(cross_device_ops)
         self._cross_device_ops = cross_device_ops
 
     def allocate(
@@ -65,7 +65,6 @@ class ReduceScatter:
         Raises:
             ValueError: ``group`` has another number of processes than the mesh, or ``op`` is
                 neither SUM nor AVG.
-            CollectiveError: another process did not take part in time.
         """
         if group.size() != self._mesh.num_processes:
             raise ValueError(

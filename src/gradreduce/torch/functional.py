@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from gradreduce.arrays.get_variable import get_variable
 from gradreduce.arrays.replica_context import current_replica
-from gradreduce.arrays.variable import Variable, get_variable
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Device
 from gradreduce.errors import NotCopied, about, brief, listed
 from gradreduce.optim.agn import AGNCustomGetter
@@ -52,7 +53,7 @@ class FunctionalModule(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's ``forward`` with the values of the Variables."""
-        module, _ = self._replaced([each.read("torch") for each in self.variables])
+        module, _ = self._replace_parameters([each.read("torch") for each in self.variables])
         return module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> FunctionalModule:
@@ -73,20 +74,20 @@ class FunctionalModule(NotCopied):
                 names: those of the worker. Buffers are always those of the worker.
         """
         values = values or {}
-        found = [
+        variables = [
             Variable(values[each.name], trainable=False, device=each.devices[0])
             if each.name in values
             else each
             for each in self.variables
         ]
-        module, kept = self._replaced([each.read("torch") for each in found])
+        module, kept = self._replace_parameters([each.read("torch") for each in variables])
         try:
             state: dict[str, Any] = copy.deepcopy(module.state_dict())
         finally:  # a backward may still read them
-            self._replaced(kept)
+            self._replace_parameters(kept)
         return state
 
-    def _replaced(self, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _replace_parameters(self, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Replaces the parameters of the current replica; returns its module, and those before."""
         index = (current_replica() or 0) if len(self._modules) > 1 else 0
         before = []
@@ -144,7 +145,7 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
             device ``meta``); a parameter is trained and complex, or has another shape or dtype at
             the center; or the getter has a variable of its name. After an error make a new getter.
     """
-    named = _checked(module, getter)
+    named = _validate_arguments(module, getter)
     modules = [_without_values(module, device) for device in getter.devices]
     variables = [_variable(name, parameter, getter) for name, parameter in named.items()]
     return FunctionalModule(modules, variables)
@@ -160,7 +161,7 @@ def _check_module(module: Any) -> None:
         raise TypeError("a TorchScript module cannot be copied: pass the module it was made from")
 
 
-def _checked(module: Any, getter: Any) -> dict[str, Any]:
+def _validate_arguments(module: Any, getter: Any) -> dict[str, Any]:
     """Validates the arguments of ``functional``; returns the parameters by name."""
     _check_module(module)
     if not isinstance(getter, AGNCustomGetter):
@@ -193,8 +194,8 @@ def _without_values(module: Any, device: Device) -> Any:
     """Copies a module; the parameters of the copy have no memory, its buffers are on a device."""
     name = "cpu" if device.mesh_state.shares_host_memory else f"cuda:{device.physical}"
     memo: dict[int, Any] = {}
-    for each in module.parameters():
-        memo[id(each)] = torch.nn.Parameter(each.to("meta"), each.requires_grad)
-    for each in module.buffers():
-        memo[id(each)] = each.detach().to(name, copy=True)
+    for tensor in module.parameters():
+        memo[id(tensor)] = torch.nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+    for tensor in module.buffers():
+        memo[id(tensor)] = tensor.detach().to(name, copy=True)
     return copy.deepcopy(module, memo)

@@ -13,7 +13,7 @@ from gradreduce import optim
 from gradreduce.arrays.convert import Form, axis_order, in_order, inverse
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import only_mesh
-from gradreduce.checkpoint import anything, array, checked, mapped, plain
+from gradreduce.checkpoint import anything, array, map_leaves, plain, validate_state
 from gradreduce.device import Mesh
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.optim.checkpoint import power, ready_slots
@@ -182,7 +182,6 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             RuntimeError: a parameter has other memory than before, or its state was replaced.
                 Nothing is updated.
             ValueError: the rule cannot use the value of an option.
-            CollectiveError: the mesh has failed.
         """
         return self._step() if closure is None else self._step(closure)
 
@@ -260,10 +259,12 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             if missing:
                 raise KeyError(f"param_groups of the state have no {listed(missing)}")
             values: dict[Variable, dict[str, Any]] = {}
-            for index, each in zip(range(len(options["params"])), saved, strict=False):
-                if each:
+            for index, slots_of_parameter in zip(
+                range(len(options["params"])), saved, strict=False
+            ):
+                if slots_of_parameter:
                     variable = group.variable_of(options, index)
-                    values[variable] = _checked(group.rule, variable, each)
+                    values[variable] = _validate_slots(group.rule, variable, slots_of_parameter)
             slots = group.rule._slots
             powers = tuple(
                 [power(name, options[name]) for name in slots.power_names if name in options]
@@ -280,7 +281,7 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         self, group: _Group, options: Mapping[str, Any]
     ) -> list[tuple[Any, ParameterVariable]]:
         """Returns the gradients of a group that are not None, with their Variables."""
-        found = []
+        pairs = []
         for index, parameter in enumerate(options["params"]):
             grad = parameter.grad
             if grad is None:
@@ -295,8 +296,8 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                 )
             grad = grad.detach() if grad.requires_grad else grad
             order = variable.order
-            found.append((grad if order is None else in_order(grad, order), variable))
-        return found
+            pairs.append((grad if order is None else in_order(grad, order), variable))
+        return pairs
 
     def _show_state(self, group: _Group) -> None:
         """Adds new slots of parameters to ``state``."""
@@ -304,16 +305,16 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
         for parameter, variable in group.variables.items() if slots else ():
             if parameter in group.views:
                 continue
-            made = {
+            views = {
                 name: of_name[variable].array("torch")
                 for name, of_name in slots.items()
                 if variable in of_name
             }
             if (order := variable.order) is not None:
-                made = {name: in_order(view, inverse(order)) for name, view in made.items()}
-            if made:
-                group.views[parameter] = list(made.values())
-                self.state[parameter] = made
+                views = {name: in_order(view, inverse(order)) for name, view in views.items()}
+            if views:
+                group.views[parameter] = list(views.values())
+                self.state[parameter] = views
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh:
@@ -357,7 +358,7 @@ def _check_form(saved: Any, options: Sequence[str]) -> None:
     """Checks types, sizes and depths of a ``state_dict``, before PyTorch copies parts of it."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict is a {type(saved).__name__}; expected a dict")
-    mapped(anything, saved, "state_dict")
+    map_leaves(anything, saved, "state_dict")
     slots, groups = saved["state"], saved["param_groups"]
     if not isinstance(slots, Mapping) or not isinstance(groups, list | tuple):
         raise TypeError("state_dict['state'] must be a dict, state_dict['param_groups'] a list")
@@ -380,10 +381,12 @@ def _as_saved(value: Any, order: Form) -> Any:
     return value if order is None or value.dim() != len(order) else in_order(value, order)
 
 
-def _checked(rule: optim.Optimizer, variable: ParameterVariable, saved: Any) -> dict[str, Any]:
+def _validate_slots(
+    rule: optim.Optimizer, variable: ParameterVariable, saved: Any
+) -> dict[str, Any]:
     """Validates the slots of a parameter in a ``state_dict``; returns host arrays."""
     slot = array(variable.shape, rule._slots.state_dtype(variable))
     if isinstance(saved, Mapping):
         saved = {name: _as_saved(value, variable.order) for name, value in saved.items()}
     where = f"the state of the parameter {brief(variable.name)}"
-    return dict(checked(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))
+    return dict(validate_state(where, saved, dict.fromkeys(rule._slots.names_for(variable), slot)))

@@ -407,7 +407,7 @@ class Reducer:
         flags = []
         if self.mesh.num_processes > 1:
             flags = [make_flags(*pair) for pair in zip(rows, parts, strict=True)]
-        made: dict[int, Bucket] = {}
+        buckets: dict[int, Bucket] = {}
         nbytes = [sum([rows[0][index].nbytes for index in indices]) for indices in plan]
         # The largest bucket first, because the others reuse its temporary memory.
         for number in sorted(range(len(plan)), key=nbytes.__getitem__, reverse=True):
@@ -418,8 +418,8 @@ class Reducer:
                 names.append("flags of used parameters")
                 for row, flag in zip(inside, flags, strict=True):
                     row.append(flag)
-            made[number] = self._bucket(name, names, inside)
-        self._use_buckets([made[number] for number in range(len(plan))], parts, flags)
+            buckets[number] = self._bucket(name, names, inside)
+        self._use_buckets([buckets[number] for number in range(len(plan))], parts, flags)
 
     def _use_buckets(
         self, buckets: list[Bucket], parts: Sequence[list[BucketPart]], flags: Sequence[Any]

@@ -49,7 +49,7 @@ def average_sparse(
     means = cross_device_ops.all_reduce(grads, ReduceOp.MEAN, coalesce=True)
     is_set = [mean._nnz() > 0 for mean in means[0].values()]
     if not all(is_set):  # in all processes
-        is_set = _found_anywhere(parameters, mesh)
+        is_set = _find_gradients(parameters, mesh)
     for row, of_replica in zip(parameters, means, strict=True):
         for parameter, mean, found in zip(row, of_replica.values(), is_set, strict=True):
             if found:
@@ -57,13 +57,13 @@ def average_sparse(
                 parameter.grad = mean if mean._nnz() else mean.clone()
 
 
-def _found_anywhere(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[bool]:
+def _find_gradients(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[bool]:
     """Returns for each parameter whether a replica of any process has a gradient."""
-    found = [
+    here = [
         any([each.grad is not None for each in column]) for column in zip(*parameters, strict=True)
     ]
     rows = Replicas(mesh.devices).compare_numbers(
-        "DataParallel: sparse gradients without rows", found
+        "DataParallel: sparse gradients without rows", here
     )
     return [any(column) for column in zip(*rows, strict=True)]
 

@@ -50,7 +50,7 @@ class ParameterVariable(Variable):
         self.trainable = parameters[0].requires_grad
         self._parameters = tuple(parameters)
         self._buffers = tuple(
-            _shared(name, parameter, device, order)
+            _share_memory(name, parameter, device, order)
             for parameter, device in zip(parameters, devices, strict=True)
         )
         # For each replica the parameter, its layout when its memory was shared, and its places.
@@ -138,13 +138,13 @@ def variables(module_or_replicas: Any, mesh: Mesh) -> list[ParameterVariable]:
     if not named[0]:
         raise ValueError("the module has no parameter")
     places = [places_of(replica) for replica in replicas]
-    made = []
+    result = []
     for row in zip(*named, strict=True):
         parameters = [parameter for _, parameter in row]
         within = [place[id(parameter)] for place, parameter in zip(places, parameters, strict=True)]
-        made.append(ParameterVariable(row[0][0], parameters, mesh.devices, within))
-    check_separate(made)
-    return made
+        result.append(ParameterVariable(row[0][0], parameters, mesh.devices, within))
+    check_separate(result)
+    return result
 
 
 def check_separate(variables: Sequence[ParameterVariable]) -> None:
@@ -161,11 +161,11 @@ def check_separate(variables: Sequence[ParameterVariable]) -> None:
 
 def places_of(module: Any) -> dict[int, list[tuple[Any, str]]]:
     """Returns the modules that have each parameter, and its names there, by id."""
-    found: dict[int, list[tuple[Any, str]]] = {}
+    places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
-            found.setdefault(id(parameter), []).append((owner, leaf))
-    return found
+            places.setdefault(id(parameter), []).append((owner, leaf))
+    return places
 
 
 def _layout(parameter: Any) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ def _layout(parameter: Any) -> tuple[Any, ...]:
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
-def _shared(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
+def _share_memory(name: str, parameter: Any, device: Device, order: Form) -> Buffer:
     """Returns a Buffer of ``device`` that shares the memory of a parameter."""
     what = f"the parameter {brief(name)}"
     check_value(what, parameter)

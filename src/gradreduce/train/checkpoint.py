@@ -51,11 +51,11 @@ class StepParts(NotCopied):
     _scaling: GradientScaling  # scales the mean gradients
 
 
-def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
+def save_state(step: StepParts, output_type: str) -> dict[str, Any]:
     """Returns a snapshot of the state; see ``SyncStep.state_dict``."""
     download = checkpoint.downloader(None, output_type)
     owners = checkpoint.by_name(step.variables)
-    copies = checkpoint.copies_of(owners)
+    copies = checkpoint.queue_copies(owners)
     accumulators = {}
     for name, accumulator in zip(owners, step.accumulators, strict=True):
         saved = accumulators[name] = accumulator.state_dict()
@@ -66,14 +66,14 @@ def saved_state(step: StepParts, output_type: str) -> dict[str, Any]:
     _check_alike(step.devices[0], "SyncStep.state_dict", {"accumulators": counts})
     for saved in accumulators.values():
         saved["partial_sums"] = _of_all_replicas(step.devices, saved["partial_sums"])
-    slots = step._shards.queued_slots() if step._shards else None
+    slots = step._shards.save_slots() if step._shards else None
     return download(
         {
             "format": _FORMAT,
             "num_replicas": step.num_replicas,
             "num_required": step.num_required,
             "variables": copies,
-            "optimizer": step.optimizer._queued_state(slots),
+            "optimizer": step.optimizer._queue_state(slots),
             "accumulators": accumulators,
             **step._scaling.state_dict(),
         }
@@ -117,36 +117,36 @@ def ready_state(step: StepParts, state: Any) -> list[Callable[[], None]]:
     entries = state if isinstance(state, Mapping) else {}
     values = {key: entries.get(key) for key in schema}
     _check_alike(step.devices[0], "SyncStep.load_state_dict", values)
-    found = checkpoint.checked("state", state, schema)
+    loaded = checkpoint.validate_state("state", state, schema)
     checkpoint.check_order("state['variables']", state["variables"], owners)
-    divided = step._shards.divided if step._shards else None
-    optimizer = found["optimizer"], step.variables, "state['optimizer']", divided
+    divide = step._shards.divide_slots if step._shards else None
+    optimizer = loaded["optimizer"], step.variables, "state['optimizer']", divide
     loads = [step.optimizer._ready_state(*optimizer)]
-    num_replicas = found["num_replicas"]
+    num_replicas = loaded["num_replicas"]
     replicas = num_replicas, partial(_of_own_replicas, step, num_replicas)
     for accumulator, (name, saved) in zip(
-        step.accumulators, found["accumulators"].items(), strict=True
+        step.accumulators, loaded["accumulators"].items(), strict=True
     ):
         ready = accumulator_checkpoint.ready_state(
             accumulator.accumulator_ref, saved, f"state['accumulators'][{name!r}]", replicas
         )
         loads.append(ready)
-    continues = any(each["num_accumulated"] for each in found["accumulators"].values())
-    loads.append(step._scaling.ready_state(found, continues=continues))
-    loads.append(checkpoint.ready_values(found["variables"], owners))
-    loads.append(partial(setattr, step, "num_required", found["num_required"]))
+    continues = any(each["num_accumulated"] for each in loaded["accumulators"].values())
+    loads.append(step._scaling.ready_state(loaded, continues=continues))
+    loads.append(checkpoint.ready_values(loaded["variables"], owners))
+    loads.append(partial(setattr, step, "num_required", loaded["num_required"]))
     return loads
 
 
-def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> dict[str, Any]:
+def _of_own_replicas(step: StepParts, before: int, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of an accumulator's state that this process loads.
 
     Args:
         step: the step that loads the state.
         before: the number of replicas when the state was saved.
-        found: the validated state of the accumulator, for all processes.
+        saved: the validated state of the accumulator, for all processes.
     """
-    here, everywhere, count = len(step.devices), step.num_replicas, found["num_accumulated"]
+    here, everywhere, count = len(step.devices), step.num_replicas, saved["num_accumulated"]
     if count and (before != everywhere or count * here % everywhere):
         raise ValueError(
             f"the state has {count} gradients of {before} replicas that wait for an update, and "
@@ -154,11 +154,11 @@ def _of_own_replicas(step: StepParts, before: int, found: Mapping[str, Any]) -> 
             "that was saved right after the step returned True"
         )
     first = Replicas(step.devices).first
-    sums = found["partial_sums"][first : first + here] if count else [None] * here
+    sums = saved["partial_sums"][first : first + here] if count else [None] * here
     return {
-        **found,
+        **saved,
         "num_accumulated": count * here // everywhere,
-        "num_dropped": found["num_dropped"] // everywhere * here,  # rounded down to whole calls
+        "num_dropped": saved["num_dropped"] // everywhere * here,  # rounded down to whole calls
         "partial_sums": sums,
     }
 
@@ -189,7 +189,7 @@ def _digest(value: Any) -> int:
         texts.append(f"{path}={leaf!r}")
 
     try:
-        checkpoint.mapped(add, value)
+        checkpoint.map_leaves(add, value)
     except (TypeError, ValueError):
         texts = ["not readable"]
     return int(digest_of("\n".join(texts).encode()), 16)

@@ -214,21 +214,21 @@ class GradientScaling:
             "growth_tracker": None if self._rule is None else self._growth_tracker,
         }
 
-    def ready_state(self, found: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
+    def ready_state(self, saved: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
         """Returns a function that loads saved entries.
 
         The scale is loaded only if the saved scale and the scale of this step are dynamic.
 
         Args:
-            found: the entries, validated by ``SCHEMA``.
+            saved: the entries, validated by ``SCHEMA``.
             continues: whether the state has gradients that wait for an update.
 
         Raises:
             ValueError: gradients wait that have another scale than this step.
         """
-        scale, tracker, before = self.scale, self._growth_tracker, found["loss_scale"]
-        if self._rule is not None and found["growth_tracker"] is not None:
-            scale, tracker = before, found["growth_tracker"]
+        scale, tracker, before = self.scale, self._growth_tracker, saved["loss_scale"]
+        if self._rule is not None and saved["growth_tracker"] is not None:
+            scale, tracker = before, saved["growth_tracker"]
         if continues and scale != before:
             raise ValueError(
                 f"the state has gradients with loss_scale {before:g} that wait for an update, but "
@@ -237,7 +237,7 @@ class GradientScaling:
             )
 
         def load() -> None:
-            self.num_skipped, self.scale = found["num_skipped"], scale
+            self.num_skipped, self.scale = saved["num_skipped"], scale
             self._growth_tracker, self.norm = tracker, None
 
         return load

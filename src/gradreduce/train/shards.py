@@ -43,7 +43,7 @@ from gradreduce.reduce.pipeline import (
     reduce_batch,
     rehearse_reduction,
 )
-from gradreduce.reduce.process_values import described
+from gradreduce.reduce.process_values import describe_batch
 
 from .scaling import GradientScaling
 
@@ -228,12 +228,14 @@ class OptimizerShards(CrossDeviceOps):
         divisor = divisor * self._num_replicas / len(self._devices)
         plan = self._planned("reduce-scatter", tuple(indices), divisor)
         rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
-        made = reduce_batch(plan, rows, positions=indices)
-        found = {shard: mean for shard, means in zip(chosen, made, strict=True) for mean in means}
-        self._taken.means |= found
+        results = reduce_batch(plan, rows, positions=indices)
+        mean_of_shard = {
+            shard: mean for shard, means in zip(chosen, results, strict=True) for mean in means
+        }
+        self._taken.means |= mean_of_shard
         self._taken.indices += indices
         return [
-            tuple([mean for shard, mean in found.items() if shard.variable == index])
+            tuple([mean for shard, mean in mean_of_shard.items() if shard.variable == index])
             for index in indices
         ]
 
@@ -246,10 +248,10 @@ class OptimizerShards(CrossDeviceOps):
         of_sums: bool = False,
     ) -> BatchPlan:
         """Plans a call for shards of these variables, or for sums of their blocks."""
-        wanted = set(indices)
+        variables = set(indices)
         shares: list[list[tuple[int, DType, DType]]] = [[] for _ in range(self._num_replicas)]
         for shard in self._shards:
-            if shard.variable in wanted:
+            if shard.variable in variables:
                 out_dtype = _SUM if of_sums else self._whole[shard.variable].dtype
                 dtype = out_dtype
                 if call == "reduce-scatter":
@@ -259,7 +261,7 @@ class OptimizerShards(CrossDeviceOps):
         whole = [self._whole[index].buffers for index in indices]
         name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
         names = tuple([self._whole[index].name for index in indices])
-        what = described(
+        what = describe_batch(
             self._ops.settings, whole, divisor, None,
             counts=False, call=name, names=names,
         )  # fmt: skip
@@ -332,23 +334,23 @@ class OptimizerShards(CrossDeviceOps):
         chosen = [shard for shard in self._shards if shard.variable in start_of]
         places = [start_of[shard.variable] + shard.start // ops.BLOCK for shard in chosen]
         counts = [ops.num_blocks(shard.size) for shard in chosen]
-        found = [device.empty((total,), _SUM) for device in self._devices]
-        out = zip(*[each.parts(places, counts) for each in found], strict=True)
+        all_sums = [device.empty((total,), _SUM) for device in self._devices]
+        out = zip(*[each.parts(places, counts) for each in all_sums], strict=True)
         sent: list[list[Buffer]] = [[] for _ in chosen]
         for owner, sums in enumerate(own, self._first):
-            theirs = [row for row, shard in enumerate(chosen) if shard.owner == owner]
-            begins = accumulate([counts[row] for row in theirs], initial=0)
-            parts = sums.parts(list(begins)[:-1], [counts[row] for row in theirs])
-            for row, part in zip(theirs, parts, strict=True):
+            rows = [row for row, shard in enumerate(chosen) if shard.owner == owner]
+            begins = accumulate([counts[row] for row in rows], initial=0)
+            parts = sums.parts(list(begins)[:-1], [counts[row] for row in rows])
+            for row, part in zip(rows, parts, strict=True):
                 sent[row].append(part)
         plan = self._planned("all-gather", tuple(indices), of_sums=True)
         reduce_batch(plan, sent, out=list(out), positions=indices)
-        return found
+        return all_sums
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def queued_slots(self) -> dict[str, Any]:
-        """Returns the slots of whole variables, like ``optim.checkpoint.queued_slots``.
+    def save_slots(self) -> dict[str, Any]:
+        """Returns the slots of whole variables, like ``optim.checkpoint.queue_slots``.
 
         The slots of one variable at a time are joined on the first device, which needs little
         memory.
@@ -359,12 +361,12 @@ class OptimizerShards(CrossDeviceOps):
         for index, (name, variable) in enumerate(by_name(self._whole).items()):
             names = slots.names_for(variable)
             if names:
-                wholes = self._joined(index, names, slots.state_dtype(variable))
+                wholes = self._join_slots(index, names, slots.state_dtype(variable))
                 shaped = [whole.view(0, variable.shape) for whole in wholes]
                 saved[name] = download(dict(zip(names, shaped, strict=True)))
         return {"optimizer": slots.kind.__name__, "slots": saved}
 
-    def _joined(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
+    def _join_slots(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
         """Returns the slots of a variable, flat, on the first device."""
         first, variable = self._devices[0], self._whole[index]
         wholes = [first.empty((variable.buffers[0].size,), dtype) for _ in names]
@@ -382,7 +384,7 @@ class OptimizerShards(CrossDeviceOps):
             replicas.send_to_all(owned)
         return wholes
 
-    def divided(self, values: SlotValues) -> SlotValues:
+    def divide_slots(self, values: SlotValues) -> SlotValues:
         """Cuts saved slots of whole variables into the slots of this process's shards."""
         return {
             part: {

@@ -38,7 +38,7 @@ from gradreduce.reduce.nests import in_order
 from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
 
-from .checkpoint import StepParts, ready_state, saved_state
+from .checkpoint import StepParts, ready_state, save_state
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import OptimizerShards
 
@@ -69,10 +69,8 @@ class SyncStep(StepParts):
     divides by the number of replicas times the number of these calls.
 
     Over several processes, every process makes the same calls, with the gradients of its own
-    replicas. The constructor copies the values of process 0 to the variables of all processes. The
-    options and hyperparameters must be equal in all processes. A call compares them when they are
-    first used and when they have changed. Values of callables and Variables are compared by the
-    call after the update that used them.
+    replicas; see ``docs/processes.md``. The constructor copies the values of process 0 to the
+    variables of all processes.
 
     Args:
         variables: trainable Variables, all with a copy on each device of the same mesh.
@@ -137,7 +135,7 @@ class SyncStep(StepParts):
         loss_scale: float | DynamicLossScale | None = None,
         check_finite: bool = False,
     ) -> None:
-        self.variables = _checked_variables(variables)
+        self.variables = _validate_variables(variables)
         self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
         self.devices = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
@@ -247,7 +245,6 @@ class SyncStep(StepParts):
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
                 infinite or NaN.
             InvalidArgumentError: ``global_step`` is 2**63 - 1. Nothing has changed.
-            CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
@@ -256,7 +253,7 @@ class SyncStep(StepParts):
             variable._check_memory()
         for accumulator in self.accumulators:
             accumulator.accumulator_ref.check_step()
-        placed = self._validated(terms)
+        placed = self._validate_terms(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
             gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
@@ -269,7 +266,7 @@ class SyncStep(StepParts):
                 if self._shards is not None:
                     return self._shards.take_and_update(num_here)
                 means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
-                if means is None or not self._scaled(means):
+                if means is None or not self._scale_and_clip(means):
                     return False
                 self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
                 return True
@@ -304,7 +301,6 @@ class SyncStep(StepParts):
             ValueError: two variables have the same name, the processes have made different numbers
                 of steps, ``deadline`` is not above 0, ``output_type`` is unknown, or it is
                 ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the mesh has failed.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -318,24 +314,16 @@ class SyncStep(StepParts):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return saved_state(self, output_type)
+            return save_state(self, output_type)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
 
         Over several processes, every process makes this call, with the same state. On error,
         nothing has changed in this process; if another process has raised no error, load again in
-        all. Example: see ``state_dict``.
-
-        - The number of replicas may differ if the state was saved right after an update. If it has
-          gradients that wait for an update, the number of replicas must be the same; the number of
-          processes may differ.
-        - ``num_required`` becomes the saved number. So with half as many replicas, an update takes
-          twice as many calls.
-        - The number of dropped gradients is rounded down to whole calls.
-        - The optimizer gets the saved hyperparameters; see ``Optimizer.load_state_dict``.
-        - A dynamic loss scale continues with the saved scale. A fixed loss scale, and the other
-          options of this step, are not changed.
+        all. ``num_required`` becomes the saved number, and a dynamic loss scale continues with the
+        saved one. ``docs/checkpoints.md`` says when the number of replicas may differ, and what
+        else is loaded. Example: see ``state_dict``.
 
         Args:
             state: the ``state_dict`` of a step with variables of the same names. Types that
@@ -349,7 +337,6 @@ class SyncStep(StepParts):
                 gradients of another number of replicas or with another loss scale wait for an
                 update; or the processes have different states.
             RuntimeError: a variable cannot be written now; see ``Variable.assign``.
-            CollectiveError: the mesh has failed.
         """
         self.devices[0].mesh_state.check_process()
         loads = ready_state(self, state)
@@ -357,7 +344,7 @@ class SyncStep(StepParts):
             for load in loads:
                 load()
 
-    def _scaled(self, means: Sequence[Mirrored | None]) -> bool:
+    def _scale_and_clip(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""
         rows = [mean.buffers for mean in means if mean is not None]
         with abort_others_on_error(self.devices[0]):
@@ -381,17 +368,17 @@ class SyncStep(StepParts):
         if group.size == 1 and checked is None:
             return step
         # Compared with these numbers, which travel anyway.
-        scheduled = self.optimizer._scheduled()
+        scheduled = self.optimizer._numbers_of_schedules()
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
             numbers += first_nonfinite(() if step < now else checked, replicas.first)
         with replicas.call(self._description(with_gradients)):
-            found = replicas.exchange_numbers(numbers)
-            if len({each[1] for each in found}) > 1:
+            of_processes = replicas.exchange_numbers(numbers)
+            if len({each[1] for each in of_processes}) > 1:
                 what = {"call": "a SyncStep", "tensors": [], **scheduled}
                 replicas.compare(Description.of(what))
-        earliest = min([each[0] for each in found])
-        wrong = [each[2:] for each in found if each[2:] and each[2] >= 0]
+        earliest = min([each[0] for each in of_processes])
+        wrong = [each[2:] for each in of_processes if each[2:] and each[2] >= 0]
         if wrong and earliest >= now:
             index, replica = min(wrong)
             name = self.variables[with_gradients[index]].name
@@ -409,7 +396,7 @@ class SyncStep(StepParts):
             "num_required": self.num_required,
             "aggregation_method": self.aggregation_method.name,
             "shard_optimizer": self._shards is not None,
-            **self.optimizer._compared(),
+            **self.optimizer._settings_to_compare(),
             **self._scaling.options,
             "tensors": with_gradients,
         }
@@ -418,7 +405,7 @@ class SyncStep(StepParts):
             self._described = what, Description.of(what, names, compared=False)
         return self._described[1]
 
-    def _validated(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
+    def _validate_terms(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
         """Returns the terms ``[replica][term]`` of each variable that has any, by its index."""
         terms = as_list(terms)
         _check_length("terms", terms, len(self.devices), "device")
@@ -431,7 +418,7 @@ class SyncStep(StepParts):
             lists = [_without_none(of_replica[index]) for of_replica in terms]
             if any(each is not None for each in lists):
                 placed[index] = [
-                    _checked_terms(each, variable, replica, self.devices[replica])
+                    _validate_replica_terms(each, variable, replica, self.devices[replica])
                     for replica, each in enumerate(lists)
                 ]
         if not placed:
@@ -444,18 +431,18 @@ class SyncStep(StepParts):
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
         If only another process is stale, that is known later, and the sums are dropped.
         """
-        made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
+        totals: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(() if stale else self.devices).values():
-            wanted = [(index, replica) for index in range(len(placed)) for replica in replicas]
+            pairs = [(index, replica) for index in range(len(placed)) for replica in replicas]
             with self.devices[0].mesh_state.label_scope(self._label):
                 sums = aggregate_buffers(
-                    [placed[index][replica] for index, replica in wanted],
+                    [placed[index][replica] for index, replica in pairs],
                     self.devices[replicas[0]],
                     tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
                 )
-            for (index, replica), total in zip(wanted, sums, strict=True):
-                made[index][replica] = total
-        return [PerReplica.of(buffers) for buffers in made]
+            for (index, replica), total in zip(pairs, sums, strict=True):
+                totals[index][replica] = total
+        return [PerReplica.of(buffers) for buffers in totals]
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:
@@ -463,32 +450,32 @@ def _number_of(scheduled: Mapping[str, float]) -> int:
     return int(digest_of(repr(scheduled).encode()), 16) if scheduled else 0
 
 
-def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
-    found = tuple(variables)
-    if not found:
+def _validate_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+    result = tuple(variables)
+    if not result:
         raise ValueError("No variables provided.")
-    for index, variable in enumerate(found):
+    for index, variable in enumerate(result):
         if not isinstance(variable, Variable):
             raise TypeError(f"variables[{index}] is {brief(variable)}, not a Variable")
         if not variable.trainable:
             raise ValueError(f"{variable!r} is not trainable; pass trainable variables only")
-        if variable.devices != found[0].devices:
+        if variable.devices != result[0].devices:
             raise ValueError(
-                f"{variable!r} and {found[0]!r} are on different devices; create all variables on "
+                f"{variable!r} and {result[0]!r} are on different devices; create all variables on "
                 "the same devices"
             )
-    if len(set(found)) != len(found):
+    if len(set(result)) != len(result):
         raise ValueError(
-            f"variables contains {listed(repeated(found))} more than once; pass each variable once"
+            f"variables contains {listed(repeated(result))} more than once; pass each variable once"
         )
-    return found
+    return result
 
 
-def _check_length(name: str, value: Any, wanted: int, of: str) -> None:
+def _check_length(name: str, value: Any, length: int, of: str) -> None:
     if not isinstance(value, Sequence):
         raise TypeError(f"{name}={brief(value)} must be a list with one entry per {of}")
-    if len(value) != wanted:
-        raise ValueError(f"{name} has {len(value)} entries; expected {wanted}, one per {of}")
+    if len(value) != length:
+        raise ValueError(f"{name} has {len(value)} entries; expected {length}, one per {of}")
 
 
 def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
@@ -498,7 +485,7 @@ def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
     return [term for term in terms if term is not None] or None
 
 
-def _checked_terms(
+def _validate_replica_terms(
     terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
 ) -> list[Buffer]:
     """Validates the terms of one replica for one variable, and converts them to Buffers."""

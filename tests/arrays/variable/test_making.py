@@ -134,7 +134,7 @@ def test_names(mesh):
 
 def test_filled_like(place):
     variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
-    slot = gr.Variable._filled_like(variable, "slot")
+    slot = gr.Variable._full_like(variable, "slot")
     assert (slot.name, slot.trainable) == ("slot", False)
     assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
     assert same_copies(slot, np.zeros((2, 3), "float16"))

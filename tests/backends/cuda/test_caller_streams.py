@@ -28,7 +28,6 @@ from fake_cupy.caller_tensors import (
     overwrite,
 )
 from fake_cupy.foreign import Tensor
-from fake_cupy.machine import Machine
 from support.exact_data import same
 
 import gradreduce as gr
@@ -41,13 +40,7 @@ from gradreduce.device import Device, Mesh
 from gradreduce.reduce import prepared
 
 pytestmark = pytest.mark.fake_cupy
-SEEDS = (0, 1, 2)
 torch = foreign.torch
-
-
-@pytest.fixture(params=SEEDS)
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param, num_gpus=2)
 
 
 @pytest.fixture
@@ -93,9 +86,7 @@ def test_copied_inputs_may_be_overwritten_at_once(mesh, torch):
 
 
 def records(here, call) -> int:
-    before = here.counts.get("record", 0)
-    call()
-    return here.counts.get("record", 0) - before
+    return here.counted(call)["record"]
 
 
 def test_a_callers_stream_is_waited_for_once_a_call(mesh, here, torch):
@@ -322,3 +313,38 @@ def test_results_of_a_prepared_step_belong_to_the_stream_that_used_them_last(mes
         fresh = [device.upload(np.zeros(SHAPE, "float32")) for _ in range(4)]
         assert same(kept.get(), data(SHAPE) * 3)
     assert same(fresh[0].numpy(), np.zeros(SHAPE, "float32"))
+
+
+class Used:
+    """A caller's array on the first GPU of a mesh, which its stream writes and the other reads."""
+
+    def __init__(self, mesh):
+        _, self.near, self.away = mesh.devices
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        with self.stream:
+            self.array = cupy.asarray(data((400,)))
+        self.buffer = self.near.adopt(self.array, self.stream)
+        self.out = self.away.upload(data((400,)))
+
+    def read(self):
+        self.away.copy(self.out, self.buffer)
+
+    def overwrite(self):
+        address, nbytes = self.array.data.ptr, self.array.nbytes
+        cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
+
+
+def test_a_stream_waits_for_another_gpu_that_reads_its_memory(mesh):
+    used = Used(mesh)
+    used.read()
+    used.near.block_stream(used.stream)
+    used.overwrite()
+
+
+def test_another_gpu_waits_for_a_stream_that_wrote_its_memory_again(mesh):
+    used = Used(mesh)
+    used.read()
+    used.near.block_stream(used.stream)
+    used.overwrite()
+    used.near.wait_for_stream(used.stream)
+    used.read()

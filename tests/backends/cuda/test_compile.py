@@ -28,8 +28,8 @@ MISSING = r"\(Failure finding \"libnvrtc[^\n]*\); pip install 'gradreduce\[cuda1
 
 
 @pytest.fixture
-def mesh(new_machine) -> Iterator[Mesh]:
-    new_machine(2, num_gpus=3)
+def mesh(gpus) -> Iterator[Mesh]:
+    gpus(2, num_gpus=3)
     with open_mesh([0, 0, 1], backend="cuda") as made:
         yield made
 
@@ -56,9 +56,9 @@ def compiled(monkeypatch) -> list[str]:
     return names
 
 
-def prepare(mesh: Mesh, template=TEMPLATE) -> None:
+def compile_kernel(mesh: Mesh, template=TEMPLATE) -> None:
     """Loads a kernel that this process has not loaded."""
-    mesh.devices[0].prepare(replace(ADD_N), template)
+    mesh.devices[0].compile_kernel(replace(ADD_N), template)
 
 
 def files(cache: Path) -> list[Path]:
@@ -70,7 +70,7 @@ def test_a_kernel_is_compiled_once_and_loaded_once_on_each_gpu(mesh, cache, comp
     occupancy = "occupancyMaxActiveBlocksPerMultiprocessor"
     monkeypatch.setattr(cupy.cuda.driver, occupancy, lambda _, *rest: asked.append(rest) or 8)
     for device in (*mesh.devices, *mesh.devices):
-        device.prepare(kernel, TEMPLATE)
+        device.compile_kernel(kernel, TEMPLATE)
     assert compiled == ["add_n<float, float, 2>"]
     assert asked == [(256, 0)] * 2
 
@@ -79,7 +79,7 @@ def test_different_kernels_are_compiled_at_the_same_time(mesh, cache, monkeypatc
     both, load = threading.Barrier(2, timeout=20), compile._load
     monkeypatch.setattr(compile, "_load", lambda *args: (both.wait(), load(*args))[1])
     threads = [
-        threading.Thread(target=prepare, args=(mesh[:1], ("float32", "float32", count)))
+        threading.Thread(target=compile_kernel, args=(mesh[:1], ("float32", "float32", count)))
         for count in (1, 2)
     ]
     for thread in threads:
@@ -103,8 +103,8 @@ def test_another_process_loads_what_one_has_compiled(mesh, cache, compiled, monk
 
 
 def test_all_that_the_code_depends_on_is_in_the_key(mesh, cache, compiled, monkeypatch):
-    prepare(mesh)
-    prepare(mesh, ("float32", "float32", 1))
+    compile_kernel(mesh)
+    compile_kernel(mesh, ("float32", "float32", 1))
     text = compile.kernel_text("add_n") + "// changed\n"
     for place, name, value in (
         (compile, "kernel_text", lambda stem: text),
@@ -115,30 +115,30 @@ def test_all_that_the_code_depends_on_is_in_the_key(mesh, cache, compiled, monke
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, value)
-            prepare(mesh)
+            compile_kernel(mesh)
     assert len(files(cache)) == len(compiled) == 7
-    prepare(mesh)
+    compile_kernel(mesh)
     assert len(compiled) == 7
 
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_file_that_is_not_ours_to_its_last_byte_is_compiled_anew(what, mesh, cache, compiled):
-    prepare(mesh)
+    compile_kernel(mesh)
     (file,) = files(cache)
     content = file.read_bytes()
     SPOILED[what](file)
-    prepare(mesh)
+    compile_kernel(mesh)
     assert len(compiled) == 2
     assert file.read_bytes() == content
-    prepare(mesh)
+    compile_kernel(mesh)
     assert len(compiled) == 2
 
 
 def test_in_a_folder_that_others_can_write_nothing_is_kept(mesh, cache, compiled, caplog):
-    prepare(mesh)
+    compile_kernel(mesh)
     cache.chmod(0o770)
-    prepare(mesh)
-    prepare(mesh)
+    compile_kernel(mesh)
+    compile_kernel(mesh)
     assert len(compiled) == 1 + 2 * 2  # not kept: on each of two GPUs
     (message,) = caplog.messages
     assert f"every process builds its own: {cache} is owned by user" in message
@@ -149,15 +149,15 @@ def test_a_compile_error_points_into_the_source_file(mesh, cache, monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"(?s)NVRTC cannot compile add_n<float, float, 2>.*add_n.cu:7"
     ):
-        prepare(mesh)
+        compile_kernel(mesh)
     assert files(cache) == []
 
 
-def test_a_missing_nvrtc_is_named(new_machine, cache):
-    new_machine(2, nvrtc=False)
+def test_a_missing_nvrtc_is_named(gpus, cache):
+    gpus(2, nvrtc=False)
     with open_mesh(1, backend="cuda") as mesh:
         with pytest.raises(BackendUnavailableError, match=MISSING):
-            prepare(mesh)
+            compile_kernel(mesh)
         assert mesh.devices[0].put(np.ones(3)).numpy().sum() == 3  # the device has not failed
 
 
@@ -167,7 +167,7 @@ def test_an_error_of_the_driver_is_not_one_of_the_installation(mesh, monkeypatch
 
     monkeypatch.setattr(cupy.cuda.function.Module, "load", refuse)
     with pytest.raises(surface.CUDADriverError):
-        prepare(mesh)
+        compile_kernel(mesh)
 
 
 @pytest.mark.parametrize("version", ["14.1.1", "13.6.0", "9.12.0rc1"])

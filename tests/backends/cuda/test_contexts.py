@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 import pytest
 from support.hanging_devices import TEST_TIMEOUT, wait_for_failure
+from support.reduction_calls import dense
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -29,9 +30,9 @@ def summed(mesh: gr.Mesh, algorithm: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
-def test_a_mesh_makes_contexts_on_its_own_gpus_only(new_machine, algorithm):
+def test_a_mesh_makes_contexts_on_its_own_gpus_only(gpus, algorithm):
     """Neither do the threads that wait, make communicators, abort them and write records."""
-    here = new_machine(2, num_gpus=4)
+    here = gpus(2, num_gpus=4)
     with gr.open_mesh([1, 2], backend="cuda") as mesh:
         assert (summed(mesh, algorithm) == 2 * GRAD).all()
         with deadline_scope("a call", TEST_TIMEOUT, mesh.devices):
@@ -49,9 +50,9 @@ def test_a_mesh_makes_contexts_on_its_own_gpus_only(new_machine, algorithm):
     assert here.contexts == {1, 2}
 
 
-def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(new_machine):
+def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(gpus):
     """Each thread of this test is a process, whose current GPU is 0 at first."""
-    here = new_machine(2, num_gpus=4)
+    here = gpus(2, num_gpus=4)
 
     def work(group):
         with gr.open_mesh([group.rank + 1], backend="cuda", process_group=group) as mesh:
@@ -62,8 +63,8 @@ def test_the_mesh_of_a_process_makes_a_context_on_its_gpu_only(new_machine):
     assert here.contexts == {1, 2}
 
 
-def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(new_machine):
-    here = new_machine(2, num_gpus=3)
+def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(gpus):
+    here = gpus(2, num_gpus=3)
     with gr.open_mesh([1], backend="cuda") as mesh:
         mesh.devices[0].upload(GRAD)
         assert (here.contexts, cupy.cuda.runtime.getDevice()) == ({1}, 1)
@@ -72,9 +73,9 @@ def test_a_call_returns_to_the_callers_gpu_if_that_has_a_context(new_machine):
         assert cupy.cuda.runtime.getDevice() == 2
 
 
-def test_a_new_thread_sets_its_gpu_before_its_first_launch(new_machine, monkeypatch):
+def test_a_new_thread_sets_its_gpu_before_its_first_launch(gpus, monkeypatch):
     """Also if it is GPU 0, which is current anyway: a launch needs a context of the thread."""
-    new_machine(2, num_gpus=1)
+    gpus(2, num_gpus=1)
     calls = []
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         value = gr.PerReplica([device.upload(GRAD) for device in mesh], mesh)
@@ -98,9 +99,32 @@ def noted(monkeypatch, owner, name: str, calls: list[str]) -> None:
     monkeypatch.setattr(owner, name, note)
 
 
-def test_gpus_are_named_by_their_uuid(new_machine, monkeypatch):
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_a_step_makes_its_gpu_the_current_one_once(gpus, monkeypatch, form):
+    gpus(0)
+    switched, switch = [], cupy.cuda.runtime.setDevice
+
+    def counted(number):
+        switched.extend([number] * (number != cupy.cuda.runtime.getDevice()))
+        switch(number)
+
+    cupy.cuda.Device(0).use()  # to which a call returns
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", counted)
+    with gr.open_mesh([1, 1, 1], backend="cuda") as mesh:
+        values = [dense(mesh, (7,), dtype, 0) for dtype in ("float32", "int16")]
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+        step = getattr(ops, form)(gr.ReduceOp.SUM, [(value, value) for value in values])
+        step()
+        with mesh.journal() as journal:
+            switched.clear()
+            step()
+        assert switched == [1, 0]
+        assert journal.launches > 1
+
+
+def test_gpus_are_named_by_their_uuid(gpus, monkeypatch):
     """Two hosts may have the same name, and containers of one host have different names."""
-    new_machine(num_gpus=2)
+    gpus(num_gpus=2)
     with gr.open_mesh(2, backend="cuda") as mesh:
         assert [device._hardware_name() for device in mesh] == [
             "GPU-ab000000-0000-0000-0000-000000000000",

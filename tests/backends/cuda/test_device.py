@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator
 
 import cupy
 import numpy as np
 import pytest
 from device.contract import FLOAT, SIZE, add, data, uploaded
 from fake_cupy import surface
-from fake_cupy.machine import Fault, Machine, current
-from support.exact_data import same
+from support.exact_data import exact_data, same
+from support.implementations import INLINE_ROWS
 
 import gradreduce as gr
 from gradreduce import ops
@@ -23,18 +21,6 @@ from gradreduce.device import Mesh
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
-SEEDS = (0, 1, 2, 3)
-
-
-@pytest.fixture(params=SEEDS)
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param, num_gpus=3)
-
-
-@pytest.fixture
-def mesh(here) -> Iterator[Mesh]:
-    with open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
 
 
 def on_gpu(physical: int, values: np.ndarray):
@@ -58,9 +44,9 @@ def test_pinned_memory_is_reused(mesh, here):
 
 
 @pytest.mark.parametrize("wait", ["_synchronize", "_abandon"])
-def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatch, wait):
+def test_an_upload_during_a_wait_keeps_its_pinned_memory(gpus, monkeypatch, wait):
     """An upload of another thread, while this one waits in the driver."""
-    here = new_machine(0, num_gpus=1)
+    here = gpus(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device, made = mesh.devices[0], []
 
@@ -80,38 +66,14 @@ def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatc
         assert same(made[0].numpy(), data((SIZE,), seed=2))
 
 
-def test_a_steady_state_allocates_nothing_from_cuda(mesh, here):
-    device = mesh.devices[0]
-
-    def turn() -> None:
-        out = device.zeros((SIZE,), FLOAT)
-        add(device, out, uploaded(device, 1))
-        device.synchronize()
-
-    turn()
-    slots = sum(map(len, here.heap._slots.values()))
-    for _ in range(10):
-        turn()
-    assert sum(map(len, here.heap._slots.values())) == slots
-
-
-def test_memory_is_used_again_without_waiting_in_its_own_queue(mesh):
-    device = mesh.devices[0]
-    first = uploaded(device, 1)
-    address = first.address
-    del first
-    device.drain()
-    assert device.empty((SIZE,), FLOAT).address == address
-
-
 def test_trim_gives_free_memory_back(mesh, here):
     mesh.trim()
     assert here.counts["free_all_blocks"] == 3
 
 
-def test_trim_returns_deferred_memory_after_its_users(new_machine):
+def test_trim_returns_deferred_memory_after_its_users(gpus):
     """Also users on another GPU, for which CUDA does not wait before it frees."""
-    here = new_machine(0, num_gpus=2)
+    here = gpus(0, num_gpus=2)
     with open_mesh([0, 1], backend="cuda") as mesh:
         near, far = mesh.devices
         source, read = uploaded(near, 1), far.empty((SIZE,), FLOAT)
@@ -125,8 +87,8 @@ def test_trim_returns_deferred_memory_after_its_users(new_machine):
         assert same(read.numpy(), data((SIZE,), seed=1))
 
 
-def test_trim_leaves_a_callers_memory_deferred(new_machine):
-    new_machine(0, num_gpus=1)
+def test_trim_leaves_a_callers_memory_deferred(gpus):
+    gpus(0, num_gpus=1)
     with open_mesh(1, backend="cuda") as mesh:
         device = mesh.devices[0]
         out, theirs = device.empty((SIZE,), FLOAT), on_gpu(0, data((SIZE,)))
@@ -139,32 +101,9 @@ def test_trim_leaves_a_callers_memory_deferred(new_machine):
         assert same(out.numpy(), data((SIZE,)))
 
 
-def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
-    here = new_machine(2, num_gpus=1, capacity=1 << 20)
-    pool, other = cupy.cuda.MemoryPool(), cupy.cuda.MemoryPool()
-    whole = pool.malloc(600_000)
-    start = whole.ptr
-    del whole
-    parts = [pool.malloc(size) for size in (1000, 300_000, 1000)]
-    assert [each.ptr for each in parts] == [start, start + 1024, start + 1024 + 300_032]
-    pool.free_all_blocks()  # frees nothing, because the block is split
-    held = pool.total_bytes()
-    assert cupy.cuda.runtime.memGetInfo() == ((1 << 20) - held, 1 << 20)
-    with pytest.raises(MemoryError, match=r"600,000 bytes \(allocated so far: 0 bytes"):
-        other.malloc(600_000)
-    with cupy.cuda.Stream(non_blocking=True):
-        apart = pool.malloc(1000)  # for another stream: not from the same memory
-    assert not start <= apart.ptr < start + 600_000
-    parts.clear()
-    assert pool.malloc(600_000).ptr == start  # in one piece again
-    pool.free_all_blocks()
-    assert other.malloc(600_000).ptr == start
-    assert here.heap.used(0) == 600_064 + 1024
-
-
-def test_a_closed_mesh_has_no_work_left(new_machine):
+def test_a_closed_mesh_has_no_work_left(gpus):
     """Otherwise its memory would be freed, which the queue of another GPU still reads."""
-    machine = new_machine(0)
+    machine = gpus(0)
     mesh = open_mesh([0, 1], backend="cuda")
     here, there = mesh.devices
     source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
@@ -172,15 +111,6 @@ def test_a_closed_mesh_has_no_work_left(new_machine):
     mesh.close()
     del source  # frees its memory at once
     machine.settle()
-
-
-def test_devices_may_be_deleted_with_their_mesh(here):
-    with open_mesh([0, 1], backend="cuda") as mesh:
-        for device in mesh:
-            buffer = device.put(on_gpu(device.physical, data((SIZE,))))
-            add(device, uploaded(device, 2), buffer, queue="compute")
-    del mesh, device, buffer
-    gc.collect()
 
 
 def test_every_visible_gpu_is_the_default(here):
@@ -201,10 +131,10 @@ def own_gpus() -> list[int]:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, monkeypatch, rank):
+def test_one_of_several_processes_has_the_gpu_of_its_local_rank(gpus, monkeypatch, rank):
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
-    new_machine(0, num_gpus=3)
+    gpus(0, num_gpus=3)
     assert own_gpus() == [0, 1, 2]  # one process
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RuntimeError, match="processes='none'"):
@@ -220,12 +150,12 @@ def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, mon
         own_gpus()
     monkeypatch.setenv(rank, "2")
     assert own_gpus() == [2]
-    new_machine(0, num_gpus=1)  # the launcher hides the others
+    gpus(0, num_gpus=1)  # the launcher hides the others
     assert own_gpus() == [0]
 
 
-def test_the_local_rank_of_torchrun_comes_first(new_machine, monkeypatch):
-    new_machine(0, num_gpus=4)
+def test_the_local_rank_of_torchrun_comes_first(gpus, monkeypatch):
+    gpus(0, num_gpus=4)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for value, name in enumerate(reversed(RANKS)):
         monkeypatch.setenv(name, str(value))
@@ -246,32 +176,32 @@ def test_a_missing_gpu_or_driver_raises(monkeypatch):
         gr.open_mesh(backend="cuda")
 
 
-def test_peer_access_is_enabled_where_there_is_any(new_machine, monkeypatch):
+def test_peer_access_is_enabled_where_there_is_any(gpus, monkeypatch):
     pairs = {(0, 1), (1, 0)}
     assert streams.enable_peer_access([0, 1]) == pairs
     assert streams.enable_peer_access([0, 1]) == pairs  # a second mesh
-    new_machine(3, peers=False)
+    gpus(3, peers=False)
     assert streams.enable_peer_access([0, 1]) == set()
 
     def refuses(device) -> None:
         raise surface.CUDARuntimeError("cudaErrorUnknown: unknown error")
 
-    new_machine(3)
+    gpus(3)
     monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "deviceEnablePeerAccess", refuses)
     with pytest.raises(surface.CUDARuntimeError, match="unknown error"):
         streams.enable_peer_access([0, 1])
 
 
-def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
-    here = new_machine(3, num_gpus=4, most_peers=2)
+def test_a_gpu_with_too_many_peers_copies_from_the_others(gpus):
+    here = gpus(3, num_gpus=4, most_peers=2)
     with open_mesh(4, backend="cuda") as mesh:
         pairs = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)}
         assert mesh.mesh_state.peer_access == here.peers == pairs
         assert summed(mesh) == [10] * 4
 
 
-def test_peer_access_that_corrupts_data_is_not_used(new_machine, monkeypatch, caplog):
-    here = new_machine(3, num_gpus=3)
+def test_peer_access_that_corrupts_data_is_not_used(gpus, monkeypatch, caplog):
+    here = gpus(3, num_gpus=3)
     here.corrupt = {(0, 2), (2, 1)}
     monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
     with open_mesh(3, backend="cuda") as mesh:
@@ -291,8 +221,8 @@ def summed(mesh: Mesh) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(new_machine, seed):
-    machine = new_machine(seed)
+def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(gpus, seed):
+    machine = gpus(seed)
     mesh = open_mesh([0, 1], backend="cuda")
     here, there = mesh.devices
     source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
@@ -300,14 +230,6 @@ def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(new_machine, seed
     del source
     here.__del__()  # as the garbage collector calls it
     machine.settle()  # would read freed memory
-
-
-def test_without_peer_access_no_launch_reads_another_gpu(new_machine):
-    new_machine(3, peers=False)
-    with open_mesh([0, 1], backend="cuda") as mesh:
-        near, far = mesh.devices
-        with pytest.raises(DeviceMismatchError, match="no peer access"):
-            add(near, uploaded(near, 1), uploaded(far, 2))
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(8, 32), (2, 8)])
@@ -334,31 +256,6 @@ def test_a_launch_has_chunks_for_the_blocks_that_the_driver_reports(
     assert grids == [(chunks,)]
 
 
-def test_two_meshes_have_their_own_streams_and_devices_on_one_gpu_share_them(here):
-    with open_mesh([0, 0], backend="cuda") as one, open_mesh([0, 0], backend="cuda") as other:
-        streams = {device._stream(queue).ptr for mesh in (one, other)
-                   for device in mesh for queue in ("compute", "transfer")}  # fmt: skip
-        assert len(streams) == 4
-
-
-def test_a_step_waits_for_nothing_and_uploads_nothing_twice(new_machine):
-    """With the same addresses a step needs no host work besides its launches."""
-    here = new_machine(1)
-    with gr.open_mesh([0, 0, 1, 1], backend="cuda") as mesh:
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        flat = mesh.flat_buffer([(5,), (7, 3)] * 60, "float32")
-        rows = [list(views) for views in flat.views]
-        ops.all_reduce(rows, op=gr.ReduceOp.SUM)
-        mesh.synchronize()
-        before = dict(here.counts)
-        with mesh.journal() as journal:
-            kept = ops.all_reduce(rows, op=gr.ReduceOp.SUM)
-        assert (journal.syncs, journal.uploads) == (0, 0)
-        assert here.counts["synchronize"] == before["synchronize"]
-        assert len(kept) == 4
-        assert current() is here
-
-
 def test_zeros_of_both_signs_are_different_arguments(mesh):
     """The cached arguments of a launch are found by equality, and 0.0 == -0.0."""
     device = mesh.devices[0]
@@ -369,25 +266,39 @@ def test_zeros_of_both_signs_are_different_arguments(mesh):
     assert np.signbit(outs[1].numpy()).all()
 
 
-def test_the_elapsed_time_of_two_events_is_known_when_both_have_completed(mesh):
+def test_a_large_table_is_uploaded_once_and_a_small_one_never(mesh):
     device = mesh.devices[0]
-    stream = device._stream("compute")
-    with device.gpu:
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-        device.zeros((8,), "float32")
-        end.record(stream)
-        end.synchronize()
-        assert cupy.cuda.get_elapsed_time(begin, end) >= 0
+    values = exact_data((1600,), "float32")
+    term, out = device.upload(values), device.zeros(values.shape, "float32")
+    rows = [[each.view(8 * row, (8,)) for row in range(200)] for each in (out, term)]
+    counts = []
+    for num_rows in (INLINE_ROWS, INLINE_ROWS + 1, INLINE_ROWS + 1, 200, 200, INLINE_ROWS + 1):
+        with mesh.journal() as journal:
+            ops.add_n(rows[0][:num_rows], [[row] for row in rows[1][:num_rows]])
+        counts.append(journal.uploads)
+    assert counts == [0, 1, 0, 1, 0, 0]
+    assert same(out.numpy(), values)
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_timing": True}])
-def test_the_time_of_an_event_without_timing_is_a_fault(new_machine, options):
-    here = new_machine(0)  # nothing runs before a wait
-    event = cupy.cuda.Event(**options)
-    event.record(cupy.cuda.Stream(non_blocking=True))
-    if options:
-        event.synchronize()
-    with pytest.raises(Fault, match="the time of an event"):
-        cupy.cuda.get_elapsed_time(event, event)
-    here.faults.clear()
+@pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
+def test_a_launch_has_the_shape_that_the_gpu_asks_for(gpus, monkeypatch, threads, block):
+    """The largest blocks that fit its multiprocessors, smaller for little work; one per chunk."""
+    attributes = {**surface.Device(0).attributes, "MaxThreadsPerMultiProcessor": threads}
+    monkeypatch.setattr(surface.Device, "attributes", attributes)
+    shapes, call = [], cupy.cuda.Function.__call__
+
+    def noted(self, grid, block, *arguments, **options):
+        shapes.append((grid, block))
+        call(self, grid, block, *arguments, **options)
+
+    monkeypatch.setattr(cupy.cuda.Function, "__call__", noted)
+    gpus(5)
+    with open_mesh([0], backend="cuda") as made:
+        device = made.devices[0]
+        for size in (8, 200_000):
+            values = exact_data((size,), "float32")
+            out = device.empty((size,), "float32")
+            ops.add_n([out], [[device.upload(values)]])
+            assert same(out.numpy(), values)
+    chunk = 4 * 4 * block  # four vectors of four floats for each thread
+    assert shapes == [((1,), (32,)), ((-(-200_000 // chunk),), (block,))]

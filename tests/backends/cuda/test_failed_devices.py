@@ -21,11 +21,6 @@ pytestmark = pytest.mark.fake_cupy
 ILLEGAL = "cudaErrorIllegalAddress: an illegal memory access was encountered"
 
 
-@pytest.fixture(params=[0, 1, 2])
-def here(request, new_machine):
-    return new_machine(request.param, num_gpus=2)
-
-
 def kill(here, gpu: int, status: int = 700) -> None:
     here.freed[gpu] = surface.CUDARuntimeError(ILLEGAL, status)
 
@@ -36,7 +31,7 @@ USES = {
     "zeros": lambda device, buffer: device.zeros((SIZE,), FLOAT),
     "copy": lambda device, buffer: device.copy(device.empty((SIZE,), FLOAT), buffer),
     "launch": lambda device, buffer: add(device, buffer, buffer),
-    "compile": lambda device, buffer: device.prepare(replace(ADD_N), ADD_N.templates[0]),
+    "compile": lambda device, buffer: device.compile_kernel(replace(ADD_N), ADD_N.templates[0]),
     "mark": lambda device, buffer: device.queue_mark(),
     "synchronize": lambda device, buffer: device.synchronize(),
     "release": lambda device, buffer: device.release(buffer, cupy.cuda.get_current_stream(1).ptr),
@@ -73,8 +68,8 @@ PASSING = (2, 46, 701, 704, 711, 712, 713, 720, 801)
 
 
 @pytest.mark.parametrize("use", ["launch", "mark"])
-def test_sticky_errors_fail_the_gpu_and_other_errors_do_not(new_machine, use):
-    here = new_machine(1, num_gpus=1)
+def test_sticky_errors_fail_the_gpu_and_other_errors_do_not(gpus, use):
+    here = gpus(1, num_gpus=1)
     for status in (*STICKY, *PASSING):
         with open_mesh(1, backend="cuda") as mesh:
             buffer = uploaded(mesh.devices[0], 1)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.fake_cupy
 
 
 @pytest.mark.parametrize("can_peer", [True, False])
-def test_gpus_and_their_peers_are_described(new_machine, can_peer):
-    new_machine(num_gpus=2, peers=can_peer)
+def test_gpus_and_their_peers_are_described(gpus, can_peer):
+    gpus(num_gpus=2, peers=can_peer)
     found = system_info.find_system_info()
     assert [gpu.peers for gpu in found.gpus] == [(False, can_peer), (can_peer, False)]
     assert (found.versions["CUDA driver"], found.versions["CUDA runtime"]) == ("13.1", "12.9")
@@ -29,8 +29,8 @@ def test_gpus_and_their_peers_are_described(new_machine, can_peer):
 
 
 @pytest.mark.parametrize("can_peer", [True, False])
-def test_the_check_of_the_command_line_runs_on_gpus(new_machine, can_peer):
-    new_machine(num_gpus=2, peers=can_peer)
+def test_the_check_of_the_command_line_runs_on_gpus(gpus, can_peer):
+    gpus(num_gpus=2, peers=can_peer)
     result = CliRunner().invoke(
         command, ["check", "--backend", "cuda", "--devices", "0,0,1", "--json", "-"]
     )
@@ -41,8 +41,8 @@ def test_the_check_of_the_command_line_runs_on_gpus(new_machine, can_peer):
     assert result.exit_code == (0 if can_peer else 1)
 
 
-def test_a_trace_shows_labels_as_nvtx_ranges(new_machine):
-    new_machine(num_gpus=2)
+def test_a_trace_shows_labels_as_nvtx_ranges(gpus):
+    gpus(num_gpus=2)
     surface.RANGES.clear()
     with gr.open_mesh(2, backend="cuda") as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -52,3 +52,17 @@ def test_a_trace_shows_labels_as_nvtx_ranges(new_machine):
                 ops.all_reduce([[np.ones(3)] for _ in mesh])
     assert surface.RANGES[0] == "+pack 1 of 1 (tensor 0)"
     assert surface.RANGES.count("-") * 2 == len(surface.RANGES)
+
+
+def test_a_benchmark_names_gpus_and_versions(gpus):
+    gpus()
+    options = ("--backend", "cuda", "--devices", "0,0,1", "--iterations", "1", "--max-bytes", "1K")
+    result = CliRunner().invoke(command, ["bench", "all-reduce", *options, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["wrong"] for row in found["rows"]] == [0]
+    machine = found["machine"]
+    assert machine["gpus"] == ["Fake GPU"] * 2
+    assert "CuPy" in machine["versions"]
+    assert machine["versions"]["CUDA driver"] == "13.1"
+    assert "threads" not in machine

@@ -182,3 +182,44 @@ def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method):
         ((found, _),) = DESCENT.compute_gradients(loss, aggregation_method=method)
         assert found.device.id == 1
         assert found.get().tolist() == [12.0, 24.0, 36.0]
+
+
+@pytest.mark.multi_gpu(2)
+def test_agn_differentiates_each_replica_on_its_own_gpu(gpus):
+    """Whichever GPU is current."""
+    gpus(4)
+    import cupy
+
+    start = np.arange(7, dtype=np.float32)
+    with gr.open_mesh([0, 1, 1, 0], backend="cuda") as mesh:
+        getter = gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh))
+        var = gr.get_variable("v", start, custom_getter=getter)
+        optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, 1)
+        arrays = [np.full(7, place + 1.0, "float32") for place in range(4)]
+        data, current = gr.PerReplica(arrays, mesh), []
+
+        def loss():
+            current.append(cupy.cuda.Device().id)
+            return np.sum(np.square(var * data.get()) / 2)
+
+        assert optimizer.minimize(loss) is True
+        assert current == [0, 1, 1, 0]
+        for copy in var.buffers:
+            np.testing.assert_allclose(copy.numpy(), start * (1 - 30 / 4), rtol=1e-5)
+
+
+def test_a_hook_that_writes_its_gradient_writes_a_copy(gpus):
+    """CuPy has no read-only arrays, and the replicas on one GPU share the gradient."""
+
+    class Halved(gr.Optimizer):
+        def _apply(self, variable, slots, gradient):
+            gradient *= 0.5
+            variable -= gradient
+
+    gpus(31)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        variable = gr.Variable(np.ones(3, "float32"), device=mesh)
+        given = mesh.devices[0].upload(np.ones(3, "float32"))
+        Halved("halved").apply_gradients([(given, variable)])
+        assert given.numpy().tolist() == [1, 1, 1]
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[0.5] * 3] * 2

@@ -44,14 +44,17 @@ def mesh(request, here, monkeypatch) -> Iterator[Mesh]:
 
 
 @pytest.fixture
-def jax(mesh, monkeypatch) -> ModuleType:
+def jax(mesh, monkeypatch) -> Iterator[ModuleType]:
     if FAKE:
         from fake_cupy.foreign_jax import stand_in
 
         monkeypatch.setitem(sys.modules, "jax", stand_in(2))
     import jax
 
-    return jax
+    yield jax
+    if FAKE:
+        for gpu in jax.devices("gpu"):  # pytest drops the fixture after the machine's end
+            gpu.forget()
 
 
 @pytest.fixture

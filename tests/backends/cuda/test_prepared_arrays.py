@@ -3,107 +3,44 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
 
 import cupy
 import numpy as np
 import pytest
-from fake_cupy import machine
+from fake_cupy import foreign
 from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.reduce.prepared import StreamBoundary
 
 pytestmark = pytest.mark.fake_cupy
 SHAPES = [(5, 3), (400,), (7,)]
 SUM = gr.ReduceOp.SUM
 
 
-@pytest.fixture(params=range(4))
-def here(request, new_machine):
-    return new_machine(request.param, num_gpus=2)
-
-
-@pytest.fixture
-def mesh(here):
-    with gr.open_mesh([0, 0, 1], backend="cuda") as made:
-        yield made
-
-
-class Tensor:
-    """The attributes of a ``torch.Tensor`` on a GPU that validation reads."""
-
-    requires_grad, is_cuda, layout = False, True, "strided"
-
-    def __init__(self, array) -> None:
-        self.array, self.dtype, self.shape = array, str(array.dtype), array.shape
-        self.device = SimpleNamespace(type="cuda", index=array.device.id)
-
-    def numpy(self):
-        raise TypeError("can't convert cuda tensor to numpy")
-
-    def is_conj(self) -> bool:
-        return False
-
-    is_neg = is_conj
-
-    def is_contiguous(self) -> bool:
-        return self.array.flags.c_contiguous
-
-    def detach(self):
-        return self
-
-    def data_ptr(self) -> int:
-        return self.array.data.ptr
-
-
-Tensor.__module__ = "torch"
-
-
 class Library:
-    """CuPy, or a stand-in for PyTorch, with arrays and a current stream on each GPU."""
+    """CuPy, or the fake of PyTorch, with a current stream on each GPU."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.streams = []
+        self.name, self.torch = name, foreign.stand_in()
         self.old = []  # PyTorch's streams are never destroyed
-        for gpu in range(2):
-            with cupy.cuda.Device(gpu):
-                self.streams.append(cupy.cuda.Stream(non_blocking=True))
-        self.torch = ModuleType("torch")
-        self.torch.__dict__.update(
-            strided="strided", bfloat16="bfloat16", int16="int16", from_dlpack=Tensor,
-            cuda=SimpleNamespace(current_stream=self.current),
-        )  # fmt: skip
 
-    def current(self, device):
-        gpu = getattr(device, "index", device)
-        return SimpleNamespace(cuda_stream=self.streams[gpu].ptr)
-
-    def change(self) -> None:
-        """Makes other streams current, which wait for the old ones."""
-        self.old += self.streams
-        for gpu, old in enumerate(self.streams):
-            with cupy.cuda.Device(gpu):
-                self.streams[gpu] = cupy.cuda.Stream(non_blocking=True)
-                event = cupy.cuda.Event()
-                event.record(old)
-                self.streams[gpu].wait_event(event)
+    def change_streams(self) -> None:
+        self.old += foreign.change_streams(self.torch)
 
     def during(self, gpu: int, work):
         """Runs ``work`` on the library's current stream, like its own code."""
-        with cupy.cuda.Device(gpu), self.streams[gpu]:
+        with self.torch.on(gpu):
             return work()
 
     def call(self, step):
         """Calls inside ``with`` blocks of CuPy's streams; PyTorch has its own current streams."""
         if self.name == "torch":
             return step()
-        with cupy.cuda.Device(0), self.streams[0], cupy.cuda.Device(1), self.streams[1]:
+        with self.torch.on(0), self.torch.on(1):
             return step()
 
     def wrap(self, array):
-        return Tensor(array) if self.name == "torch" else array
+        return foreign.Tensor(array) if self.name == "torch" else array
 
     def raw(self, array):
         return array.array if self.name == "torch" else array
@@ -155,7 +92,7 @@ def test_calls_are_ordered_with_the_streams_current_at_the_call(library, mesh, n
             )
         )
         if turn == 2:
-            library.change()
+            library.change_streams()
         for array in map(library.raw, shown):
             found = library.during(array.device.id, array.get)
             assert same(found, np.full(found.shape, 6 * turn, np.float32))
@@ -183,15 +120,15 @@ def test_outs_are_ordered_with_the_streams_current_at_the_call(library, mesh, wa
         library.call(step)
         for array in [array for row in outs for array in row]:
             seen.append((turn, library.during(array.device.id, array.copy)))
-        library.change()
+        library.change_streams()
     for turn, copied in seen:
         found = library.during(copied.device.id, copied.get)
         assert same(found, np.full(found.shape, 6 * turn, np.float32))
 
 
 @pytest.mark.parametrize("way", ["prepare", "capture"])
-def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(new_machine, way):
-    new_machine(0)
+def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(gpus, way):
+    gpus(0)
     with gr.open_mesh([0] * 4, backend="cuda") as mesh:
         values = [
             gr.PerReplica([cupy.asarray(np.zeros(4, np.float32)) for _ in pair], devices=pair)
@@ -207,62 +144,8 @@ def test_values_of_different_devices_of_a_gpu_are_ordered_after_its_stream(new_m
             assert all(same(each.get(), np.full(4, 2 * turn, np.float32)) for each in found)
 
 
-def test_a_call_fences_each_stream_once(here, mesh):
-    library = Library("cupy")
-
-    def records(num_tensors):
-        arrays = [[library.during(d.physical, lambda: cupy.asarray(np.ones(4, np.float32)))
-                   for d in mesh] for _ in range(num_tensors)]  # fmt: skip
-
-        def made():
-            values = [gr.PerReplica(row, mesh) for row in arrays]
-            return gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
-
-        step = library.call(made)
-        before = here.counts.get("record", 0)
-        library.call(step)
-        return here.counts["record"] - before
-
-    assert records(1) == records(20)
-
-
-@pytest.mark.parametrize("side", ["enter", "leave"])
-def test_a_missing_fence_is_a_fault(side, new_machine, monkeypatch):
-    here = new_machine(2, num_gpus=2)
-    with (
-        pytest.raises(machine.Fault, match="unordered: "),
-        gr.open_mesh([0, 1], backend="cuda") as mesh,
-    ):
-        library = Library("cupy")
-        step, arrays = prepared(library, mesh)
-        monkeypatch.setattr(StreamBoundary, side, lambda *given: None)
-        for row in arrays:
-            for array in row:
-                fill(library, array, 2)
-        results = library.call(step)
-        for array in results[0].values:
-            library.during(array.device.id, array.get)
-        here.settle()
-    new_machine()
-
-
-def test_arrays_that_are_not_shared_or_have_no_stream_are_refused(mesh):
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    with cupy.cuda.Device(0):
-        whole = cupy.asarray(np.ones((4, 4), np.float32))
-        for array, why in (
-            (np.ones((4, 4), np.float32), "could not be shared"),
-            (whole[:, ::2], "could not be shared"),
-        ):
-            value = gr.PerReplica([array], devices=mesh.devices[:1])
-            with pytest.raises(ValueError, match=f"value 0: replica 0 .*{why}"):
-                ops.prepare(SUM, [(value, value)])
-        with pytest.raises(ValueError, match="results of kind 'numpy'"):
-            ops.prepare(SUM, [(whole, mesh.devices[0])], output_type="numpy")
-
-
-def test_a_step_looks_at_arrays_that_were_dropped_once(new_machine):
-    new_machine(1)
+def test_a_step_looks_at_arrays_that_were_dropped_once(gpus):
+    gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
 
         def value():

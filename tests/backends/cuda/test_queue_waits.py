@@ -17,14 +17,6 @@ SUM = gr.ReduceOp.SUM
 pytestmark = pytest.mark.fake_cupy
 
 
-def counted(machine, call):
-    """The CUDA calls of ``call``."""
-    before = dict(machine.counts)
-    call()
-    found = {name: count - before.get(name, 0) for name, count in machine.counts.items()}
-    return {name: count for name, count in found.items() if count}
-
-
 @pytest.mark.parametrize("num_packs", [0, 1])
 def test_a_step_on_one_gpu_makes_no_cuda_calls_but_launches(num_packs, gpus):
     """Plain calls also allocate."""
@@ -38,7 +30,7 @@ def test_a_step_on_one_gpu_makes_no_cuda_calls_but_launches(num_packs, gpus):
 
         def twice(step):
             step()
-            return counted(machine, step)
+            return machine.counted(step)
 
         launches = {"launch": 1 + num_packs}
         plain()
@@ -49,7 +41,7 @@ def test_a_step_on_one_gpu_makes_no_cuda_calls_but_launches(num_packs, gpus):
         step()
         for buffer in pairs[0][0].buffers:
             buffer.device.upload(np.zeros(5, np.float32), out=buffer)
-        assert counted(machine, step) == launches  # all of them are in one stream
+        assert machine.counted(step) == launches  # all of them are in one stream
 
 
 def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
@@ -58,7 +50,7 @@ def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         rows = [[cupy.asarray(np.ones(3, np.float32)) for _ in range(3)] for _ in mesh]
         cross, reduced = gr.HierarchicalCopyAllReduce(mesh=mesh), []
-        found = counted(machine, lambda: reduced.extend(cross.all_reduce(rows, op=SUM)))
+        found = machine.counted(lambda: reduced.extend(cross.all_reduce(rows, op=SUM)))
         assert "synchronize" not in found
         assert all((array.get() == 2).all() for row in reduced for array in row)
 
@@ -98,7 +90,7 @@ def test_a_queue_is_marked_again_after_new_work(way, gpus):
         device, other, away = mesh.devices
         near = operands_of(device, other, away)
         mark = device.queue_mark()
-        assert counted(machine, lambda: [device.queue_mark() for _ in "abc"]) == {}
+        assert machine.counted(lambda: [device.queue_mark() for _ in "abc"]) == {}
         assert device.queue_mark().event is mark.event
         SUBMITTING[way](device, near)
         assert device.queue_mark().event is not mark.event
@@ -117,10 +109,10 @@ def test_no_wait_is_queued_twice(gpus):
                 for out, term in zip(row, terms, strict=True):
                     ops.add_n([out], [[term]], device=device)
 
-        assert counted(machine, read) == {"launch": 4, "record": 1, "wait": 2}
-        assert counted(machine, read) == {"launch": 4}
+        assert machine.counted(read) == {"launch": 4, "record": 1, "wait": 2}
+        assert machine.counted(read) == {"launch": 4}
         source.fill_zero(terms[0])
-        assert counted(machine, read)["wait"] == 2
+        assert machine.counted(read)["wait"] == 2
 
 
 def test_a_freed_block_that_another_device_of_the_gpu_used_is_free_at_once(gpus):

@@ -23,7 +23,7 @@ MOST = 4 * rounded(CHUNK, PINNED)
 
 
 @pytest.fixture(params=range(4))
-def here(request, new_machine, monkeypatch) -> Machine:
+def here(request, gpus, monkeypatch) -> Machine:
     for module, name, nbytes in (
         (staging, "CHUNK", CHUNK),
         (cuda, "CHUNK", CHUNK),
@@ -31,16 +31,7 @@ def here(request, new_machine, monkeypatch) -> Machine:
         (staging, "IN_FLIGHT", 3 * CHUNK),
     ):
         monkeypatch.setattr(module, name, nbytes)
-    return new_machine(request.param, num_gpus=1, pinned=2 * MOST)
-
-
-def stall(here: Machine, mesh: Mesh) -> None:
-    here.stuck.add(here.queues[mesh.devices[0]._stream("compute").ptr])
-
-
-def free(here: Machine) -> None:
-    with here.lock:
-        here.stuck.clear()
+    return gpus(request.param, num_gpus=1, pinned=2 * MOST)
 
 
 @pytest.fixture
@@ -71,13 +62,13 @@ def test_a_large_array_uses_little_pinned_memory(here, mesh, of):
 def test_only_large_uploads_wait(here, mesh):
     device = mesh.devices[0]
     device.synchronize(deadline=TEST_TIMEOUT)  # later waits poll
-    stall(here, mesh)
+    here.stall(device)
     device.upload(data((5 * CHUNK // 8,)))
     small = [device.upload(data((100,), seed=seed)) for seed in range(9)]
     late = gr.device.deadline_scope("a call", 0.05, mesh.devices)
     with pytest.raises(CollectiveError, match=r"the deadline .*passed"), late:
         device.upload(data((2 * CHUNK,)))
-    free(here)
+    here.resume()
     mesh.reset(timeout=TEST_TIMEOUT)
     for seed, buffer in enumerate(small):
         assert (buffer.numpy() == data((100,), seed=seed)).all()
@@ -87,18 +78,18 @@ def test_a_download_that_passes_no_deadline_uses_no_pinned_memory(here, mesh):
     device = mesh.devices[0]
     buffer = device.upload(data((5 * CHUNK,)))
     device.synchronize()
-    stall(here, mesh)
+    here.stall(device)
     device.zeros((4,), "float32")
     with pytest.raises(CollectiveError, match="passed"):
         buffer.numpy(deadline=0.05)
-    free(here)
+    here.resume()
     mesh.reset(timeout=TEST_TIMEOUT)
     assert not len(device._staging)
     assert (buffer.numpy() == data((5 * CHUNK,))).all()
 
 
-def test_a_lack_of_pinned_memory_is_a_lack_of_host_memory(new_machine):
-    new_machine(2, num_gpus=1, pinned=10_000)
+def test_a_lack_of_pinned_memory_is_a_lack_of_host_memory(gpus):
+    gpus(2, num_gpus=1, pinned=10_000)
     with gr.open_mesh(1, backend="cuda") as mesh:
         device = mesh.devices[0]
         says = "cuda:0: the host cannot pin 40,000 bytes of its memory for a copy: free host memory"

@@ -67,3 +67,14 @@ def test_a_straggler_is_dropped(example, gpus, placement, seed):
     assert history.global_step == STEPS
     assert not any(each.kept for each in history.gradients[-1])
     assert history.num_dropped >= len(history.gradients[-1]) >= 1
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize(
+    ("num_gpus", "placed"), [(8, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 0, 1, 2]), (1, [0] * 4)]
+)
+def test_four_devices_are_the_first_four_gpus(example, gpus, num_gpus, placed):
+    gpus(0, num_gpus=num_gpus)
+    options = example.read_options(example.make_parser(), ["--backend", "cuda", "--workers", "4"])
+    with importlib.import_module("command_line").open_devices(options) as mesh:
+        assert [device.physical for device in mesh] == placed

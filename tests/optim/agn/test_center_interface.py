@@ -61,12 +61,12 @@ class HostCenter(Center):
     def slot_variables(self):
         return [self._shown(slot) for slot in self.state.slot_variables()]
 
-    def prepare(self, optimizer, variables, of, config):
+    def set_up_push(self, optimizer, variables, of, config):
         centers = [self.theirs[variables.center_of(var)] for var in of]
         rehearse_push(optimizer, centers, config, sparse=False)
-        self.state.written_by_update(optimizer, centers)
+        self.state.make_slots(optimizer, centers)
 
-    def written_by_push(self, variables):
+    def list_written_buffers(self, variables):
         return []
 
     def push_scope(self):
@@ -93,7 +93,7 @@ class HostCenter(Center):
         with self.state.lock:
             self.state.check_usable()
             centers = [center for _, center, *_ in message]
-            rows = self.state.written_by_update(optimizer, centers)
+            rows = self.state.make_slots(optimizer, centers)
             pushed, results = [], []
             for written, (name, center, sent, then) in zip(rows, message, strict=True):
                 device = center.devices[0]

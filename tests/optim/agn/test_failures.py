@@ -90,11 +90,11 @@ class Case:
             self.center.state_dict()
 
 
-@pytest.mark.parametrize("method", ["_allocate", "_prepare", "_launch", "_copy"])
+@pytest.mark.parametrize("method", ["_allocate", "_compile_kernel", "_launch", "_copy"])
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_fails(mesh, way, method):
     """The first call fails, then the second, until all have failed once; every third allocation."""
-    calm, step = Case(mesh, way), 3 if method in ("_allocate", "_prepare") else 1
+    calm, step = Case(mesh, way), 3 if method in ("_allocate", "_compile_kernel") else 1
     assert calm.step(3) is True
     wanted, outcomes = calm.continued(), []
     for first in range(1, 60, step):
@@ -110,7 +110,7 @@ def test_whatever_fails(mesh, way, method):
             continue
         assert case.continued() == wanted
         break
-    if method in ("_allocate", "_prepare"):
+    if method in ("_allocate", "_compile_kernel"):
         assert set(outcomes) <= {"nothing", "due"}
     elif method == "_launch":
         num_gpus = len({device.physical for device in mesh.devices[1:]})

@@ -1,9 +1,8 @@
-"""AGN uses only those protected members of ``Optimizer`` that its docstring names."""
+"""AGN uses only those protected members of ``Optimizer`` that docs/architecture.md names."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
@@ -12,13 +11,14 @@ from gradreduce.optim import agn
 
 # The attribute of a getter, and of a center, that the files of the package share.
 SHARED = "_shared"
+ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted(Path(agn.__file__).parent.glob("*.py"))
 
 
 def documented() -> set[str]:
-    paragraphs = inspect.getdoc(gr.Optimizer).split("\n\n")
-    (paragraph,) = [each for each in paragraphs if each.startswith("Protected members")]
-    return set(re.findall(r"``(_\w+)``", paragraph)) - {"_apply"}
+    items = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("\n- ")
+    (item,) = [each for each in items if "uses these protected members of `Optimizer`" in each]
+    return set(re.findall(r"`(_\w+)`", item)) - {"_apply"}
 
 
 def accesses(tree: ast.AST) -> list[ast.Attribute]:

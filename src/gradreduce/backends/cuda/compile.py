@@ -15,7 +15,7 @@ from cupy.cuda import driver, runtime
 
 from gradreduce.backends.kernel_cache import (
     file_name,
-    opened_cache,
+    open_cache,
     read_entry,
     warn_not_cached,
     write_entry,
@@ -58,19 +58,19 @@ def load_kernel(kernel: Kernel, template: Template, ordinal: int, threads: int) 
         RuntimeError: NVRTC cannot compile the text; its messages name lines of the ``.cu`` file.
     """
     key = (kernel, template, ordinal)
-    found = _functions.get(key)
-    if found is None:
+    loaded = _functions.get(key)
+    if loaded is None:
         with _lock.lock:
             own = _locks.setdefault((kernel, template), threading.RLock())
         with own:
-            found = _functions.get(key)
-            if found is None:
+            loaded = _functions.get(key)
+            if loaded is None:
                 function = _load(kernel, template, ordinal)
                 blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                     function.ptr, threads, 0
                 )
-                found = _functions[key] = LoadedKernel(function, blocks)
-    return found
+                loaded = _functions[key] = LoadedKernel(function, blocks)
+    return loaded
 
 
 def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
@@ -91,27 +91,27 @@ def _load(kernel: Kernel, template: Template, ordinal: int) -> Any:
 
 
 def _code(kernel: Kernel, expression: str, ordinal: int) -> bytes:
-    """Returns what ``compiled`` returns; from the cache if possible."""
+    """Returns what ``compile_code`` returns; from the cache if possible."""
     text = kernel_text(kernel.source)
     capability = cupy.cuda.Device(ordinal).compute_capability
     # CuPy adds options of its own, such as the architecture.
     compiler = f"NVRTC {cupy.cuda.nvrtc.getVersion()}, CuPy {cupy.__version__}"
     key = "\0".join([text, *OPTIONS, expression, capability, compiler]).encode()
     entry = file_name(f"{kernel.name}-sm_{capability}", key, ".cubin")
-    with suppress(OSError), opened_cache() as folder:
-        found = read_entry(folder / entry, key)
-        if found is not None:
-            return found
-    made = compiled(text, expression)
+    with suppress(OSError), open_cache() as folder:
+        cached = read_entry(folder / entry, key)
+        if cached is not None:
+            return cached
+    compiled = compile_code(text, expression)
     try:
-        with opened_cache() as folder:
-            write_entry(folder / entry, key, made)
+        with open_cache() as folder:
+            write_entry(folder / entry, key, compiled)
     except OSError as error:
         warn_not_cached(error)
-    return made
+    return compiled
 
 
-def compiled(text: str, expression: str) -> bytes:
+def compile_code(text: str, expression: str) -> bytes:
     """Returns the name of the function, a zero byte and its code, for the current GPU."""
     code, names = cupy.cuda.compiler.compile_using_nvrtc(
         text, OPTIONS, name_expressions=(expression,), cache_in_memory=True

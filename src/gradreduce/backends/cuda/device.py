@@ -47,9 +47,9 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel
 from .geometry import Geometry
-from .graph import captured_graph, recording
+from .graph import capture_graph, recording
 from .libcuda import is_of_cuda_malloc, uuid_of
-from .staging import CHUNK, SMALL, PinnedStaging, chunks_of, pinned_memory
+from .staging import CHUNK, SMALL, PinnedStaging, allocate_pinned, chunks_of
 from .streams import FATAL, GpuScope
 
 # Seconds between two polls of a queue that must be empty before a mesh can be reset.
@@ -206,13 +206,13 @@ class CudaDevice(Device):
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), mark.event.ptr)
 
-    def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
+    def _capture(self, devices: Sequence[Device], command_list: CommandList) -> Command:
         queues = {
-            queue: each.gpu
-            for each in cast("Sequence[CudaDevice]", devices)
-            for queue in each.queues.values()
+            queue: device.gpu
+            for device in cast("Sequence[CudaDevice]", devices)
+            for queue in device.queues.values()
         }
-        return captured_graph(command_list, queues, self._streams["compute"])
+        return capture_graph(command_list, queues, self._streams["compute"])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class CudaDevice(Device):
             if nbytes >= SMALL:
                 self._limit_pinned()
             with DeferInterrupts(), self.gpu:
-                pinned = pinned_memory(nbytes, self.name)
+                pinned = allocate_pinned(nbytes, self.name)
                 staged = np.frombuffer(pinned, np.uint8, nbytes)
                 staged.view(dst.dtype).reshape(chunk.shape)[...] = chunk
                 command = partial(self._upload_pinned, dst.address + offset, pinned, nbytes, queue)
@@ -334,17 +334,12 @@ class CudaDevice(Device):
         self._staging.add(pinned, nbytes, self.gpu.event(stream))
 
     def _limit_pinned(self) -> None:
-        """Waits while too much pinned memory is in use.
-
-        Raises:
-            BackendUnavailableError: the device has failed meanwhile.
-            CollectiveError: the mesh has failed meanwhile.
-        """
+        """Waits while too much pinned memory is in use."""
         while (event := self._staging.oldest()) is not None:
             if not self._endless.polls:
                 with self.gpu:
                     event.synchronize()
-            elif not self._endless.until(partial(self._reached, event)):
+            elif not self._endless.until(partial(self._is_done, event)):
                 raise self.mesh_state.abort_wait("an upload", self, self._endless)
             self._drop_staging()
 
@@ -359,7 +354,7 @@ class CudaDevice(Device):
             return self._download_beside(buffer, wait_policy)
         with DeferInterrupts(), self.gpu:
             if polls:  # a copy to pageable memory waits in the driver
-                pinned = pinned_memory(max(1, nbytes), self.name)
+                pinned = allocate_pinned(max(1, nbytes), self.name)
                 host = np.frombuffer(pinned, np.uint8, nbytes)
             else:
                 host = np.empty(nbytes, np.uint8)
@@ -420,11 +415,11 @@ class CudaDevice(Device):
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
         with self.gpu:
             load_kernel(kernel, template, self.physical, self._geometry.threads)
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,
@@ -463,8 +458,8 @@ class CudaDevice(Device):
         held = self.upload(words)
         return held.address, held
 
-    def _reached(self, event: Any) -> bool:
-        """See ``Backend._reached``; marks a GPU as failed after a fatal error."""
+    def _is_done(self, event: Any) -> bool:
+        """See ``Backend._is_done``; marks a GPU as failed after a fatal error."""
         with self.gpu:  # CUDA makes a context on the current GPU, whatever the event's
             return self._is_over(runtime.eventQuery(event.ptr))
 
@@ -489,19 +484,21 @@ class CudaDevice(Device):
             return True
         with self.gpu:
             events = [self.gpu.event(stream) for stream in streams]
-        return wait_policy.until(lambda: all(self._reached(event) for event in events))
+        return wait_policy.until(lambda: all(self._is_done(event) for event in events))
 
     def _is_idle(self, *, in_finalizer: bool = False) -> bool:
         """Whether all queues are empty; in a finalizer events may be destroyed already."""
         try:
             with self.gpu:
                 if in_finalizer:
-                    found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+                    statuses = [
+                        runtime.streamQuery(stream.ptr) for stream in self._streams.values()
+                    ]
                 else:
-                    found = [self._query(queue) for queue in self.queues.values()]
+                    statuses = [self._query(queue) for queue in self.queues.values()]
         except BackendUnavailableError:  # the GPU has failed
             return False
-        return all([self._is_over(status) for status in found])
+        return all([self._is_over(status) for status in statuses])
 
     def _query(self, queue: DeviceQueue) -> int:
         """Returns CUDA's status of all work of a queue: 0 if it is done.

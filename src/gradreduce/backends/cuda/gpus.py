@@ -33,13 +33,13 @@ def list_gpus() -> tuple[Gpu, ...]:
         BackendUnavailableError: there is no driver or no GPU.
     """
     numbers = range(visible_gpus())
-    found = []
+    gpus = []
     for gpu in numbers:
         properties = runtime.getDeviceProperties(gpu)
         peers = [
             gpu != other and bool(runtime.deviceCanAccessPeer(gpu, other)) for other in numbers
         ]
-        found.append(
+        gpus.append(
             Gpu(
                 bytes(properties["name"]).decode(errors="replace"),
                 f"{properties['major']}.{properties['minor']}",
@@ -47,7 +47,7 @@ def list_gpus() -> tuple[Gpu, ...]:
                 tuple(peers),
             )
         )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def cuda_versions() -> dict[str, str]:

@@ -35,7 +35,7 @@ class _Recording(threading.local):
 recording = _Recording()
 
 
-def captured_graph(
+def capture_graph(
     command_list: CommandList, queues: Mapping[DeviceQueue, GpuScope], home: Any
 ) -> Command:
     """Captures commands as a graph; returns a command that launches it.
@@ -68,7 +68,9 @@ def captured_graph(
             command_list.run()
         finally:
             recording.streams = None
-        graph = _ended(home, gpu, origin, [(streams[queue], other) for queue, other in others])
+        graph = _end_capture(
+            home, gpu, origin, [(streams[queue], other) for queue, other in others]
+        )
     except BaseException:
         with suppress(RuntimeError), gpu:
             origin.end_capture()
@@ -81,7 +83,7 @@ def captured_graph(
     return launch
 
 
-def _ended(home: Any, gpu: GpuScope, origin: Any, others: list[tuple[Any, GpuScope]]) -> Any:
+def _end_capture(home: Any, gpu: GpuScope, origin: Any, others: list[tuple[Any, GpuScope]]) -> Any:
     """Joins the other streams into ``origin`` and ends its capture; returns the graph."""
     try:
         for stream, other in others:

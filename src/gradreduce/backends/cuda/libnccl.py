@@ -31,13 +31,13 @@ def warn_of_several() -> None:
         warnings.warn(f"NCCL may fail or hang{text}", RuntimeWarning, stacklevel=2)
 
 
-def several_text(found: list[tuple[str, str]]) -> str:
+def several_text(libraries: list[tuple[str, str]]) -> str:
     """Returns a warning about several files; empty for one or none."""
-    if len(found) < 2:
+    if len(libraries) < 2:
         return ""
-    files = ", ".join(file for file, _ in found)
+    files = ", ".join(file for file, _ in libraries)
     return (
-        f"; this process has loaded {len(found)} libnccl files: {files}; "
+        f"; this process has loaded {len(libraries)} libnccl files: {files}; "
         "make CuPy and PyTorch load the same one"
     )
 

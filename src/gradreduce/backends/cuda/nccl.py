@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from gradreduce.device import ELEMENT_OF, Buffer, Collective, DeferInterrupts, Device, Done
-from gradreduce.device.failure.waiting import acquired_in_time, run_in_thread
+from gradreduce.device.failure.waiting import call_under_lock, run_in_thread
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.processes import Parcel
 from gradreduce.device.run.collective import CollectiveCall
@@ -128,9 +128,9 @@ class NcclCollective(Collective):
         self._open = _Open()
         mesh_state.on_failure.append(self.abort)
         mesh_state.library_error = self.error
-        mesh_state.library_finished = self.ended
+        mesh_state.library_finished = self.wait_for_end
 
-    def loaded(self) -> NcclCollective:
+    def load(self) -> NcclCollective:
         """Imports the library; returns this object.
 
         Raises:
@@ -150,7 +150,7 @@ class NcclCollective(Collective):
         count, kind = first.nbytes, self._nccl.NCCL_UINT8  # bytes of any dtype
         last = [] if call.root is None else [call.root]
         if call.name in ("all_reduce", "reduce"):
-            count, kind = self._typed(first)
+            count, kind = self._count_and_type(first)
             last.insert(0, self._nccl.NCCL_SUM)
         ready = _Ready(
             call,
@@ -207,7 +207,7 @@ class NcclCollective(Collective):
         with cliques.lock:
             cliques.check()
             (communicator,) = cliques.made[_PROCESSES]
-            with self._grouped("exchange"):
+            with self._in_group("exchange"):
                 for call, parcels in (("send", sends), ("recv", receives)):
                     method = getattr(communicator, call)
                     for rank, buffer in parcels:
@@ -241,7 +241,7 @@ class NcclCollective(Collective):
     def close(self) -> None:
         """Aborts the communicators in another thread, because NCCL's abort can hang."""
         self.abort()
-        self.ended(ABORT_SECONDS)
+        self.wait_for_end(ABORT_SECONDS)
 
     def abort(self) -> None:
         """Aborts the communicators without waiting, not even for a lock.
@@ -256,7 +256,7 @@ class NcclCollective(Collective):
             work = partial(self._abort_cliques, cliques)
             self._pending.add(run_in_thread(partial(_on_gpu, cliques.gpu, work)))
 
-    def ended(self, seconds: float) -> bool:
+    def wait_for_end(self, seconds: float) -> bool:
         """Whether every abort and initialisation is done; waits for at most ``seconds``.
 
         That includes an initialisation whose caller has stopped waiting.
@@ -323,7 +323,7 @@ class NcclCollective(Collective):
             raise CollectiveError(f"NCCL {name}: {said}{error_details()}") from error
 
     @contextmanager
-    def _grouped(self, name: str) -> Iterator[None]:
+    def _in_group(self, name: str) -> Iterator[None]:
         self._run(name, self._nccl.groupStart)
         try:
             yield
@@ -384,23 +384,26 @@ class NcclCollective(Collective):
         NCCL's own threads write (NVIDIA/nccl#1797).
         """
         name = f"initialisation of GPUs {listed(ranks.gpus.values(), 8)}"
-        made: list[Any] = []
+        communicators: list[Any] = []
         try:
             identity = ranks.identity or self._run(name, self._nccl.get_unique_id)
-            with self._grouped(name):
+            with self._in_group(name):
                 for rank, gpu in ranks.gpus.items():
                     with CurrentGpu(gpu):
                         arguments = ranks.size, identity, rank
-                        made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
+                        communicators.append(
+                            self._run(name, self._nccl.NcclCommunicator, *arguments)
+                        )
         except Exception as error:
             failed.append(error)
-            self._abort(made)  # else CuPy would call destroy, which incomplete ones do not support
+            # Otherwise CuPy would call destroy, which incomplete ones do not support.
+            self._abort(communicators)
             return
         # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
         # before this line does not see these.
-        is_second = cliques.made.setdefault(key, made) is not made
+        is_second = cliques.made.setdefault(key, communicators) is not communicators
         if is_second or (cliques.aborted and cliques.made.pop(key, None) is not None):
-            self._abort(made)
+            self._abort(communicators)
 
     def _check_async(self, communicator: Any) -> None:
         """Raises on an asynchronous NCCL error, except "in progress"."""
@@ -414,7 +417,7 @@ class NcclCollective(Collective):
         # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
         # wait for that thread (no other can enter). If it does not return in time it hangs, and
         # only the abort can end it.
-        acquired_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
+        call_under_lock(cliques.lock, INSIDE_SECONDS, lambda: None)
         while cliques.asked:
             time.sleep(_ASKED_SECONDS)
         communicators = []
@@ -430,12 +433,12 @@ class NcclCollective(Collective):
         aborted yet (NVIDIA/nccl#1013).
         """
         at_once = self._nccl.get_version() >= _FIRST_TO_ABORT_IN_GROUPS
-        with suppress(CollectiveError), self._grouped("abort") if at_once else nullcontext():
+        with suppress(CollectiveError), self._in_group("abort") if at_once else nullcontext():
             for communicator in communicators:
                 with suppress(self._nccl.NcclError):  # the others must be aborted too
                     communicator.abort()
 
-    def _typed(self, buffer: Buffer) -> tuple[int, int]:
+    def _count_and_type(self, buffer: Buffer) -> tuple[int, int]:
         """Returns the count and the NCCL type of a buffer's elements, for a sum."""
         element = ELEMENT_OF[buffer.dtype]
         name = _TYPES.get(element.name)

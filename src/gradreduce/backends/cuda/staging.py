@@ -23,8 +23,8 @@ IN_FLIGHT, SMALL = 128 << 20, 1 << 20
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-def pinned_memory(nbytes: int, name: str) -> Any:
-    """Returns CuPy's pinned memory.
+def allocate_pinned(nbytes: int, name: str) -> Any:
+    """Allocates pinned memory by CuPy.
 
     Args:
         nbytes: the size in bytes.

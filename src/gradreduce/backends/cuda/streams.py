@@ -45,12 +45,12 @@ def visible_gpus() -> int:
     """
     _check_cupy()
     try:
-        found = int(runtime.getDeviceCount())
+        count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
-    if not found:
+    if not count:
         raise BackendUnavailableError("CuPy sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return found
+    return count
 
 
 def _check_cupy() -> None:

@@ -136,7 +136,7 @@ class SimDevice(Device):
     def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:
             raw, block = buffer.block.raw, buffer.block
-            whole = raw.exported(block) if block.owned else raw.reshape(-1).view(np.uint8)
+            whole = raw.export(block) if block.owned else raw.reshape(-1).view(np.uint8)
             buffer.array = np.ndarray(buffer.shape, buffer.dtype, whole, buffer.offset)
         array: np.ndarray = buffer.array
         return array
@@ -184,12 +184,12 @@ class SimDevice(Device):
         if self.defers:  # else two processes may wait for each other
             self.scheduler.finish((self.physical, queue))
 
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
         build = self.options.build
         if build is not None:
             host_kernel(kernel, build)
 
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,

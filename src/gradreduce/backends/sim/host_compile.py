@@ -25,7 +25,7 @@ from typing import Any
 
 from gradreduce.backends.kernel_cache import (
     file_name,
-    opened_cache,
+    open_cache,
     read_entry,
     warn_not_cached,
     write_entry,
@@ -157,40 +157,40 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
     key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
     entry = file_name(f"{name}-{build}", key, ".so")
     # The sanitizer opens the file by its path when it reports an error.
-    opened = partial(opened_cache, plain_path=build == "sanitized")
+    opened = partial(open_cache, plain_path=build == "sanitized")
     with suppress(OSError), opened() as folder:
         if read_entry(folder / entry, key) is not None:
             return ctypes.CDLL(str(folder / entry))
     scratch = Path(tempfile.mkdtemp(prefix="gradreduce-"))
     try:
-        made = _compile(compiler, text, scratch / entry, build)
+        library = _compile(compiler, text, scratch / entry, build)
         try:
             with opened() as folder:
-                write_entry(folder / entry, key, made.read_bytes())
+                write_entry(folder / entry, key, library.read_bytes())
                 return ctypes.CDLL(str(folder / entry))
         except OSError as error:
             warn_not_cached(error)
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(library))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
-    """Builds ``made``, and leaves its source beside it.
+def _compile(compiler: str, text: str, library: Path, build: str) -> Path:
+    """Builds ``library``, and leaves its source beside it.
 
     Raises:
         RuntimeError: g++ cannot compile the text.
     """
-    source = made.with_suffix(".cpp")
+    source = library.with_suffix(".cpp")
     source.write_text(text, encoding="utf-8")
-    done = _run([compiler, *BUILDS[build], "-o", str(made), str(source)])
+    done = _run([compiler, *BUILDS[build], "-o", str(library), str(source)])
     if done.returncode:
-        name = made.name.partition("-")[0]
+        name = library.name.partition("-")[0]
         raise RuntimeError(
             f"g++ cannot compile the {build} build of {name} (exit status {done.returncode}):\n"
             f"{done.stderr}"
         )
-    return made
+    return library
 
 
 @cache

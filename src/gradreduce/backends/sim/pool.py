@@ -50,21 +50,21 @@ class Memory:
         self.elements = self.bytes
         self._exported: Callable[[], np.ndarray | None] = lambda: None
 
-    def exported(self, owner: object) -> np.ndarray:
+    def export(self, owner: object) -> np.ndarray:
         """Returns all bytes as an array that keeps ``owner`` alive; reused while it lives."""
-        found = self._exported()
-        if found is None:
-            found = np.asarray(_ArrayInterface(self, owner))
-            self._exported = ref(found)
-        return found
+        array = self._exported()
+        if array is None:
+            array = np.asarray(_ArrayInterface(self, owner))
+            self._exported = ref(array)
+        return array
 
     def as_dtype(self, dtype: np.dtype) -> np.ndarray:
         """Returns all bytes as an array of ``dtype``."""
-        found = self.elements
-        if found.dtype is not dtype:
+        elements = self.elements
+        if elements.dtype is not dtype:
             whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            self.elements = found = self.bytes[:whole].view(dtype)
-        return found
+            self.elements = elements = self.bytes[:whole].view(dtype)
+        return elements
 
 
 class SimPool:
@@ -90,16 +90,16 @@ class SimPool:
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocates at least ``nbytes``."""
-        wanted = -(-nbytes // GRANULE) * GRANULE or GRANULE
+        size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         with self._lock:
-            free = self._free.get(wanted)
+            free = self._free.get(size)
             if free:
-                self.free_bytes -= wanted
+                self.free_bytes -= size
                 memory = free.pop()
             else:
                 if self.free_bytes > 2 * self._peak_bytes:  # the sizes of requests have changed
                     self._clear()
-                memory = Memory(wanted)
+                memory = Memory(size)
                 self.grown += 1
             self.live_bytes += memory.nbytes
             self._peak_bytes = max(self._peak_bytes, self.live_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradreduce.device import DeferInterrupts, Waiters
 from gradreduce.device.failure.pending_calls import WaitPolicy
-from gradreduce.device.failure.waiting import acquired_in_time
+from gradreduce.device.failure.waiting import call_under_lock
 
 QueuedWork = Callable[[], None]
 # How long the watchdog waits for the lock.
@@ -178,18 +178,18 @@ class RandomScheduler(Scheduler):
             while self._run_one():
                 pass
 
-        acquired_in_time(self._lock, _PROGRESS_SECONDS, run)
+        call_under_lock(self._lock, _PROGRESS_SECONDS, run)
 
     def is_waiting(self, queue: Hashable) -> bool:
         """See ``Scheduler.is_waiting``; False if another thread holds the lock too long."""
-        found: list[bool] = []
+        answer: list[bool] = []
 
         def look() -> None:
             pending = self._queues.get(queue, deque())
-            found.append(len(pending) > 0 and not self._can_run(pending))
+            answer.append(len(pending) > 0 and not self._can_run(pending))
 
-        acquired_in_time(self._lock, _PROGRESS_SECONDS, look)
-        return True in found
+        call_under_lock(self._lock, _PROGRESS_SECONDS, look)
+        return True in answer
 
     def drop(self) -> None:
         """See ``Scheduler.drop``; no queue is stalled afterwards."""

@@ -143,11 +143,11 @@ class Workers:
         Two simultaneous calls may start some more, which wait for work like the others.
         """
         missing = self.num_threads - 1 - len(self._threads) if self._end.alive else 0
-        each = repeat(_serve, missing), repeat((self._inbox,), missing)
+        arguments = repeat(_serve, missing), repeat((self._inbox,), missing)
         # One C call starts and lists a thread. Thread.start waits in Python code, where Ctrl-C
         # leaves a lock held.
         with suppress(RuntimeError):  # "can't start new thread": the caller runs the jobs
-            self._threads.extend(map(start_new_thread, *each))
+            self._threads.extend(map(start_new_thread, *arguments))
 
     def close(self) -> None:
         """Ends the threads; does not wait for them."""

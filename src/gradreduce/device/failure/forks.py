@@ -11,7 +11,7 @@ from collections.abc import Callable
 forks = [0]
 
 
-def _forked() -> None:
+def _note_fork() -> None:
     forks[0] += 1
 
 
@@ -21,7 +21,7 @@ def after_fork(call: Callable[[], None]) -> None:
         os.register_at_fork(after_in_child=call)
 
 
-after_fork(_forked)
+after_fork(_note_fork)
 
 
 class ModuleLock:

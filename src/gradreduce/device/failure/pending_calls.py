@@ -62,18 +62,18 @@ class PackInfo:
 
     def __str__(self) -> str:
         """``"pack 3 of 8 (tensors 5 to 9)"`` or ``"pack 3 of 8 (tensors w, b)"``."""
-        tensors = _numbered("tensor", self.tensors)
+        tensors = _describe_numbers("tensor", self.tensors)
         if self.names:
             tensors = f"tensor{'s' * (len(self.names) > 1)} {listed(self.names)}"
         if not self.packs:
             return tensors
-        return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
+        return f"{_describe_numbers('pack', self.packs)} of {self.num_packs} ({tensors})"
 
 
 Label = PackInfo | str  # errors and the log use its text
 
 
-def _numbered(noun: str, numbers: Sequence[int]) -> str:
+def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Names numbers: ``"tensor 3"``, ``"tensors 3 to 7"`` or ``"tensors 3, 5, 7"``."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
@@ -144,7 +144,7 @@ class PendingCall:
         """Marks the end of both queues of these devices (default: all devices of the call)."""
         marks = marks_of(dict.fromkeys(devices) or self.devices)
         for mark in marks:
-            mark.device.mesh_state.log.marked(mark)
+            mark.device.mesh_state.log.note_mark(mark)
         self._stages.append(_CallStage(pack_info, leaves, marks))
 
     @property

@@ -72,7 +72,7 @@ class Waiters:
             self._waiters.popleft().put(None)
 
 
-def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
+def call_under_lock(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
     """Makes the call under the lock; returns False if the lock is not free in time."""
     taken: list[bool] = []
     try:

@@ -217,13 +217,13 @@ class OpLog:
     @contextmanager
     def journal(self) -> Iterator[Journal]:
         """Opens a journal of all threads' work until the block ends."""
-        with self._opened(Journal()) as journal:
+        with self._open(Journal()) as journal:
             yield journal
 
     @contextmanager
     def timed_journal(self, records: list[Record]) -> Iterator[Journal]:
         """Like ``journal``, for a list that stores times; submissions store when they begin."""
-        with self._opened(Journal(records)) as journal:
+        with self._open(Journal(records)) as journal:
             with self._lock:
                 self.num_traces += 1
             try:
@@ -233,7 +233,7 @@ class OpLog:
                     self.num_traces -= 1
 
     @contextmanager
-    def _opened(self, journal: Journal) -> Iterator[Journal]:
+    def _open(self, journal: Journal) -> Iterator[Journal]:
         with self._lock:
             self._journals = (*self._journals, journal)
         try:
@@ -285,7 +285,7 @@ class OpLog:
             key = device.physical, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
-    def marked(self, mark: Mark) -> None:
+    def note_mark(self, mark: Mark) -> None:
         """Records a mark that has just been made."""
         if self.ring:
             self._marks.append((self.ring[-1][0], mark))
@@ -301,7 +301,7 @@ class OpLog:
         submitted = sorted(self.ring.copy())  # by their numbers
         if fresh and submitted:
             self._query_marks(devices)
-        reached = self._reached()
+        reached = self._last_done()
         return [
             FlightEntry(
                 sequence=number,
@@ -329,11 +329,11 @@ class OpLog:
     def drop(self) -> None:
         """For a reset: entries that are not known to be done now never become done."""
         entries = self.entries((), fresh=False)
-        self._over = self._reached()
+        self._over = self._last_done()
         self._dropped = {each.sequence for each in entries if not each.done}
         self._marks.clear()
 
-    def _reached(self) -> dict[_QueueOf, int]:
+    def _last_done(self) -> dict[_QueueOf, int]:
         """Returns the number of the last operation that each queue is known to have done."""
         reached = dict(self._over)
         for last, mark in self._marks.copy():
@@ -348,14 +348,14 @@ class OpLog:
         Returns:
             The marks that could be made.
         """
-        made: list[Mark] = []
+        new_marks: list[Mark] = []
         queues = {queue for device in devices for queue in device.queues.values()}
         last = self.ring[-1][0] if self.ring else 0
 
         def mark() -> None:
             for queue in queues:
                 try:  # a backend makes its device current: this thread has none yet
-                    made.append(queue.device.mesh_state.order.new_mark(queue))
+                    new_marks.append(queue.device.mesh_state.order.new_mark(queue))
                 except Exception:  # noqa: S112  # a failed device cannot be queried
                     continue
             for device in devices:
@@ -363,7 +363,7 @@ class OpLog:
 
         end = time.monotonic() + _LOOK_SECONDS
         run_in_thread(mark).wait(_LOOK_SECONDS * 4)
-        marks = list(made)
+        marks = list(new_marks)
         self._marks.extend((last, mark) for mark in marks)
         while time.monotonic() < end and not all(mark.passed for mark in marks):
             time.sleep(_LOOK_SECONDS / 20)
@@ -414,23 +414,23 @@ class PackScope:
             thread.command_list.add(partial(self._mark_queues, leaves=leaves))
 
 
-def flight_path(wanted: str) -> str:
+def flight_path(value: str) -> str:
     """Returns the flight record's path of a mesh, such as ``flight.4711-1.json``.
 
     That is the path for ``flight.json``, process 4711 and its first mesh. A path that is a device
     or a FIFO is returned unchanged.
 
     Args:
-        wanted: the value of ``GRADREDUCE_FLIGHT_RECORD``; if empty, nothing is written.
+        value: the value of ``GRADREDUCE_FLIGHT_RECORD``; if empty, nothing is written.
 
     Raises:
         ValueError: the path cannot be written.
     """
-    if not wanted:
+    if not value:
         return ""
     try:
-        target = Path(wanted).absolute()
-        if target.is_dir() or wanted.endswith(os.sep):
+        target = Path(value).absolute()
+        if target.is_dir() or value.endswith(os.sep):
             raise OSError("it is a folder")
         if _is_special(target):
             if not os.access(target, os.W_OK):
@@ -443,7 +443,7 @@ def flight_path(wanted: str) -> str:
         _write_part(target, b"", mode=0o600).unlink()  # tests that it can be written later
     except OSError as error:
         raise ValueError(
-            f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
+            f"GRADREDUCE_FLIGHT_RECORD={value!r} cannot be written: {error.strerror or error}; "
             "name a file in an existing folder that you can write to"
         ) from error
     return str(target)

@@ -64,7 +64,7 @@ def trace_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def traced(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iterator[Journal]:
+def write_trace(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iterator[Journal]:
     """Context manager: opens a journal, and writes its trace when the block ends.
 
     Args:

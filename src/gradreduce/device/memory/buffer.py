@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Attached(Protocol):
     """Parameters whose gradients share one block; made by ``FlatBuffer.attach``."""
 
-    def replaced(self) -> list[Any]:
+    def find_replaced(self) -> list[Any]:
         """Returns parameters whose ``.grad`` is not their view; raises if one does not fit."""
 
     def attach_again(self, block: Block, replaced: list[Any]) -> None:
@@ -207,7 +207,7 @@ class Buffer(NotCopied):
         block, device, dtype = self.block, self.device, self.dtype
         address, itemsize, flat = self.address, dtype.itemsize, self.flat
         shapes = [(size,) for size in sizes] if shapes is None else shapes
-        made, new = [], Buffer.__new__
+        parts, new = [], Buffer.__new__
         for start, size, shape in zip(starts, sizes, shapes, strict=True):
             # Without `__init__`, which is slower: a reduction makes two parts per tensor and
             # device.
@@ -217,8 +217,8 @@ class Buffer(NotCopied):
             part.address = address + start * itemsize
             part.array = part.array_owner = None
             part.flat = None if flat is None else flat[start : start + size]
-            made.append(part)
-        return made
+            parts.append(part)
+        return parts
 
     def numpy(self, *, deadline: float | None = None) -> np.ndarray:
         """Returns a copy in host memory; waits for the device, at most ``deadline`` seconds.
@@ -247,7 +247,7 @@ class Mark(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether the queue is known to have passed this position; does not wait."""
-        return self.device._reached(self.event)
+        return self.device._is_done(self.event)
 
 
 Row = Sequence[Buffer]
@@ -322,10 +322,10 @@ def overlap(buffer: Buffer, other: Buffer) -> bool:
     )
 
 
-def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    """Whether ``shape`` matches ``wanted``, in which None matches any extent."""
-    return len(shape) == len(wanted) and all(
-        known is None or extent == known for extent, known in zip(shape, wanted, strict=True)
+def compatible(shape: Sequence[int], pattern: Sequence[int | None]) -> bool:
+    """Whether ``shape`` matches ``pattern``, in which None matches any extent."""
+    return len(shape) == len(pattern) and all(
+        known is None or extent == known for extent, known in zip(shape, pattern, strict=True)
     )
 
 

@@ -57,7 +57,7 @@ C_TYPES: dict[str, str] = {
 }
 
 
-def _viewed(name: str, lanes: int = 1) -> Element:
+def _element_as(name: str, lanes: int = 1) -> Element:
     return Element(name, lanes, np.dtype(name))
 
 
@@ -65,10 +65,10 @@ def _viewed(name: str, lanes: int = 1) -> Element:
 ELEMENT_OF: dict[np.dtype, Element] = {
     **{np.dtype(f"float{bits}"): Element(f"float{bits}") for bits in (16, 32, 64)},
     **{np.dtype(f"uint{bits}"): Element(f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{np.dtype(f"int{bits}"): _viewed(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"int{bits}"): _element_as(f"uint{bits}") for bits in (8, 16, 32, 64)},
     BFLOAT16: Element("bfloat16"),
-    np.dtype("complex64"): _viewed("float32", 2),
-    np.dtype("complex128"): _viewed("float64", 2),
+    np.dtype("complex64"): _element_as("float32", 2),
+    np.dtype("complex128"): _element_as("float64", 2),
 }
 # Maps each dtype to itself: equal dtypes become one object, so code may compare them with `is`.
 _CANONICAL: dict[Any, np.dtype] = {dtype: dtype for dtype in ELEMENT_OF}
@@ -98,15 +98,15 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
     if type(dtype).__module__ == "torch":  # by name: does not import PyTorch
         dtype = str(dtype).removeprefix("torch.")
     try:
-        found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
+        result = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except (TypeError, ValueError):
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype") from None
-    if found not in ELEMENT_OF:
+    if result not in ELEMENT_OF:
         raise TypeError(
-            f"dtype {found} cannot be added; supported are integers, float16, bfloat16, float32, "
+            f"dtype {result} cannot be added; supported are integers, float16, bfloat16, float32, "
             "float64, complex64 and complex128"
         )
-    return _CANONICAL[found]
+    return _CANONICAL[result]
 
 
 def as_index(value: Any) -> int:

@@ -107,20 +107,20 @@ class DeferredFree:
                 else:
                     self._deferred.append((freed, marks))
 
-    def used_by(self, stream: Stream) -> list[tuple[FreedBlock, _Streams]]:
-        """Returns the freed blocks that a caller's stream may use; for ``passed``."""
+    def find_used_by(self, stream: Stream) -> list[tuple[FreedBlock, _Streams]]:
+        """Returns the freed blocks that a caller's stream may use; for ``remove_users``."""
         # PER_THREAD is this thread's stream only; other threads' streams may still use the memory.
         if not self.freed or handle_of(stream) == PER_THREAD:
             return []
         handle = handle_of(stream)
-        found = []
+        freed_users = []
         for freed in self.freed.copy():
             users = [each for each in list(freed.streams) if handle_of(each[1]) == handle]
             if users:
-                found.append((freed, users))
-        return found
+                freed_users.append((freed, users))
+        return freed_users
 
-    def passed(self, freed_users: Iterable[tuple[FreedBlock, _Streams]]) -> None:
+    def remove_users(self, freed_users: Iterable[tuple[FreedBlock, _Streams]]) -> None:
         """Removes a stream from the users, after the compute queue has waited for it.
 
         In a training loop the memory of the last results can then be reused at once, even if the

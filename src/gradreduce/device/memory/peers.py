@@ -29,7 +29,6 @@ def check_accessible(device: Device, operand: Buffer) -> None:
     Raises:
         DeviceMismatchError: the operand is of another mesh, on a device that is not a peer, or in a
             caller's memory on a peer that is not mapped for peers.
-        BackendUnavailableError: the operand's device has failed.
     """
     home = operand.device
     if home is device:
@@ -78,23 +77,19 @@ def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
 
 
 def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
-    """Returns ``buffer`` itself if launches of ``device`` can access it, else a copy.
-
-    Raises:
-        BackendUnavailableError: the buffer's device has failed.
-    """
+    """Returns ``buffer`` itself if launches of ``device`` can access it, else a copy."""
     if can_access(device, buffer):
         check_accessible(device, buffer)  # its device may have failed
         return buffer
-    return copied_to(device, buffer, queue)
+    return copy_to(device, buffer, queue)
 
 
 def to_local(device: Device, buffer: Buffer) -> Buffer:
     """Like ``ensure_accessible``, but also copies a peer's memory."""
-    return buffer if buffer.device.physical == device.physical else copied_to(device, buffer)
+    return buffer if buffer.device.physical == device.physical else copy_to(device, buffer)
 
 
-def copied_to(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+def copy_to(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     """Returns a copy on ``device``."""
     copied = device.empty(buffer.shape, buffer.dtype)
     device.copy(copied, buffer, queue=queue)

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradreduce.device.failure.waiting import acquired_in_time
+from gradreduce.device.failure.waiting import call_under_lock
 from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row
 
 from .uses import END, DeviceQueue, Use, Uses, counts_of
@@ -150,18 +150,20 @@ class Order:
         interrupted, it counts as submitted.
         """
         if self.is_needed:
-            self.locked(works[0].queue, self._run, command, works)
+            self.call_locked(works[0].queue, self._run, command, works)
         else:
             command()
 
-    def locked(self, queue: DeviceQueue, call: Callable[..., object], *arguments: object) -> None:
+    def call_locked(
+        self, queue: DeviceQueue, call: Callable[..., object], *arguments: object
+    ) -> None:
         """Makes a call under the lock; raises if the mesh fails before."""
         if self._mesh_state.watchdog is None:
             with self.lock:
                 call(*arguments)
         else:
             work = partial(call, *arguments)
-            while not acquired_in_time(self.lock, LOOK_SECONDS, work):
+            while not call_under_lock(self.lock, LOOK_SECONDS, work):
                 self._mesh_state.check_usable(queue.device)
 
     def _run(self, command: Command, works: Sequence[Work]) -> None:
@@ -235,7 +237,7 @@ class Order:
             for other in others:
                 self.wait(queue, other, other.submitted)
 
-        self.locked(queue, wait)
+        self.call_locked(queue, wait)
 
     def mark(self, queue: DeviceQueue) -> Mark:
         """Returns a mark of the present end of a queue; takes no lock."""
@@ -261,7 +263,7 @@ class Order:
 
     def add_work(self, *queues: DeviceQueue) -> None:
         """Records that queues got work that is no operation on Buffers."""
-        self.locked(queues[0], self.count, *queues)
+        self.call_locked(queues[0], self.count, *queues)
 
     def count(self, *queues: DeviceQueue) -> None:
         """Like ``add_work``; the lock must be held."""
@@ -282,13 +284,13 @@ class Order:
                     home.shared_uses.update(uses)
             self.version += 1
 
-        self.locked(queues[0], add)
+        self.call_locked(queues[0], add)
 
-    def waited_for_caller(self, queue: DeviceQueue) -> None:
+    def note_wait_for_caller(self, queue: DeviceQueue) -> None:
         """Records that a compute queue waits for a caller's stream, which may have written."""
-        self.locked(queue, self._waited_for_caller, queue)
+        self.call_locked(queue, self._note_wait_for_caller, queue)
 
-    def _waited_for_caller(self, queue: DeviceQueue) -> None:
+    def _note_wait_for_caller(self, queue: DeviceQueue) -> None:
         queue.submitted += 1
         queue.waited_for_caller = queue.submitted
 
@@ -306,7 +308,7 @@ class Order:
                     del queue.shared_uses[other]
 
         if queue.shared_uses:
-            self.locked(queue, wait)
+            self.call_locked(queue, wait)
 
     def wait_for_uses(self, blocks: Iterable[Block]) -> None:
         """Makes the compute queue of each block's GPU wait for all other uses of the block."""
@@ -320,7 +322,7 @@ class Order:
 
         used = [block for block in blocks if block.uses is not block.uses.home]
         if used:
-            self.locked(used[0].uses.home, wait)
+            self.call_locked(used[0].uses.home, wait)
 
 
 class RepeatedWork:
@@ -349,7 +351,7 @@ class RepeatedWork:
         If that fails, the blocks count as used by all queues.
         """
         if self._is_one_process:
-            self._order.locked(self._queues[0], self._run, command, self._order.count)
+            self._order.call_locked(self._queues[0], self._run, command, self._order.count)
         else:  # it may wait for other processes, without the lock
             self._run(command, self._order.add_work)
 

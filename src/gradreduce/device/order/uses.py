@@ -113,13 +113,13 @@ class Uses:
 
         That excludes reads of a failed device: nobody uses their results, and they may never end.
         """
-        found: list[Use] = []
+        uses: list[Use] = []
         first, last = bisect_left(self.ranges, (start + 1,)) - 1, bisect_left(self.ranges, (stop,))
         for _, wrote, read in self.ranges[first:last]:
-            found += wrote.values()
+            uses += wrote.values()
             if is_written:
-                found += [use for use in read.values() if not use.queue.has_failed]
-        return found
+                uses += [use for use in read.values() if not use.queue.has_failed]
+        return uses
 
     def after(self, start: int, stop: int, use: Use, *, is_written: bool) -> Uses | DeviceQueue:
         """Returns the uses after an operation on these bytes, which waits as ``before`` says."""
@@ -135,7 +135,7 @@ class Uses:
             other is queue for _, wrote, read in ranges for other in (*wrote, *read)
         ):
             return queue
-        return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_joined(ranges)])
+        return Uses(self.home, ranges if len(ranges) <= MAX_RANGES else [_merge(ranges)])
 
     def counts(self) -> SubmitCounts:
         """Returns the queues that used the block last, each with the count of its last use."""
@@ -160,7 +160,7 @@ def _cut(ranges: list[_Range], at: int) -> int:
     return index
 
 
-def _joined(ranges: Iterable[_Range]) -> _Range:
+def _merge(ranges: Iterable[_Range]) -> _Range:
     """Returns one range for all bytes, with the last use of each queue."""
     writes: dict[DeviceQueue, Use] = {}
     reads: dict[DeviceQueue, Use] = {}

@@ -91,11 +91,11 @@ class Backend(ABC):
         """Queues a copy; ``dst``, ``src`` or both are on this device."""
 
     @abstractmethod
-    def _prepare(self, kernel: Kernel, template: Template) -> None:
+    def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
         """Compiles the kernel under a lock, unless it is compiled already."""
 
     @abstractmethod
-    def _resolved(
+    def _make_launch(
         self,
         kernel: Kernel,
         template: Template,
@@ -127,7 +127,7 @@ class Backend(ABC):
         """
         return False
 
-    def _captured(self, devices: Sequence[Device], command_list: CommandList) -> Command:
+    def _capture(self, devices: Sequence[Device], command_list: CommandList) -> Command:
         """Returns one command that does the work of the list on ``devices``.
 
         This device is the first of them. Default: a command that submits each command of the list.
@@ -175,7 +175,7 @@ class Backend(ABC):
         """Returns a name of the physical device that is unique among all machines, for NCCL."""
         raise NotImplementedError("simulated devices have no hardware name")
 
-    def _reached(self, event: Event) -> bool:
+    def _is_done(self, event: Event) -> bool:
         """Returns ``event.done`` for an event of this device; detects a failed device."""
         return event.done
 

@@ -77,7 +77,6 @@ class Capture:
 
     Raises:
         CaptureError: CUDA cannot make a graph of the commands.
-        BackendUnavailableError: the mesh is closed, or a device has failed.
     """
 
     def __init__(self, devices: Sequence[Device], command_list: CommandList) -> None:
@@ -93,7 +92,7 @@ class Capture:
         try:
             with no_collection, self._mesh_state.recording_commands(None):
                 self._mesh_state.capturing.add(threading.get_ident())
-                self._run = self._device._captured(self._devices, command_list)
+                self._run = self._device._capture(self._devices, command_list)
         finally:
             self._mesh_state.capturing.discard(threading.get_ident())
             thread.pending_call = pending_call

@@ -196,9 +196,9 @@ class Collective(ABC):
         started = time.perf_counter_ns() if mesh_state.log.num_traces else 0
         mesh_state.order.run(command, works)
         records = [
-            Record("collective", call.name, each.device.index, -1, each.nbytes, call.queue)
+            Record("collective", call.name, buffer.device.index, -1, buffer.nbytes, call.queue)
             for call in calls
-            for each in call.inputs
+            for buffer in call.inputs
         ]
         for record in records:
             if started:

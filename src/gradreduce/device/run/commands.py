@@ -79,12 +79,12 @@ class CommandList:
         """Appends an ``Operation``."""
         self.operations.append(Operation(command, records, rows, num_written))
 
-    def marked(self, mark: Mark) -> None:
+    def note_mark(self, mark: Mark) -> None:
         """Records a mark that has just been made."""
         self._marks[id(mark)] = again = _MarkAgain(mark)
         self.add(again)
 
-    def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
+    def note_wait(self, device: Device, mark: Mark, queue: Queue) -> None:
         """Records a wait for a mark of this list."""
         again = self._marks[id(mark)]
         self.add(lambda: device._wait(again.mark, queue))

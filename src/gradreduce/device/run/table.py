@@ -156,16 +156,16 @@ class Tables:
         addresses = map(_ADDRESS, chain.from_iterable(rows))
         looked = array("q", [*items, *sizes, *addresses])
         key = (chunk_size, len(rows), looked.tobytes())
-        found = self._made.get(key)
-        if found is None:
-            found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
+        table = self._made.get(key)
+        if table is None:
+            table = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
             # Most tables of a large cache have addresses that are no longer used.
             if self._num_words > CACHED_WORDS and len(self._made) >= CACHED_TABLES:
                 self._made.clear()
                 self._num_words = 0
-            self._made[key] = found
+            self._made[key] = table
             self._num_words += INLINE_WORDS + len(looked)
-        return found
+        return table
 
     def _make(self, looked: np.ndarray, num_rows: int, chunk_size: int) -> Table:
         items, last_sizes = looked[:num_rows], looked[num_rows : 2 * num_rows]

@@ -14,7 +14,7 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import copies_of, downloader
+from gradreduce.checkpoint import downloader, queue_copies
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.errors import CollectiveError, NotCopied, listed
@@ -23,7 +23,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
 from .center_interface import Center, WorkerVariables
-from .checkpoint import queued_center, ready_center
+from .checkpoint import queue_center, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
 
@@ -59,17 +59,17 @@ class CenterState(Center):
     def variable_for(self, name: str, local: Variable) -> Variable:
         """See ``Center``. The variable goes to the device with the fewest bytes."""
         with self.lock:
-            found = self.variables.get(name)
-            if found is None:
+            center = self.variables.get(name)
+            if center is None:
                 held = dict.fromkeys(self.devices, 0)
                 for variable in self.variables.values():
                     held[variable.devices[0]] += variable.buffers[0].nbytes
                 device = min(self.devices, key=held.__getitem__)
                 full_name = f"global_center_variable/{name}"
-                found = Variable(local.buffers[0], full_name, trainable=False, device=device)
-                self.variables[name] = found
-            check_same_tensor(name, (local.shape, local.dtype), (found.shape, found.dtype))
-            return found
+                center = Variable(local.buffers[0], full_name, trainable=False, device=device)
+                self.variables[name] = center
+            check_same_tensor(name, (local.shape, local.dtype), (center.shape, center.dtype))
+            return center
 
     def join(self, optimizer: Optimizer) -> Slots:
         """See ``Center``. Returns the center's slots, which the first call creates."""
@@ -83,13 +83,14 @@ class CenterState(Center):
                 slots.names,
                 slots.has_masters,
             ):
-                mine, theirs = own.kind.__name__, slots.kind.__name__
+                kind, center_kind = own.kind.__name__, slots.kind.__name__
                 raise ValueError(
-                    f"the center uses {theirs} with slots {list(slots.names)}"
+                    f"the center uses {center_kind} with slots {list(slots.names)}"
                     f"{' and masters' if slots.has_masters else ''}; this worker uses "
-                    f"{'another ' if mine == theirs and own.kind is not slots.kind else ''}{mine} "
-                    f"with {list(own.names)}{' and masters' if own.has_masters else ''}; all "
-                    "workers must use the same rule"
+                    f"{'another ' if kind == center_kind and own.kind is not slots.kind else ''}"
+                    f"{kind} with {list(own.names)}"
+                    f"{' and masters' if own.has_masters else ''}; all workers must use the same "
+                    "rule"
                 )
             return slots
 
@@ -103,7 +104,7 @@ class CenterState(Center):
         with self.lock:
             return self.slots.all() if self.slots else []
 
-    def prepare(
+    def set_up_push(
         self,
         optimizer: Optimizer,
         variables: WorkerVariables,
@@ -111,11 +112,9 @@ class CenterState(Center):
         config: PushConfig,
     ) -> None:
         """See ``Center``."""
-        self.written_by_update(optimizer, [variables.center_of(var) for var in of])
+        self.make_slots(optimizer, [variables.center_of(var) for var in of])
 
-    def written_by_update(
-        self, optimizer: Optimizer, centers: Sequence[Variable]
-    ) -> list[list[Buffer]]:
+    def make_slots(self, optimizer: Optimizer, centers: Sequence[Variable]) -> list[list[Buffer]]:
         """Creates missing slots of center variables; returns ``PushedVariable.written``.
 
         Slots can be missing at each push, because a checkpoint without slots may have been loaded.
@@ -126,7 +125,7 @@ class CenterState(Center):
             slots.make(centers, optimizer._slot_start)
             return [slots.rows(center)[0] for center in centers]
 
-    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+    def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""
         written = (*variables.centers.values(), *self.slot_variables())
         return [copy for each in written for copy in each.buffers]
@@ -160,7 +159,7 @@ class CenterState(Center):
     ) -> PushPlan:
         """Plans a push of the sums of a worker."""
         slots, centers, sums = optimizer._slots, variables.centers, variables.sums
-        rows = self.written_by_update(optimizer, [centers[var] for var in sums])
+        rows = self.make_slots(optimizer, [centers[var] for var in sums])
         pushed = [
             PushedVariable(
                 var.name,
@@ -282,13 +281,12 @@ class AGNCenter(NotCopied):
         The call waits for the devices.
 
         Raises:
-            CollectiveError: the mesh has failed, or a push failed part-way.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
+            CollectiveError: a push failed part-way.
         """
         center = self._state
         with center.lock:
             center.check_usable()
-            copies = copies_of(center.variables)
+            copies = queue_copies(center.variables)
         return {name: copies[name].numpy() for name in sorted(copies)}
 
     @property
@@ -355,13 +353,12 @@ class AGNCenter(NotCopied):
         Raises:
             ValueError: ``deadline`` is not a number above 0, ``output_type`` is unknown, or it is
                 ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the deadline passed, the mesh has failed, or a push failed part-way.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
+            CollectiveError: a push failed part-way.
         """
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:
             center.check_usable()
-            copies = queued_center(center.variables, center.slots)
+            copies = queue_center(center.variables, center.slots)
         return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -383,8 +380,6 @@ class AGNCenter(NotCopied):
             TypeError: a value has a wrong type.
             ValueError: the format or rule differs, there are slots and no worker has an
                 ``AGNOptimizer``, or an array has another shape or dtype.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
-            CollectiveError: the mesh has failed.
         """
         center = self._state
         with DeferInterrupts(), center.lock:

@@ -42,10 +42,10 @@ class WorkerVariables:
 
     def center_of(self, var: Any) -> Variable:
         """Returns the center variable of ``var``; raises ``KeyError`` if there is none."""
-        found = self.centers.get(var) if isinstance(var, Variable) else None
-        if found is None:
+        center = self.centers.get(var) if isinstance(var, Variable) else None
+        if center is None:
             raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
-        return found
+        return center
 
 
 class Center(ABC):
@@ -87,7 +87,7 @@ class Center(ABC):
         """Returns every slot of every center variable."""
 
     @abstractmethod
-    def prepare(
+    def set_up_push(
         self,
         optimizer: Optimizer,
         variables: WorkerVariables,
@@ -107,7 +107,7 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def written_by_push(self, variables: WorkerVariables) -> list[Buffer]:
+    def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
         """Returns the memory in this process that a push writes, except the worker's variables."""
 
     @abstractmethod

@@ -11,10 +11,10 @@ from typing import Any
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, anything, equal, integer, some_of, uploaded
+from gradreduce.checkpoint import Check, anything, equal, integer, some_of, upload_like
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
-from gradreduce.optim.checkpoint import queued_slots, ready_slots, slots_schema
+from gradreduce.optim.checkpoint import queue_slots, ready_slots, slots_schema
 from gradreduce.optim.slots import Slots
 
 from .worker import Worker
@@ -22,12 +22,12 @@ from .worker import Worker
 _CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
 
 
-def queued_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
+def queue_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
     """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
     return {
         "format": _CENTER,
-        "variables": checkpoint.copies_of(variables),
-        "optimizer": None if slots is None else queued_slots(slots),
+        "variables": checkpoint.queue_copies(variables),
+        "optimizer": None if slots is None else queue_slots(slots),
     }
 
 
@@ -43,11 +43,11 @@ def ready_center(
         "variables": checkpoint.arrays_of(variables),
         "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
     }
-    found = checkpoint.checked("state", state, schema)
-    load_values = checkpoint.ready_values(found["variables"], variables)
+    values = checkpoint.validate_state("state", state, schema)
+    load_values = checkpoint.ready_values(values["variables"], variables)
     if slots is None:
         return load_values
-    saved = found["optimizer"]["slots"] if found["optimizer"] else {}
+    saved = values["optimizer"]["slots"] if values["optimizer"] else {}
     load_slots = ready_slots(slots, {owners[name]: each for name, each in saved.items()})
 
     def load() -> None:
@@ -57,20 +57,22 @@ def ready_center(
     return load
 
 
-def queued_worker(worker: Worker) -> dict[str, Any]:
+def queue_worker(worker: Worker) -> dict[str, Any]:
     """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
     shared = worker.variables
     sums = {
-        var.name: checkpoint.copied(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
+        var.name: checkpoint.queue_copy(total[0])
+        if isinstance(total, tuple)
+        else SPARSE.save(total)
         for var, total in shared.sums.items()
     }
     variables = checkpoint.by_name(shared.centers)
     return {
         "format": _WORKER,
-        "optimizer": worker.inner._queued_state(),
-        "variables": checkpoint.copies_of(variables),
+        "optimizer": worker.inner._queue_state(),
+        "variables": checkpoint.queue_copies(variables),
         "sums": sums,
-        "pulled": {var.name: checkpoint.copied(kept) for var, kept in shared.pulled.items()},
+        "pulled": {var.name: checkpoint.queue_copy(kept) for var, kept in shared.pulled.items()},
         "local_step": shared.num_steps,
         "is_due": worker.push_pending,
     }
@@ -89,27 +91,27 @@ def load_worker(worker: Worker, state: Any) -> None:
         "local_step": integer(0, 2**31 - 1),
         "is_due": checkpoint.flag,
     }
-    found = checkpoint.checked("state", state, schema)
-    sums, pulled = found["sums"], found["pulled"]
+    values = checkpoint.validate_state("state", state, schema)
+    sums, pulled = values["sums"], values["pulled"]
     unknown = sorted(sums.keys() - pulled.keys())
     if unknown and worker.config.gamma is not None:
         raise ValueError(
             f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
             "it was saved by a worker without distance_scale"
         )
-    if found["is_due"] and not sums:
+    if values["is_due"] and not sums:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
     load_optimizer = worker.inner._ready_state(
-        found["optimizer"], list(variables.values()), "state['optimizer']"
+        values["optimizer"], list(variables.values()), "state['optimizer']"
     )
-    load_values = checkpoint.ready_values(found["variables"], variables)
-    totals = {variables[name]: _uploaded(each, variables[name]) for name, each in sums.items()}
-    kept = {variables[name]: uploaded(each, variables[name]) for name, each in pulled.items()}
+    load_values = checkpoint.ready_values(values["variables"], variables)
+    totals = {variables[name]: _upload_sum(each, variables[name]) for name, each in sums.items()}
+    kept = {variables[name]: upload_like(each, variables[name]) for name, each in pulled.items()}
     with DeferInterrupts():
         load_optimizer()
         load_values()
         shared.sums, shared.pulled = totals, kept
-        shared.num_steps, worker.push_pending = found["local_step"], found["is_due"]
+        shared.num_steps, worker.push_pending = values["local_step"], values["is_due"]
 
 
 def _sum_of(var: Variable) -> Check:
@@ -124,7 +126,7 @@ def _sum_of(var: Variable) -> Check:
     return check
 
 
-def _uploaded(total: Any, var: Variable) -> Any:
+def _upload_sum(total: Any, var: Variable) -> Any:
     """Uploads a sum that ``_sum_of`` has checked."""
     if callable(total):
         return total(var.devices[0])

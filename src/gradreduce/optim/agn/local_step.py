@@ -16,7 +16,7 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, by_physical
-from gradreduce.optim.gradient_inputs import Colocated, made_dense
+from gradreduce.optim.gradient_inputs import Colocated, make_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
 from gradreduce.optim.update_plan import Plan, UpdateJob
 
@@ -24,7 +24,7 @@ from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum, pending_rows
 
 
-def fused_step(
+def plan_fused_step(
     optimizer: Optimizer, plan: Plan, gradients: Sequence[Part], scalars: Scalars, sums: Sums
 ) -> tuple[Launches, Sums]:
     """Plans one launch for each physical device and dtype; returns it and the sums after it.
@@ -81,7 +81,7 @@ def local_step(
         sums = sums if first else {**sums, **memory}
     if plan is not None:
         gradients = [part for colocated in dense.values() for part in colocated]
-        launches, sums = fused_step(optimizer, plan, gradients, scalars, sums)
+        launches, sums = plan_fused_step(optimizer, plan, gradients, scalars, sums)
     if apart:
         jobs = Plan(list(apart), optimizer._slots, optimizer._rule).jobs(
             [part for colocated in apart.values() for part in colocated]
@@ -107,7 +107,7 @@ def _additions(
         else:
             added[var] = memory = dense_sum(var, total)
             totals += memory
-            terms += made_dense([colocated], [var])[0]
+            terms += make_dense([colocated], [var])[0]
     launches: Launches = []
     for indices in by_physical([total.device for total in totals]).values():
         job = UpdateJob([[totals[index]] for index in indices], [terms[index] for index in indices])

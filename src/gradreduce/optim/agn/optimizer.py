@@ -21,12 +21,12 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag
 from gradreduce.errors import brief
-from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
+from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .checkpoint import load_worker, queued_worker
+from .checkpoint import load_worker, queue_worker
 from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, step_counter
@@ -36,27 +36,13 @@ from .worker import Worker
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the center once per period.
 
-    Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Workers are
-    usually threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and
-    adds the gradients to a sum. Every ``communication_period`` calls, it also pushes and pulls:
-
-    - Push: the sum divided by the period updates the center variables by the same rule. All workers
-      share the slots of the center variables. Pushes of different workers do not interleave.
-    - Pull: the center variables are copied to the worker's variables, which loses the worker's
-      local progress. The slots of the worker's variables are not changed.
-
-    Adam's powers belong to the worker and advance with local and center updates. Hyperparameters
-    are read once for each local update and once for each center update.
-
-    If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
-    for each replica, inside ``gr.replica(i)``, where i counts the worker's devices. In it, a
-    Variable is read on that replica, ``PerReplica.get()`` returns that replica's value, and CuPy's
-    current GPU is that replica's. The gradients are ``PerReplica``, which ``apply_gradients``
-    reduces by MEAN. If you call the two methods inside a ``gr.replica``, they compute the gradients
-    of that replica only.
+    Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Each
+    ``apply_gradients`` updates the worker's variables by the inner rule and adds the gradients to a
+    sum. Every ``communication_period`` calls, it also updates the center variables by the mean
+    (push), and copies them to the worker's variables (pull). ``docs/agn.md`` describes steps,
+    pushes, pulls, and workers with several replicas.
 
     After the training, read the center variables. Gradients of an unfinished period are not pushed.
-    Periods, learning rates and ``distance_scale`` may differ between workers.
 
     Source: ``tf.contrib.opt.AGNOptimizer``; arXiv 1710.02368.
 
@@ -193,10 +179,6 @@ class AGNOptimizer(Optimizer):
         The host waits for devices only where ``Optimizer.apply_gradients`` does. It may wait until
         another worker has launched its push.
 
-        A variable without a gradient in the whole period is neither pushed nor pulled. Means of
-        float16 and bfloat16 gradients are rounded to that dtype before the center update if the
-        gradients are sparse or the rule is written in Python.
-
         If arguments are invalid, nothing changes. If a push fails before it has changed the center,
         the local step is kept, and the next call first repeats the push, which may fail again.
         Ctrl-C takes effect after the step and its push are launched and counted.
@@ -212,12 +194,11 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             KeyError: the getter did not create a variable.
-            ValueError, TypeError, BackendUnavailableError: see ``Optimizer.apply_gradients``.
-            CollectiveError: the mesh has failed, or the center rejects pushes, because a push
-                failed part-way.
+            ValueError, TypeError: see ``Optimizer.apply_gradients``.
+            CollectiveError: the center rejects pushes, because a push failed part-way.
         """
         seconds = as_deadline(deadline)
-        gradients, variables = checked_pairs(grads_and_vars)
+        gradients, variables = validate_pairs(grads_and_vars)
         check_global_step(global_step)
         return self._worker.apply(gradients, variables, global_step, seconds)
 
@@ -317,11 +298,9 @@ class AGNOptimizer(Optimizer):
         Raises:
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
-            CollectiveError: the deadline passed, or the mesh has failed.
-            BackendUnavailableError: the mesh is closed, or a device has failed.
         """
         download = downloader(as_deadline(deadline), output_type)
-        return download(queued_worker(self._worker))
+        return download(queue_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
@@ -349,11 +328,11 @@ _owners: weakref.WeakKeyDictionary[Any, weakref.ref[AGNOptimizer]] = weakref.Wea
 
 
 def _check_free(*owned: Any) -> None:
-    for each in owned:
-        known = _owners.get(each)
+    for part in owned:
+        known = _owners.get(part)
         if known is not None and known() is not None:
             raise ValueError(
-                f"{each!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
+                f"{part!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
                 "and an AGNOptimizer for each worker"
             )
 

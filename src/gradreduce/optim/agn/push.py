@@ -27,7 +27,7 @@ from gradreduce.device import (
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import UpdateJob, writer_of
 
-from .sums import Sum, merged_rows
+from .sums import Sum, merge_rows
 
 
 class PushConfig(NamedTuple):
@@ -106,15 +106,15 @@ class PushPlan:
         fused: list[ops.Update] = []  # rows of the fused launch: what it writes, and the sum
         apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
         means: list[tuple[Buffer, Buffer]] = []  # a mean, and the sum that it is computed from
-        for each, (total, indices) in zip(group, self._accessible(device, group), strict=True):
-            written, (first, *others) = each.written, each.pulled or [()]
+        for variable, (total, indices) in zip(group, self._accessible(device, group), strict=True):
+            written, (first, *others) = variable.written, variable.pulled or [()]
             if optimizer._rule is not None and indices is None:
                 # The kernel writes the variable, and its master, to two places: the center and the
                 # worker. If nothing is pulled, both are the memory of the center.
-                wanted = first or written[: len(written) - len(optimizer._slots.names)]
+                destinations = first or written[: len(written) - len(optimizer._slots.names)]
                 targets = [
                     out if can_access(device, out) else device.empty(out.shape, out.dtype)
-                    for out in wanted
+                    for out in destinations
                 ]
                 fused.append([*written, *targets, total])
                 staged = zip(first, targets, strict=False)
@@ -142,28 +142,28 @@ class PushPlan:
 
         With a distance scaling, the sums are scaled.
         """
-        found: list[tuple[Buffer, ops.Indices | None]] = []
+        sums: list[tuple[Buffer, ops.Indices | None]] = []
         scalings: list[tuple[Buffer, Buffer, Buffer, Buffer]] = []
         gamma = self._config.gamma
-        for each in group:
-            now, then, indices = each.written[0], each.last_pulled, None
-            if isinstance(each.total, SparseSum):
-                merged = merged_rows(now.shape, each.total)
+        for variable in group:
+            now, then, indices = variable.written[0], variable.last_pulled, None
+            if isinstance(variable.total, SparseSum):
+                merged = merge_rows(now.shape, variable.total)
                 pushed, indices = merged.values, merged.indices
             else:
-                pushed = each.total[0]
+                pushed = variable.total[0]
             pushed = ensure_accessible(device, pushed)
             if gamma is not None and then is not None:
                 if indices is not None:
-                    now, then = _taken(now, indices), _taken(then, indices)
+                    now, then = _take_rows(now, indices), _take_rows(then, indices)
                 scaled = device.empty(pushed.shape, pushed.dtype)
                 scalings.append((scaled, pushed, now, ensure_accessible(device, then)))
                 pushed = scaled
-            found.append((pushed, indices))
+            sums.append((pushed, indices))
         if gamma is not None:
             outs, *read = zip(*scalings, strict=True)
             ops.distance_scale(outs, *read, gamma=gamma, device=device)
-        return found
+        return sums
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
         """Calls ``ready``, and the function that it returns."""
@@ -209,7 +209,7 @@ def _is_in_reach(pushed: PushedVariable) -> bool:
     return all(can_access(pushed.written[0].device, each) for each in used)
 
 
-def _taken(whole: Buffer, indices: ops.Indices) -> Buffer:
+def _take_rows(whole: Buffer, indices: ops.Indices) -> Buffer:
     """Gathers rows of an array."""
     rows = whole.device.empty((len(indices), *whole.shape[1:]), whole.dtype)
     ops.take_rows_command([rows], [whole], [indices])()

@@ -57,7 +57,7 @@ class Registry:
         self._mesh_state.check_process()
         return self._mutex
 
-    def begun(self) -> list[int]:
+    def list_begun(self) -> list[int]:
         """Returns the task indices of the workers of this round."""
         with self.lock:
             return sorted(self._begun)
@@ -178,11 +178,11 @@ def _clear_frames(error: BaseException) -> None:
     left: list[BaseException | None] = [error]
     known = set()
     while left:
-        each = left.pop()
-        if each is not None and id(each) not in known:
-            known.add(id(each))
-            clear_frames(each.__traceback__)
-            left += [each.__cause__, each.__context__]
+        current = left.pop()
+        if current is not None and id(current) not in known:
+            known.add(id(current))
+            clear_frames(current.__traceback__)
+            left += [current.__cause__, current.__context__]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from gradreduce.accumulator.state import (
     Addend,
     PendingGradient,
 )
-from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesce_n, to_dense_n
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, accumulate_dtype, copied_to
+from gradreduce.device import Buffer, accumulate_dtype, copy_to
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 # In the accumulate dtype: an array on each device of the variable, or rows on its first device.
@@ -36,14 +36,14 @@ def dense_sum(var: Variable, total: Sum | None, *, fill: bool = True) -> tuple[B
         return tuple(
             (device.zeros if fill else device.empty)(var.shape, dtype) for device in var.devices
         )
-    (whole,) = densified([merged_rows(var.shape, total)])
-    return (whole, *(copied_to(device, whole) for device in var.devices[1:]))
+    (whole,) = to_dense_n([merge_rows(var.shape, total)])
+    return (whole, *(copy_to(device, whole) for device in var.devices[1:]))
 
 
-def merged_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
+def merge_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
     """Returns the rows of a sum in the order of their indices, in new memory."""
-    plan, _ = ops.merged_row_index([total.slots], mean=False)
-    (rows,) = coalesced([total.rows], [plan])
+    plan, _ = ops.merge_row_index([total.slots], mean=False)
+    (rows,) = coalesce_n([total.rows], [plan])
     return IndexedSlices.of(rows, plan.indices, shape)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradreduce.arrays.convert import numbers
-from gradreduce.arrays.variable import Variable, reused
+from gradreduce.arrays.get_variable import validate_reuse
+from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.device import (
     Buffer,
@@ -182,7 +183,7 @@ class AGNCustomGetter(NotCopied):
         before = self._made.get(name)
         if reuse:
             shape, dtype = options.get("shape"), options.get("dtype")
-            return reused(before, name, initial_value, shape, dtype)
+            return validate_reuse(before, name, initial_value, shape, dtype)
         if trainable and before is not None and before.trainable:
             raise ValueError(
                 f"this getter has already created a variable named {name!r}; pass "

@@ -14,13 +14,13 @@ from typing import Any
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, PackInfo, copied_to, deadline_scope
+from gradreduce.device import Buffer, Device, PackInfo, copy_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
 
 from .center_interface import Center, WorkerVariables
-from .local_step import fused_step, local_step, rehearse_push
+from .local_step import local_step, plan_fused_step, rehearse_push
 from .push import PushConfig
 
 
@@ -80,8 +80,8 @@ class Worker:
             sums = self.variables.sums.values() if plan is None else ()
             others = [copy for total in sums if isinstance(total, tuple) for copy in total]
             if retry_push:  # the retried push writes the center before the step reads gradients
-                others += self._center.written_by_push(self.variables)
-            parts = inner._colocated_gradients(
+                others += self._center.list_written_buffers(self.variables)
+            parts = inner._colocate_gradients(
                 gradients, variables, plan, others, rehearse=self._rehearse
             )
             if retry_push:
@@ -113,7 +113,7 @@ class Worker:
             else PackInfo(range(len(variables)), names=[var.name for var in variables])
         )
         if plan is not None and {type(part) for part in parts} == {Buffer}:
-            launches, sums = fused_step(inner, plan, parts, scalars, shared.sums)
+            launches, sums = plan_fused_step(inner, plan, parts, scalars, shared.sums)
         else:
             self.prepare(variables)
             launches, sums, plan = local_step(
@@ -145,12 +145,12 @@ class Worker:
         inner = self.inner
         inner._check_hyperparameters()
         self._rehearse(variables)
-        self._center.prepare(inner, self.variables, variables, self.config)
+        self._center.set_up_push(inner, self.variables, variables, self.config)
         inner._slots.make(variables, inner._slot_start)
         for var in variables if self.config.gamma is not None else ():
             # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
-                self.variables.pulled[var] = copied_to(var.devices[0], var.buffers[0])
+                self.variables.pulled[var] = copy_to(var.devices[0], var.buffers[0])
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -170,14 +170,14 @@ class Worker:
         count = ready_count(global_step)
         scalars, powers_after = inner._next_update(powers)
 
-        def pushed() -> None:
+        def after_push() -> None:
             inner._slots.powers = powers_after
             if self._resets:
                 self._reset(shared.sums)
             self._end_period(shared.sums)
             count()
 
-        return partial(self._center.push, inner, shared, self.config, scalars, pushed)
+        return partial(self._center.push, inner, shared, self.config, scalars, after_push)
 
     def _end_period(self, variables: Iterable[Variable]) -> None:
         """Ends a period after a pull or push, when these variables equal the center.
