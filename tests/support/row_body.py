@@ -28,11 +28,13 @@ class RowBody:
     Attributes:
         cases: the dtypes, or what else a row is made for.
         few: cases for rows that need much time.
+        sized: cases for rows of every size.
         groups: arguments of ``row``; each group of rows needs a launch of its own.
     """
 
     cases: Sequence[Any]
     few: Sequence[Any]
+    sized: Sequence[Any] = ()  # all
     groups: Sequence[dict[str, Any]]
 
     def name_of(self, case):
@@ -52,8 +54,11 @@ class RowBody:
         raise NotImplementedError
 
     def pytest_generate_tests(self, metafunc):
-        """Makes the parameters ``case`` and ``few_case``."""
-        for argument, values in (("case", self.cases), ("few_case", self.few)):
+        """Makes the parameters ``case``, ``few_case`` and ``sized_case``."""
+        sized = self.sized or self.cases
+        for argument, values in (
+            ("case", self.cases), ("few_case", self.few), ("sized_case", sized),
+        ):  # fmt: skip
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, values, ids=case_id)
 
@@ -82,10 +87,10 @@ class RowBody:
         found = [(record.name, record.num_rows) for record in journal.records]
         assert found == [(self.name_of(case), num_rows)]
 
-    def test_rows_of_every_size_and_start_are_one_launch(self, device, case):
-        rows = [self.row(case, size, seed=size) for size in (*SIZES, 40_003)]
+    def test_rows_of_every_size_and_start_are_one_launch(self, device, sized_case):
+        rows = [self.row(sized_case, size, seed=size) for size in (*SIZES, 40_003)]
         for starts in start_patterns(len(rows[0])):
-            self.check_one_launch(device, case, rows, [starts] * len(rows))
+            self.check_one_launch(device, sized_case, rows, [starts] * len(rows))
 
     def test_rows_of_a_table_that_is_not_inline_are_one_launch(self, device, few_case):
         sizes = [1, 40_001, 0, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]

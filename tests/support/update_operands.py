@@ -85,6 +85,7 @@ class UpdateBody(RowBody):
 
     cases = CASES
     few = (CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True))
+    sized = few  # all rules share one kernel body
     groups = tuple({"case": case} for case in CASES if case[0] == "momentum")
     variant: str
     leads: tuple[int, ...]
