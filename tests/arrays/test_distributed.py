@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase, owned, unchanged
+from support.meshes import MeshCase, mesh_of, owned, unchanged
 
 import gradreduce as gr
 from gradreduce.arrays.distributed import DistributedValues
@@ -17,10 +17,7 @@ from gradreduce.errors import DeviceMismatchError
 BOTH = pytest.mark.parametrize("make", [gr.PerReplica, gr.Mirrored])
 
 
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = mesh_of([0, 0, 1], strict=True)
 
 
 def arrays(count=3, shape=(2,)):
@@ -63,12 +60,6 @@ def test_buffers_determine_the_devices(mesh, make):
     assert all(found is buffer for found, buffer in zip(value.values, buffers, strict=True))
     assert value.primary is buffers[0]
     assert value.get() is buffers[0]
-
-
-def test_a_part_of_a_mesh_is_a_mesh(mesh):
-    value = gr.PerReplica(arrays(2), mesh[1:])
-    assert value.devices == mesh.devices[1:]
-    assert value.mesh is mesh
 
 
 def test_without_a_mesh_the_default_one(monkeypatch):
@@ -330,10 +321,6 @@ def test_the_text_names_devices_dtypes_and_shapes(mesh):
     assert repr(value) == (
         "Mirrored(sim:0: float32[4, 2], sim:1: float32[4, 2], sim:2: float32[4, 2])"
     )
-
-
-def test_the_operations_are_sum_and_mean():
-    assert [op.value for op in gr.ReduceOp] == ["SUM", "MEAN"]
 
 
 def test_tasks_of_one_thread_each_have_their_replica():

@@ -7,10 +7,10 @@ import importlib
 import numpy as np
 import pytest
 from support.exact_data import exact_data, same
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
-from gradreduce.backends import open_mesh
 from gradreduce.device import as_dtype
 
 TORCH = pytest.param("torch", marks=pytest.mark.torch)
@@ -18,10 +18,7 @@ JAX = pytest.param("jax", marks=pytest.mark.jax)
 SHAPES = [(), (1,), (0,), (3, 5), (2, 0, 3), (1000,)]
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with open_mesh(2, backend="sim", strict=True) as opened:
-        yield opened
+mesh = mesh_of(2, scope="module", strict=True)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, exact_data, same
-from support.meshes import MeshCase, refused
+from support.meshes import mesh_of, refused
 
 import gradreduce as gr
 from gradreduce.arrays.outputs import as_out, release_outputs
@@ -26,10 +26,7 @@ def mesh(request):
         yield opened
 
 
-@pytest.fixture(scope="module")
-def plain():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+plain = mesh_of([0, 0, 1], scope="module", strict=True)
 
 
 def write(device, array, dtype=FLOAT) -> np.ndarray:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 
-
-@pytest.fixture(scope="module")
-def mesh():
-    with gr.open_mesh([0, 0, 1], backend="sim", strict=True) as made:
-        yield made
+mesh = mesh_of([0, 0, 1], scope="module", strict=True)
 
 
 @pytest.fixture

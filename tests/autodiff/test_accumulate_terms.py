@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.autodiff.accumulate_terms import TermAccumulator
@@ -21,10 +22,7 @@ NUM_USES = 16
 SIZE = 1 << 18  # elements: a MiB
 
 
-@pytest.fixture
-def mesh():
-    with gr.open_mesh([0, 0], backend="sim") as made:
-        yield made
+mesh = mesh_of([0, 0])
 
 
 def gradient(loss, method):

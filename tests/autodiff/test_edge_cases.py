@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.gradients import gradients
 
 import gradreduce as gr
 from gradreduce.errors import InvalidArgumentError
-
-DESCENT = gr.GradientDescentOptimizer(1.0)
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 def test_gradients_at_ties(v):

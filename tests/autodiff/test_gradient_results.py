@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.gradients import DESCENT, gradients
 
 import gradreduce as gr
 from gradreduce.errors import InvalidArgumentError, InvalidVariableError
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 # -- dtypes ---------------------------------------------------------------------------------------

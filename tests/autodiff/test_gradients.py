@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.gradients import DESCENT, gradients
 
 import gradreduce as gr
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
 ENDS = np.array([True, False, True])
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 # -- which variables ------------------------------------------------------------------------------

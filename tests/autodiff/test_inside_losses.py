@@ -7,16 +7,12 @@ import weakref
 
 import numpy as np
 import pytest
+from support.gradients import DESCENT, gradients
 
 import gradreduce as gr
 from gradreduce.arrays.trace_context import current_reader
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 def test_a_gradient_inside_a_loss_is_refused(v, w):

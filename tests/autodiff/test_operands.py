@@ -6,15 +6,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from support.gradients import gradients
 
 import gradreduce as gr
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 MASKED = np.ma.masked_array(np.float32([1, 2, 3]), mask=[0, 1, 0])
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from support.gradients import gradients
 
 import gradreduce as gr
-
-DESCENT = gr.GradientDescentOptimizer(1.0)
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 @pytest.mark.parametrize("number", [float, int, complex, math.exp])

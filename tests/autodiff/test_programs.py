@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 
@@ -48,10 +49,7 @@ def random(seed):
     return np.random.default_rng(seed)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with gr.open_mesh([0, 0], backend="sim", strict=True) as made:
-        yield made
+mesh = mesh_of([0, 0], scope="module", strict=True)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -6,16 +6,11 @@ import operator
 
 import numpy as np
 import pytest
+from support.gradients import gradients
 
-import gradreduce as gr
 from gradreduce.arrays.trace_context import bind_arguments
 
-DESCENT = gr.GradientDescentOptimizer(1.0)
 PLAIN = np.zeros(3, "float32")
-
-
-def gradients(loss, *args, **options):
-    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
 
 
 @pytest.mark.parametrize("buffer", ["a traced value", "an array"])

@@ -179,23 +179,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     result = run("add_n", "--max-bytes", "1K", "--plot", str(tmp_path / "bench.png"))
     assert result.exit_code == 1
     assert "pip install 'gradreduce[cli]' (in a clone: pip install '.[cli]')" in result.output
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nothing"],
-        ["--min-bytes", "0"],
-        ["--min-bytes", "many"],
-        ["--min-bytes", "2K", "--max-bytes", "1K"],
-        ["--factor", "1"],
-        ["--plot", "bench.txt"],
-        ["--plot", "missing/bench.png"],
-        ["--rounds", "0"],
-        ["--against", "missing.json"],
-    ],
-)
-def test_wrong_arguments_are_the_parsers_error(arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Usage: " in result.output

@@ -59,8 +59,3 @@ def test_devices_that_cannot_be_opened_are_an_error(monkeypatch):
     result = run()
     assert result.exit_code == 1
     assert "GRADREDUCE_SIM_THREADS='none' must be a number" in result.output
-
-
-@pytest.mark.parametrize("arguments", [["--backend", "tpu"], ["--devices", "0"], ["4"]])
-def test_wrong_arguments_are_the_parsers_error(arguments):
-    assert run(*arguments).exit_code == 2

@@ -43,3 +43,29 @@ def test_the_help_of_a_command_has_whole_sentences(name, width):
         if isinstance(option, click.Option):
             assert option.help.endswith("."), option.name
             assert words(option.help) in found
+
+
+WRONG = {
+    "": ["nonsense"],
+    "info": ["extra", "--nonsense"],
+    "trace": ["missing.json"],
+    "check": ["--backend tpu", "--devices 0", "4"],
+    "bench": [
+        "nothing", "--min-bytes 0", "--min-bytes many", "--min-bytes 2K --max-bytes 1K",
+        "--factor 1", "--plot bench.txt", "--plot missing/bench.png", "--rounds 0",
+        "--against missing.json",
+    ],
+    "plan": [
+        "", "nothing", "missing.npz", "5 --devices 0", "5 --devices 2000", "5 --devices a,b",
+        "5 --devices \u0663", "\u0663x2", "9" * 4000 + "x" + "9" * 4000, "9" * 5000,
+        "5 --dtype float99", "5 --num-packs -1", "5 --algorithm ring", "5 --processes 0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_the_parsers_error(name):
+    for arguments in WRONG[name]:
+        result = CliRunner().invoke(command, [*name.split(), *arguments.split()])
+        assert result.exit_code == 2, arguments
+        assert "Usage: " in result.output

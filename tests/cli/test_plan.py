@@ -225,28 +225,3 @@ def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
     for size, says in sizes:
         write_safetensors(path, {}, size=size)
         check_one_line(run(str(path)), says)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["nothing"],
-        ["missing.npz"],
-        ["5", "--devices", "0"],
-        ["5", "--devices", "2000"],
-        ["5", "--devices", "a,b"],
-        ["5", "--devices", "\u0663"],
-        ["\u0663x2"],
-        ["9" * 4000 + "x" + "9" * 4000],
-        ["9" * 5000],
-        ["5", "--dtype", "float99"],
-        ["5", "--num-packs", "-1"],
-        ["5", "--algorithm", "ring"],
-        ["5", "--processes", "0"],
-    ],
-)
-def test_wrong_arguments_are_the_parsers_error(arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Usage: " in result.output

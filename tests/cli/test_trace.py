@@ -158,7 +158,3 @@ def test_json_that_cannot_be_written_is_one_line(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     text = f"Error: --json cannot be written: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}\n"
     assert (result.exit_code, result.output) == (1, text)
-
-
-def test_a_file_that_is_missing_is_the_parsers_error(tmp_path):
-    assert run(tmp_path / "missing.json").exit_code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.errors import brief, listed, repeated
@@ -16,16 +17,10 @@ LONG = ["x"] * 3000
 WRONG = (TypeError, ValueError, KeyError)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with gr.open_mesh(4, backend="sim") as opened:
-        yield opened
+mesh = mesh_of(4, scope="module")
 
 
-@pytest.fixture(scope="module")
-def big():
-    with gr.open_mesh(64, backend="sim") as opened:
-        yield opened
+big = mesh_of(64, scope="module")
 
 
 def test_lists_have_five_items_at_most():
@@ -59,53 +54,27 @@ def test_the_wrong_one_of_many_accumulators_is_named(mesh, big, many):
     outside = gr.IndexedSlices(np.ones((1, 2), np.float32), [33])
     some = gr.ConditionalAccumulator("float32", device=mesh, name="some")
     some.apply_grad(np.ones(4, np.float32))  # the shape of its sum
-    for accumulators, grads, told in (
-        (
-            dense,
-            with_one(ONES, np.ones(4, "f4")),
-            r"grads\[17\], for accumulator 'd17': Shapes \(4,\) and",
-        ),
-        (
-            dense,
-            with_one(ONES, np.ones(3)),
-            r"grads\[17\], for accumulator 'd17': the gradient is float64",
-        ),
-        (
-            dense,
-            with_one(ONES, None),
-            r"grads\[17\], for accumulator 'd17': NoneType is not an array",
-        ),
-        (
-            dense,
-            with_one(ONES, far),
-            r"grads\[17\], for accumulator 'd17': the gradient is o[fn] another mesh",
-        ),
-        (
-            sparse,
-            with_one(ROWS, ONES),
-            r"grads\[17\], for accumulator 's17': .* expects IndexedSlices",
-        ),
-        (
-            sparse,
-            with_one(ROWS, outside),
-            r"grads\[17\], for accumulator 's17': index of slice 0 exceeded",
-        ),
-        ([*dense[:17], some], [ONES] * 18, r"grads\[17\], for accumulator 'some': Shape mismatch"),
-        (dense, [ONES] * 299, "grads has 299 entries, accumulators has 300; pass one"),
-        (
-            [*dense[:17], 3],
-            [ONES] * 18,
-            r"accumulators\[17\]=3 must be an accumulator of this process",
-        ),
-        (dense[0], [ONES], "accumulators=<Cond.* must be a list of accumulators"),
-        (
-            [*dense, dense[3]],
-            [ONES] * 301,
-            r"accumulators\[300\] is the same as accumulators\[3\]",
-        ),
+    for accumulators, usual, odd, told in (
+        (dense, ONES, np.ones(4, "f4"), r"Shapes \(4,\) and"),
+        (dense, ONES, np.ones(3), "the gradient is float64"),
+        (dense, ONES, None, "NoneType is not an array"),
+        (dense, ONES, far, "the gradient is o[fn] another mesh"),
+        (sparse, ROWS, ONES, ".* expects IndexedSlices"),
+        (sparse, ROWS, outside, "index of slice 0 exceeded"),
+    ):
+        named = rf"^grads\[17\], for accumulator '{accumulators[17].name}': {told}"
+        with pytest.raises(WRONG, match=named) as caught:
+            gr.apply_grads(accumulators, with_one(usual, odd))
+        assert len(str(caught.value)) < 250
+    for accumulators, num_grads, told in (
+        ([*dense[:17], some], 18, r"grads\[17\], for accumulator 'some': Shape mismatch"),
+        (dense, 299, "grads has 299 entries, accumulators has 300; pass one"),
+        ([*dense[:17], 3], 18, r"accumulators\[17\]=3 must be an accumulator of this process"),
+        (dense[0], 1, "accumulators=<Cond.* must be a list of accumulators"),
+        ([*dense, dense[3]], 301, r"accumulators\[300\] is the same as accumulators\[3\]"),
     ):
         with pytest.raises(WRONG, match=f"^{told}") as caught:
-            gr.apply_grads(accumulators, grads)
+            gr.apply_grads(accumulators, [ONES] * num_grads)
         assert len(str(caught.value)) < 250
     assert not any(each.num_accumulated() for each in (*dense, *sparse))
     missing = r"s; accumulators\[0\] at step 0: 0 of 1 .*; and 295 more$"
@@ -120,27 +89,16 @@ def test_the_wrong_one_of_many_gradients_is_named(big, many):
     far = gr.PerReplica([ONES] * 64, big)
     wide = gr.Variable(ONES, "wide", device=big)
     four = np.ones(4, np.float32)
+    of_17 = "the gradient of <Variable 'w17' .*"
     for grads, found, told in (
-        (
-            with_one(ONES, four),
-            variables,
-            r"the gradient of <Variable 'w17' .* is float32\[4\]; it",
-        ),
-        (
-            with_one(ONES, "ab"),
-            variables,
-            "the gradient of <Variable 'w17' .*: str is not an array",
-        ),
-        (
-            with_one(ONES, far),
-            variables,
-            "the gradient of <Variable 'w17' .* is on sim:0, .* 59 m",
-        ),
+        (with_one(ONES, four), variables, rf"{of_17} is float32\[4\]; it"),
+        (with_one(ONES, "ab"), variables, f"{of_17}: str is not an array"),
+        (with_one(ONES, far), variables, f"{of_17} is on sim:0, .* 59 m"),
         ([ONES] * 18, [*variables[:17], LONG], r"grads_and_vars\[17\]: \['x', .* is not a Variab"),
         (
             [ONES] * 18,
             [*variables[:17], variables[3]],
-            "grads_and_vars contains <Variable 'w3' .* more th",
+            "grads_and_vars .*<Variable 'w3' .* more ",
         ),
         ([four], [wide], "the gradient of <Variable 'wide' .* and 59 more> is float"),
     ):

@@ -182,7 +182,7 @@ def test_inherited_objects_raise_in_a_child_and_new_ones_work(kernels):
     run(FORKED, kernels, timeout=60)
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_fork_beside_first_calls_leaves_a_child_that_works(num_processes):
     run(BESIDE, str(num_processes), timeout=240)
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.signal_injection import SignalInjection
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
@@ -16,25 +17,6 @@ from gradreduce.backends.sim.scheduler import Scheduler
 from gradreduce.errors import brief
 
 DEADLINE = 60.0
-
-
-def in_threads(*works):
-    """Runs all functions at once; none may hang or fail."""
-    failures = []
-
-    def run(work):
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-        assert not thread.is_alive(), "a thread hangs"
-    assert failures == []
 
 
 def test_no_addition_of_several_threads_is_lost():

@@ -7,12 +7,10 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
 from signal import SIGINT
 
 import numpy as np
@@ -20,6 +18,7 @@ import pytest
 from support.background_runs import environment
 from support.exhaustive import seeds
 from support.signal_injection import SignalInjection, num_points_of, raise_interrupt
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce import backends as opening
@@ -60,23 +59,6 @@ def test_no_collection_of_garbage_adds_points():
 
 
 LONG = (pytest.mark.exhaustive, pytest.mark.slow)
-
-
-def in_time(call: Callable[[], object]) -> object:
-    """Calls it in another thread, which would block on a lock that is still held."""
-    results: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((call(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    result, error = results.get(timeout=DEADLINE)
-    if error is not None:
-        raise error
-    return result
 
 
 def right_calls() -> dict[str, Callable[[], bool]]:
@@ -151,7 +133,7 @@ def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
             SignalInjection(place, partial(signal.raise_signal, SIGINT)),
         ):
             call()
-        assert in_time(call), place
+        assert in_threads(call) == [True], place
 
 
 def test_interrupted_queued_work_is_completed():
@@ -249,8 +231,8 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
 
     for first in firsts:
         for place in range(first + 1, num_points + 1, FAR):
-            num_raised += in_time(partial(interrupted, place))
-            assert in_time(call), place
+            num_raised += in_threads(partial(interrupted, place))[0]
+            assert in_threads(call) == [True], place
     assert num_raised or firsts.start
 
 
@@ -360,8 +342,8 @@ def test_a_handler_saves_a_checkpoint(implementation, firsts):
             training.step()
 
     for first in firsts:
-        in_time(partial(train, first))
-        in_time(training.check)  # no lock is left behind
+        in_threads(partial(train, first))
+        in_threads(training.check)  # no lock is left behind
     assert training.saved > 30 * len(firsts)
     training.mesh.close()
 
@@ -406,7 +388,7 @@ def test_a_handler_may_come_while_locks_are_held(implementation):
             training.save()
             assert (gr.all_reduce([[np.ones(3)]] * len(opened.devices))[0][0] == 1).all()
 
-    in_time(save)
+    in_threads(save)
     training.mesh.close()
 
 

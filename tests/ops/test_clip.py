@@ -27,7 +27,8 @@ def test_every_norm_and_start(device, dtype, norm):
     for limit in (1.0, 0.3):
         for starts in start_patterns(2):
             rows = [(blank(device, size, dtype, starts[0]),
-                     Operand(device, random_data((size,), dtype, seed=size), starts[1]))
+                     Operand(device, random_data((size,), dtype, seed=size), starts[1],
+                             writable=False))
                     for size in SIZES]  # fmt: skip
             outs, given = ([row[place].buffer for row in rows] for place in (0, 1))
             clip(outs, given, total.buffer, limit=limit)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.exact_data import COMPLEX, DTYPES, FLOATS, random_data, same
-from support.exhaustive import examples
 from support.implementations import (
-    INLINE_ROWS,
-    NUM_THREADS,
     SIZES,
-    SPLIT_SIZE,
     Operand,
     accumulate_dtype_of,
     blank,
-    counted_threads,
-    random_terms,
-    recorded,
+    blank_values,
     start_patterns,
 )
+from support.row_body import RowBody
 
 from gradreduce.device import as_dtype, flat_layout
 from gradreduce.ops import pack
 from gradreduce.ops.pack import PACK
-
-GAPS = (0, 1, 7, 16, 40_000)
 
 
 def reference(term, gap=0, divisor=1, out=None):
@@ -44,47 +35,54 @@ def reference(term, gap=0, divisor=1, out=None):
     return np.concatenate([filled, np.zeros(gap, filled.dtype)])
 
 
-def check(device, terms, gaps, divisor=1, starts=None):
-    """Packs every term in one call, and checks every byte."""
-    starts = starts or [(0, 0)] * len(terms)
-    outs, inputs = [], []
-    for term, gap, (to, of) in zip(terms, gaps, starts, strict=True):
-        outs.append(blank(device, term.size + gap, term.dtype, to))
-        inputs.append(Operand(device, term, of))
-    pack([out.buffer for out in outs], [row.buffer for row in inputs], divisor=divisor)
-    for out, operand, term, gap in zip(outs, inputs, terms, gaps, strict=True):
-        assert same(out.array, reference(term, gap, divisor)), (out.buffer, gap, divisor, starts)
-        assert out.contained()
-        assert operand.unchanged()
+class TestPack(RowBody):
+    cases = DTYPES
+    few = tuple(map(as_dtype, ("float16", "complex64", "uint8")))
+    groups = ({"case": "float32"}, {"case": "int32"}, {"case": "float16"})
 
+    def name_of(self, case):
+        return "pack"
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_size_gap_and_start(device, dtype):
-    term = random_data((max(SIZES),), dtype)
-    for size in SIZES:
-        for gap in GAPS if size < 16_383 else GAPS[:4]:
+    def row(self, case, size, seed=0, gap=None):
+        gap = size % 4 if gap is None else gap
+        return [blank_values(size + gap, case), random_data((size,), case, seed=seed)]
+
+    def launch(self, device, rows, *, divisor=1):
+        pack([out for out, _ in rows], [term for _, term in rows], divisor=divisor)
+
+    def reference(self, case, row, *, divisor=1):
+        out, term = row
+        return [reference(term, out.size - term.size, divisor, out.dtype)]
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_size_gap_and_start(self, device, dtype):
+        for gap in (0, 1, 7, 16, 17_003):
+            rows = [self.row(dtype, size, gap=gap) for size in SIZES]
             for starts in start_patterns(2):
-                check(device, [term[:size]], [gap], starts=[starts])
+                self.check(device, dtype, rows, [starts] * len(rows))
 
-
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
-@pytest.mark.parametrize(
-    "divisor", [1, -1, 0.5, 1 / 3, 0, -0.0, 1e-320, float("inf"), float("nan")]
-)
-def test_the_values_are_divided_and_the_gap_is_not(device, dtype, divisor):
-    """The gap contains 0.0, for any divisor, and never -0.0 or NaN."""
-    for size, gap in ((0, 5), (5, 3), (1003, 21), (16, 32)):
+    @pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+    @pytest.mark.parametrize(
+        "divisor", [1, -1, 0.5, 1 / 3, 0, -0.0, 1e-320, float("inf"), float("nan")]
+    )
+    def test_the_values_are_divided_and_the_gap_is_not(self, device, dtype, divisor):
+        """The gap contains 0.0, for any divisor, and never -0.0 or NaN."""
+        shapes = ((0, 5), (5, 3), (1003, 21), (16, 32))
+        rows = [self.row(dtype, size, gap=gap) for size, gap in shapes]
         for starts in start_patterns(2):
-            check(device, [random_data((size,), dtype)], [gap], divisor, [starts])
+            self.check(device, dtype, rows, [starts] * len(rows), divisor=divisor)
 
+    @pytest.mark.parametrize("template", PACK.templates, ids=PACK.expression)
+    def test_every_template_and_its_cast(self, device, template):
+        to, of = map(as_dtype, template)
+        rows = [[blank_values(size + 9, to), random_data((size,), of)] for size in (1003, 16, 3)]
+        for divisor in (1,) if of.kind == "u" else (1, -1 / 3):
+            for starts in start_patterns(2):
+                self.check(device, of, rows, [starts] * len(rows), divisor=divisor)
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_geometry(geometric_device, dtype):
-    divisor = 1 if dtype.kind in "iu" else -3
-    for size in (1, 17, 255, 16_385, 40_000):
-        for gap in (0, 5, 700) if size < 1000 else (5,):
-            for starts in start_patterns(2)[:2]:
-                check(geometric_device, [random_data((size,), dtype)], [gap], divisor, [starts])
+    def test_complex_terms_of_a_wider_out(self, device):
+        row = [blank_values(1010, "complex128"), random_data((1003,), "complex64")]
+        self.check(device, "complex64", [row], divisor=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,51 +128,6 @@ def test_a_flat_buffer_and_back(device):
         assert out.contained()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_launch_for_rows_of_all_sizes(device, dtype):
-    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
-    for num_rows in (6, len(sizes)):  # a table inline, and a larger one
-        terms = [random_data((size,), dtype, seed=size) for size in sizes[:num_rows]]
-        gaps = [row % 4 for row in range(num_rows)]
-        starts = [(row % 3, row % 2) for row in range(num_rows)]
-        with recorded(device) as journal:
-            check(device, terms, gaps, starts=starts)
-        assert journal.launches == 1
-        written = [size + gap for size, gap in zip(sizes, gaps, strict=False)]
-        assert journal.records[0].num_rows == sum(size > 0 for size in written)
-
-
-def test_a_thousand_tiny_rows_are_one_launch(device):
-    terms = [random_data((1 + row % 5,), "float32", seed=row) for row in range(1000)]
-    with recorded(device) as journal:
-        check(device, terms, [row % 3 for row in range(1000)], -3)
-    assert [(record.name, record.num_rows) for record in journal.records] == [("pack", 1000)]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
-def test_large_rows_are_spread_over_threads(device, dtype):
-    with counted_threads(device) as num_jobs:
-        for starts in start_patterns(2):
-            check(device, [random_data((SPLIT_SIZE,), dtype)], [9], starts=[starts])
-        sizes = (SPLIT_SIZE // 2, 5, SPLIT_SIZE)
-        check(device, [random_data((size,), dtype) for size in sizes], [SPLIT_SIZE, 0, 1])
-    assert num_jobs == [NUM_THREADS] * 5
-
-
-@pytest.mark.parametrize("template", PACK.templates, ids=PACK.expression)
-def test_every_template_and_its_cast(device, template):
-    to, of = map(as_dtype, template)
-    for divisor in (1,) if of.kind == "u" else (1, -1 / 3):
-        for to_start, of_start in start_patterns(2):
-            for size in (1003, 16, 3):
-                term = Operand(device, random_data((size,), of), of_start)
-                out = blank(device, size + 9, to, to_start)
-                pack([out.buffer], [term.buffer], divisor=divisor)
-                assert same(out.array, reference(term.values, 9, divisor, to))
-                assert out.contained()
-                assert term.unchanged()
-
-
 @pytest.mark.parametrize("out", ["float16", "bfloat16"])
 def test_a_double_is_rounded_to_a_float_on_its_way_to_a_half(device, out):
     """It is above the middle of two float16 by less than float32 resolves: rounds to even."""
@@ -183,64 +136,3 @@ def test_a_double_is_rounded_to_a_float_on_its_way_to_a_half(device, out):
     halves = blank(device, above.size, as_dtype(out))
     pack([halves.buffer], [Operand(device, above).buffer])
     assert same(halves.array, np.ones(above.size, as_dtype(out)))
-
-
-def test_complex_terms_of_a_wider_out(device):
-    term, out = (
-        Operand(device, random_data((1003,), "complex64")),
-        blank(device, 1010, "complex128"),
-    )
-    pack([out.buffer], [term.buffer], divisor=3)
-    assert same(out.array, reference(term.values, 7, 3, as_dtype("complex128")))
-
-
-def test_each_dtype_is_a_launch_of_its_own(device):
-    terms = [
-        random_data((100,), dtype) for _ in range(3) for dtype in ("float32", "int32", "float16")
-    ]
-    with recorded(device) as journal:
-        check(device, terms, [2] * 9)
-    assert journal.launches == 3
-
-
-def test_nothing_is_launched_for_nothing(device):
-    with recorded(device) as journal:
-        pack([], [])
-        check(device, random_terms(3, 0, "float32"), [0, 0, 0])
-    assert journal.launches == 0
-
-
-def test_an_input_may_be_read_only(device):
-    term = Operand(device, random_data((1003,), "float32"), writable=False)
-    out = blank(device, 1005, "float32")
-    pack([out.buffer], [term.buffer])
-    assert same(out.array, reference(term.values, 2))
-
-
-@settings(max_examples=examples(30), deadline=None)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    rows=st.lists(
-        st.tuples(
-            st.one_of(st.integers(0, 40), st.integers(0, 40_000)),  # size
-            st.one_of(st.integers(0, 5), st.integers(0, 20_000)),  # gap
-            st.integers(0, 3),  # starts
-            st.integers(0, 3),
-        ),
-        min_size=1,
-        max_size=8,
-    ),
-)
-def test_many_rows_are_as_one_launch_each(device, dtype, rows):
-    terms = [
-        Operand(device, random_data((size,), dtype, seed=size), start) for size, _, _, start in rows
-    ]
-    together, alone = (
-        [blank(device, size + gap, dtype, start) for size, gap, start, _ in rows] for _ in range(2)
-    )
-    pack([out.buffer for out in together], [term.buffer for term in terms])
-    for out, term in zip(alone, terms, strict=True):
-        pack([out.buffer], [term.buffer])
-    for out, other in zip(together, alone, strict=True):
-        assert same(out.array, other.array)
-        assert out.contained()

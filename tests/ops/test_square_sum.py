@@ -32,7 +32,8 @@ def check(device, dtype, shapes, starts=(0, 0), **scalars):
         rows = []
         together = [shape for shape in shapes if shape[:2] == (lanes, terms)]
         for *_, blocks, size in together:
-            given = Operand(device, random_data((size,), dtype, seed=size), starts[1])
+            values = random_data((size,), dtype, seed=size)
+            given = Operand(device, values, starts[1], writable=False)
             rows.append((blank(device, lanes * blocks, "float64", starts[0]), given))
         outs, inputs = [out.buffer for out, _ in rows], [given.buffer for _, given in rows]
         square_sum(outs, inputs, lanes=lanes, terms=terms, **scalars)

@@ -22,7 +22,7 @@ def taken(device, tensors, starts=(0, 0)):
     """Takes rows of all tensors in one call, and checks every byte around the results."""
     made = []
     for values, rows in tensors:
-        source = Operand(device, values.reshape(-1), starts[1])
+        source = Operand(device, values.reshape(-1), starts[1], writable=False)
         out = blank(device, rows.size * values[0].size, values.dtype, starts[0])
         made.append((out, source, values.shape[1:], rows))
     take_rows(

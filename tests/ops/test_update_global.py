@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 from support.implementations import buffers, operands
-from support.update_operands import FormBody, changed
-
-from gradreduce.ops import update_rows
+from support.update_operands import UpdateBody, changed
 
 
-class TestGlobalUpdate(FormBody):
+class TestGlobalUpdate(UpdateBody):
     variant = "global"
     leads = 1, 10  # period
 
-    def reference(self, case, values, lead):
-        total = values[-1]
-        new = changed(case, values, total / total.dtype.type(lead))
+    def written(self, case, row, scalars, lead):
+        total = row[-1]
+        new = changed(case, row, total / total.dtype.type(lead), scalars)
         has_master = case[2]
         return [*new, *new[: 1 + has_master]]
 
@@ -24,6 +22,6 @@ class TestGlobalUpdate(FormBody):
         total = np.arange(1, 1000, dtype=np.float32)
         assert (total / np.float32(3) != total * np.float32(1 / 3)).any()
         row = operands(device, [np.zeros(999, np.float32), np.empty(999, np.float32), total])
-        update_rows(self.kernel_of("sgd"), [buffers(row)], (3, -1.0), device)
+        self.launch(device, [buffers(row)], 3, "sgd", lr=-1.0)
         assert (row[0].array == total / np.float32(3)).all()
         assert (row[1].array == row[0].array).all()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce import hide_from_torch_compile
@@ -169,10 +170,7 @@ PLAIN = ("all_reduce", "Optimizer.apply_gradients, a rule in Python", "SyncStep.
          "Optimizer.step", "PreparedStep.__call__")  # fmt: skip
 
 
-@pytest.fixture
-def mesh():
-    with gr.open_mesh(2, backend="sim") as made:
-        yield made
+mesh = mesh_of(2)
 
 
 @pytest.fixture

@@ -9,53 +9,29 @@ import threading
 import time
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from support.thread_group import run_processes
+from support.torch_layers import (
+    TINY_MB,
+    assert_equal,
+    autocast,
+    batch,
+    frozen,
+    gradients,
+    layers,
+    means,
+    means_of,
+    open_mesh,
+    plain,
+    trained,
+    zero,
+)
 
 import gradreduce as gr
-from gradreduce.errors import CollectiveError
 
 pytestmark = pytest.mark.torch
-TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
 TABLES = ("all", "last", "never", "at first")
-
-
-def layers(count=4, size=3):
-    """Linear layers with integers, so that all gradients are exact; equal at each call."""
-    import torch
-
-    net = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(count)]).double()
-    for number, parameter in enumerate(net.parameters()):
-        torch.nn.init.constant_(parameter, 1.0 + number % 2)
-    return net
-
-
-def batch(replica, step=0, size=3):
-    import torch
-
-    return torch.full((2, size), 1.0 + replica + 3 * step, dtype=torch.float64)
-
-
-def open_mesh(devices, group=None):
-    return gr.open_mesh(devices, backend="sim", process_group=group)
-
-
-def gradients(module):
-    return [None if each.grad is None else each.grad.clone() for each in module.parameters()]
-
-
-def means(rows):
-    """The means of the gradients, with zeros for a replica without; None if no replica has one."""
-    import torch
-
-    made = []
-    for column in zip(*rows, strict=True):
-        like = next((each for each in column if each is not None), None)
-        terms = [0.0 if each is None else each for each in column]
-        made.append(None if like is None else torch.as_tensor(sum(terms) / len(terms)))
-    return made
 
 
 def zeroed_in_place(first, second):
@@ -64,16 +40,6 @@ def zeroed_in_place(first, second):
         one * 0 if other is None and one is not None else other
         for one, other in zip(first, second, strict=True)
     ]
-
-
-def assert_equal(found, wanted):
-    import torch
-
-    for one, other in zip(found, wanted, strict=True):
-        if one is None or other is None:
-            assert one is other
-        else:
-            assert torch.equal(one, other), (one, other)
 
 
 def checkpointed(reentrant):
@@ -101,20 +67,8 @@ def more_often(net, x, _, step):
     return (run(x) if step else net[3](x)).sum()
 
 
-def autocast(net, x, *_):
-    import torch
-
-    with torch.autocast("cpu", torch.bfloat16):
-        return net(x.float()).sum()
-
-
 def tied(net):
     net[2].weight = net[0].weight
-    return net
-
-
-def frozen(net):
-    net[1].requires_grad_(False)
     return net
 
 
@@ -130,10 +84,6 @@ def penalized(net, x, *_):
 
     (inner,) = torch.autograd.grad(net(x).sum(), net[0].weight, create_graph=True)
     return net(x).sum() + inner.sum()
-
-
-def plain(net, x, *_):
-    return net(x).sum()
 
 
 CASES = {
@@ -156,33 +106,6 @@ CASES = {
     "compiled": (lambda: compiled(layers()), plain),
     "compiled replicas": (layers, lambda net, x, *_: compiled(net)(x).sum()),
 }
-
-
-def trained(dp, run, first, begin, steps=3):
-    """Computes gradients as training loops do; returns those of all replicas."""
-    import torch
-
-    found = []
-    for step in range(steps):
-        begin(dp, step)
-        losses = []
-        for index, replica in enumerate(dp.replicas):
-            losses.append(run(replica, batch(first + index, step), first + index, step))
-            if step == 1:
-                losses.pop().backward()
-        if losses:
-            torch.stack(losses).sum().backward()
-        found.append([gradients(replica) for replica in dp.replicas])
-    return found
-
-
-def zero(dp, step):
-    """Zeroes the gradients in one of three ways."""
-    if step == 1:
-        dp.zero_grad()
-    else:
-        for parameter in dp.parameters():
-            parameter.grad = None
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -478,11 +401,6 @@ def test_no_sync_adds_and_the_next_backward_averages_the_sums():
 def test_replicas_may_run_in_threads():
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        wanted = []
-        for index in range(2):
-            net = layers()
-            net(batch(index)).sum().backward()
-            wanted.append(gradients(net))
         for _ in range(20):
             dp.zero_grad()
 
@@ -495,7 +413,7 @@ def test_replicas_may_run_in_threads():
             for thread in threads:
                 thread.join(10)
             for replica in dp.replicas:
-                assert_equal(gradients(replica), means(wanted))
+                assert_equal(gradients(replica), means_of(2))
 
 
 def test_parameters_and_buffers_are_those_of_process_0_and_the_optimizer_keeps_them_alike():
@@ -560,450 +478,3 @@ def test_the_module_can_be_copied_and_saved():
         gr.torch.DataParallel(loaded, mesh)
         with pytest.raises(TypeError, match=r"^DataParallel objects .* copied; copy its module$"):
             copy.deepcopy(dp)
-
-
-# -- what goes wrong ------------------------------------------------------------------------------
-
-
-def test_a_round_that_an_error_interrupts_is_dropped():
-    import torch
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(context, gradient):
-            raise MemoryError("out of memory")
-
-    alone = []
-    for index in range(2):
-        alone.append(layers())
-        plain(alone[index], batch(index)).backward()
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for replica in (0, 1):  # before and after there are buckets
-            for _ in range(2):
-                net = dp.replicas[replica]
-                x = Fails.apply(net[1](net[0](batch(0))))
-                with pytest.raises(MemoryError, match="out of memory"):
-                    net[3](net[2](x)).sum().backward()
-            dp.zero_grad()
-            for index, net in enumerate(dp.replicas):
-                plain(net, batch(index)).backward()
-            for net in dp.replicas:
-                assert_equal(gradients(net), means(map(gradients, alone)))
-
-
-@pytest.mark.parametrize("method", ["_end", "_reset"])
-def test_ctrl_c_at_the_end_of_a_step_leaves_the_next_one_right(method, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for replica in (0, 1, 0, 1):  # before and after there are buckets
-            dp.zero_grad()
-            with pytest.raises(KeyboardInterrupt):
-                for index, net in enumerate(dp.replicas):
-                    if index == replica or method == "_reset":
-                        monkeypatch.setattr(dp._reducer, method, interrupt)
-                    plain(net, batch(index)).backward()
-            monkeypatch.undo()
-            alone = [layers(), layers()]
-            for found in trained(dp, plain, 0, zero, steps=1):
-                for index, net in enumerate(alone):
-                    plain(net, batch(index)).backward()
-                for each in found:
-                    assert_equal(each, means(map(gradients, alone)))
-
-
-def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch):
-    from gradreduce.torch import reducer
-
-    made = []
-
-    def interrupted(*arguments):
-        made.append(arguments)
-        if len(made) == 4:
-            raise KeyboardInterrupt
-        return hook(*arguments)
-
-    hook = reducer._hook
-    monkeypatch.setattr(reducer, "_hook", interrupted)
-    alone = [layers(), layers()]
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        with pytest.raises(KeyboardInterrupt):
-            trained(dp, plain, 0, zero, steps=1)
-        for step in range(3):
-            dp.zero_grad()
-            for index, net in enumerate(alone):
-                net.zero_grad()
-                plain(net, batch(index, step)).backward()
-                plain(dp.replicas[index], batch(index, step)).backward()
-            for net in dp.replicas:
-                assert_equal(gradients(net), means(map(gradients, alone)))
-
-
-def test_a_backward_that_fails_raises_in_other_processes():
-    has_failed = threading.Event()
-
-    def work(group):
-        with open_mesh(1, group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            for _ in range(2):  # the second one compares the replicas
-                plain(dp, batch(0)).backward()
-            if group.rank == 1:
-                dp.module[0].weight.grad = None
-                dp.module.float()
-                with pytest.raises(ValueError, match="float32") as caught:
-                    plain(dp, batch(0).float()).backward()
-                has_failed.set()
-                return "".join(caught.value.__notes__)
-            with pytest.raises(CollectiveError) as caught:
-                plain(dp, batch(0)).backward()
-            assert has_failed.wait(10)
-            return str(caught.value)
-
-    error, note = run_processes(2, work)
-    assert "bucket 0 (3.bias, 3.weight)" in note
-    assert error.startswith("bucket 0 (3.bias, 3.weight): ")
-    assert "a backward of process 1 of 2 failed" in error
-
-
-def test_ctrl_c_ends_the_wait_for_another_process():
-    has_ended = threading.Event()
-
-    def work(group):
-        mesh = open_mesh(1, group)
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for _ in range(2):  # the second one compares the replicas
-            plain(dp, batch(0)).backward()
-        if group.rank == 1:
-            assert has_ended.wait(10)
-            return
-        dp._reducer._worker = SimpleNamespace(submit=lambda *arguments: Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            plain(dp, batch(0)).backward()
-        with pytest.raises(CollectiveError, match=r"of process 0 of 2 failed: KeyboardInterrupt"):
-            plain(dp, batch(0)).backward()
-        has_ended.set()
-
-    class Interrupted:
-        def wait(self):
-            raise KeyboardInterrupt
-
-    run_processes(2, work)
-
-
-def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
-    """The next backward begins a new step, because another replica's forward may have failed."""
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        plain(dp.replicas[0], batch(0)).backward()
-        with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered after .* replica 0"):
-            dp.no_sync().__enter__()
-        with pytest.raises(RuntimeError, match=r"second time for replica 0, before .* 1:"):
-            plain(dp.replicas[0], batch(0)).backward()
-        for found in trained(dp, plain, 0, zero, steps=1):
-            assert_equal(found[0], found[1])
-
-
-def test_a_gradient_after_its_bucket_was_reduced_is_refused():
-    from torch.utils.checkpoint import checkpoint
-
-    with open_mesh(1) as mesh:
-        dp = gr.torch.DataParallel(layers(2), mesh, bucket_mb=TINY_MB)
-        for times in (1, 2):
-            x = batch(0).requires_grad_()
-            for _ in range(times):
-                x = checkpoint(dp.module[1], x, use_reentrant=True)
-            if times == 1:
-                x.sum().backward()
-                continue
-            with pytest.raises(RuntimeError, match=r"1\..* got another gradient after bucket 0"):
-                x.sum().backward()
-
-
-def test_parameters_that_one_process_has_frozen_are_named_by_all():
-    def work(group):
-        net = frozen(layers()) if group.rank == 1 else layers()
-        with open_mesh(1, group) as mesh, pytest.raises(ValueError) as caught:
-            gr.torch.DataParallel(net, mesh)
-        return str(caught.value)
-
-    first, second = run_processes(2, work)
-    assert "requires_grad of 1.weight is True in process 0, False in process 1" in first
-    assert "requires_grad of 1.weight is False in process 1, True in process 0" in second
-
-
-def test_parameters_that_would_not_be_reduced_are_refused():
-    import torch
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(frozen(layers()), mesh)
-        dp.replicas[1][1].requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"^1.weight, 1.bias did not require gradients"):
-            plain(dp.replicas[0], batch(0)).backward()
-        del dp.replicas[1][0].weight
-        dp.replicas[1][0].weight = dp.replicas[0][0].weight.detach()
-        with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
-            plain(dp.replicas[1], batch(0)).backward()
-        with pytest.raises(ValueError, match=r"0.weight is already a parameter of another Data"):
-            gr.torch.DataParallel(dp.module, mesh)
-        dp, rows = gr.torch.DataParallel(torch.nn.Embedding(4, 2), mesh[:1]), torch.tensor([1])
-        with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
-            torch.nn.functional.embedding(rows, dp.module.weight, sparse=True).sum().backward()
-        assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
-        dp = gr.torch.DataParallel(torch.nn.Embedding(4, 2, sparse=True), mesh[:1])
-        with pytest.raises(
-            ValueError, match=r"^weight has a dense gradient, but its emb"
-        ) as caught:
-            (dp(rows).sum() + dp.module.weight.sum()).backward()
-        assert caught.value.__notes__ == ["It was about sparse gradients (weight)."]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_parameters_that_a_module_gets_later_are_refused(is_first):
-    """Also if an optimizer keeps the old parameters alive, so that nothing else shows it."""
-    import torch
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        optimizer = torch.optim.SGD(dp.parameters(), 0.1)
-        if not is_first:
-            trained(dp, plain, 0, zero, steps=1)
-        net = dp.replicas[1]
-        state = {name: each.clone() for name, each in net.state_dict().items()}
-        for change in (
-            lambda: setattr(net[0], "weight", torch.nn.Parameter(net[0].weight.detach())),
-            lambda: net.append(torch.nn.Linear(3, 3)),
-            lambda: net.load_state_dict(state, assign=True),
-        ):
-            with pytest.raises(RuntimeError, match="make a new DataParallel from the changed"):
-                change()
-        net.load_state_dict(state)
-        net[0].weight = net[0].weight  # the same one
-        net[0].extra = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-        del net[0].extra
-        copy.deepcopy(net).append(torch.nn.Linear(3, 3))
-        for found in trained(dp, plain, 0, zero, steps=2):
-            assert_equal(found[0], found[1])
-        del dp, optimizer
-        gc.collect()
-        net.append(torch.nn.Linear(3, 3))
-
-
-def test_an_added_module_is_watched_like_the_modules_around_it():
-    import torch
-
-    with open_mesh(1) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        dp.module.more = torch.nn.ModuleList()
-        with pytest.raises(RuntimeError, match="0 cannot be added or replaced in a module"):
-            dp.module.more.append(torch.nn.Linear(3, 3))
-
-
-def test_the_module_of_a_dropped_data_parallel_gets_another():
-    """The new one averages some of the parameters; all hooks of the first are removed."""
-    with open_mesh(2) as mesh:
-        nets = [layers(), layers()]
-        dp = gr.torch.DataParallel(nets, mesh)
-        for pair in (nets, [layers(), nets[1]]):
-            with pytest.raises(ValueError, match="of another DataParallel: delete that one"):
-                gr.torch.DataParallel(pair, mesh)
-        trained(dp, plain, 0, zero, steps=2)
-        del dp
-        inner = gr.torch.DataParallel([net[:2] for net in nets], mesh)
-        alone = [layers(), layers()]
-        for step in range(3):
-            for net, other, index in zip(nets, alone, range(2), strict=True):
-                for each in (net, other):
-                    each.zero_grad()
-                    plain(each, batch(index, step)).backward()
-        wanted = means(map(gradients, alone))
-        for net, other, part in zip(nets, alone, inner.replicas, strict=True):
-            assert_equal(gradients(part), wanted[:4])
-            assert_equal(gradients(net)[4:], gradients(other)[4:])
-
-
-def test_gradients_in_other_memory_are_averaged():
-    """The user has set them, or they moved with the parameters; buckets exist already."""
-
-    def set_gradients(net):
-        for parameter in net.parameters():
-            parameter.grad = parameter.grad.clone().mul_(2)
-
-    def move(net):
-        net._apply(lambda tensor: tensor.clone())  # as Module.to does
-
-    with open_mesh(2) as mesh:
-        for change in (set_gradients, move, lambda net: net.zero_grad()):
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            trained(dp, plain, 0, zero, steps=1)
-            change(dp.replicas[1])
-            before = means([gradients(replica) for replica in dp.replicas])
-            for replica in dp.replicas:
-                plain(replica, batch(0)).backward()
-            alone = layers()
-            plain(alone, batch(0)).backward()
-            for replica in dp.replicas:
-                pairs = zip(before, gradients(alone), strict=True)
-                assert_equal(gradients(replica), [one + other for one, other in pairs])
-
-
-def test_an_infinite_gradient_of_one_replica_skips_the_step_of_all():
-    """Autocast with GradScaler, in two processes."""
-    import torch
-
-    def work(group):
-        with open_mesh(1, group) as mesh:
-            dp = gr.torch.DataParallel(layers().float(), mesh, bucket_mb=TINY_MB)
-            optimizer = torch.optim.SGD(dp.parameters(), 1.0)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            found = []
-            for step in range(3):
-                optimizer.zero_grad()
-                loss = autocast(dp, batch(group.rank))
-                is_infinite = step == 1 and group.rank == 1
-                scaler.scale(loss * torch.inf if is_infinite else loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                found.append([each.detach().clone() for each in dp.parameters()])
-            assert scaler.get_scale() == 4.0
-            return found
-
-    one, other = run_processes(2, work)
-    for step in range(3):
-        assert_equal(one[step], other[step])
-    assert_equal(one[1], one[0])  # skipped
-    assert not one[2][0].equal(one[1][0])
-
-
-def test_wrong_arguments_are_refused():
-    import torch
-
-    with open_mesh(2) as mesh:
-        with pytest.raises(ValueError, match="there are 1 replicas for 2 devices"):
-            gr.torch.DataParallel([layers()], mesh)
-        with pytest.raises(ValueError, match=r"1 has None where replica 0 has \('2.weight'"):
-            gr.torch.DataParallel([layers(3), layers(2)], mesh)
-        with pytest.raises(ValueError, match="no parameter that requires gradients"):
-            gr.torch.DataParallel(torch.nn.ReLU(), mesh)
-        with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):
-            gr.torch.DataParallel([1, 2], mesh)
-        with pytest.raises(TypeError, match="mesh=2 is not a Mesh"):
-            gr.torch.DataParallel(layers(), 2)
-        with pytest.raises(ValueError, match="bucket_mb=0"):
-            gr.torch.DataParallel(layers(), mesh, bucket_mb=0)
-        with pytest.raises(ValueError, match=r"ops=.* is not an AllReduceCrossDeviceOps"):
-            gr.torch.DataParallel(layers(), mesh, ops=gr.ReductionToOneDevice())
-        with pytest.raises(RuntimeError, match="there are 2 replicas in this process"):
-            gr.torch.DataParallel(layers(), mesh)(batch(0))
-        given = torch.nn.ModuleList([layers(), layers()])
-        assert list(gr.torch.DataParallel(given, mesh).replicas) == list(given)
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("find_unused_parameters", "leave it out, unused parameters are found in every step"),
-        ("static_graph", "leave it out, no graph needs to be static"),
-        ("gradient_as_bucket_view", "leave it out, gradients are always views of buckets"),
-        ("device_ids", "leave it out, the mesh has the devices (gr.open_mesh)"),
-        ("output_device", "leave it out, each replica returns outputs on its own device"),
-        ("bucket_cap_mb", "pass bucket_mb="),
-        ("process_group", "pass it to gr.open_mesh(process_group=...), and pass that mesh"),
-    ],
-)
-def test_an_argument_of_ddp_is_refused_with_what_to_do(name, hint):
-    with pytest.raises(TypeError) as caught:  # also without a mesh, as DDP is called
-        gr.torch.DataParallel(layers(), **{name: 1})
-    assert str(caught.value) == f"DataParallel has no argument {name!r}: {hint}"
-
-
-def test_modules_without_values_are_refused_in_one_sentence():
-    import torch
-
-    lazy = "of a lazy module has no shape yet: run a forward of the module before this"
-    meta = "is on the meta device and has no values: call module.to_empty(device=...), and "
-    meta += "initialize or load the module, before this"
-    nets = {
-        f"the parameter '1.weight' {lazy}": torch.nn.Sequential(layers(1), torch.nn.LazyLinear(3)),
-        f"the buffer '1.running_mean' {lazy}": torch.nn.Sequential(
-            layers(1), torch.nn.LazyBatchNorm1d(affine=False)
-        ),
-        f"the parameter '0.weight' {meta}": layers(1).to("meta"),
-    }
-    with open_mesh(1) as mesh, mesh.journal() as journal:
-        for text, net in nets.items():
-            calls = [lambda net: gr.torch.DataParallel(net, mesh)]
-            if "parameter" in text:
-                calls.append(lambda net: gr.torch.variables(net, mesh))
-                calls.append(
-                    lambda net: gr.torch.Optimizer(gr.AdamOptimizer(), net.named_parameters())
-                )
-            for call in calls:
-                with pytest.raises(ValueError) as caught:
-                    call(net)
-                assert str(caught.value) == text
-            assert all(not each._post_accumulate_grad_hooks for each in net.parameters())
-    assert journal.records == []
-    with open_mesh(1) as mesh:
-        net = torch.nn.Sequential(torch.nn.LazyLinear(3))
-        net(torch.ones(2, 4))
-        assert gr.torch.DataParallel(net, mesh).module[0].weight.shape == (3, 4)
-
-
-def test_no_sync_looks_at_backward_and_not_at_the_forward():
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(1), mesh)
-        with dp.no_sync():
-            losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
-        for loss in losses:
-            loss.backward()
-        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [3.0, 3.0]  # (2 + 4) / 2
-        dp.zero_grad()
-        losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
-        with dp.no_sync():
-            for loss in losses:
-                loss.backward()
-        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [2.0, 4.0]
-
-
-def test_two_modules_share_the_thread_of_their_mesh():
-    """A backward through both reduces their buckets in one order."""
-
-    def work(group):
-        with open_mesh(1, group) as mesh:
-            one, other = (
-                gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB) for _ in range(2)
-            )
-            for step in range(5):
-                one.zero_grad(set_to_none=step % 2 == 0)
-                other.zero_grad()
-                one(other(batch(group.rank))).sum().backward()
-            return gradients(one) + gradients(other)
-
-    alone = []
-    for rank in range(2):
-        nets = layers(), layers()
-        nets[0](nets[1](batch(rank))).sum().backward()
-        alone.append(gradients(nets[0]) + gradients(nets[1]))
-    for found in run_processes(2, work):
-        assert_equal(found, means(alone))
-
-
-def test_modules_that_are_dropped_are_freed():
-    import torch
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        trained(dp, plain, 0, zero)
-        parameter, grad = weakref.ref(dp.module[0].weight), weakref.ref(dp.module[0].weight.grad)
-        del dp
-        gc.collect()
-        assert parameter() is None and grad() is None
-        assert torch.is_grad_enabled()

@@ -11,33 +11,19 @@ from functools import partial
 
 import pytest
 from support.thread_group import run_processes
+from support.torch_layers import TINY_MB, gradients, layers, means
 
 import gradreduce as gr
 from gradreduce.errors import CollectiveError
 
 pytestmark = pytest.mark.torch
 BY_THE_USER = " by ValueError('of the user')"
-BUCKET_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
-
-
-def layers():
-    """Linear layers with ones, so that all gradients are exact."""
-    import torch
-
-    net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)]).double()
-    for parameter in net.parameters():
-        torch.nn.init.ones_(parameter)
-    return net
 
 
 def loss_of(net, value):
     import torch
 
     return net(torch.full((2, 3), float(value), dtype=torch.float64)).sum()
-
-
-def gradients(net):
-    return [parameter.grad.clone() for parameter in net.parameters()]
 
 
 def means_of(values):
@@ -47,7 +33,7 @@ def means_of(values):
         net = layers()
         loss_of(net, value).backward()
         rows.append(gradients(net))
-    return [sum(each) / len(rows) for each in zip(*rows, strict=True)]
+    return means(rows)
 
 
 def are_equal(found, wanted):
@@ -90,7 +76,7 @@ def test_two_ctrl_c_within_microseconds_leave_the_next_step_right(seed, times, m
         with gr.open_mesh(2, backend="sim") as mesh:
             for number in range(times):
                 if number % 20 == 0:  # some are interrupted before there are buckets
-                    dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=BUCKET_MB)
+                    dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
 
                 def step(step, dp=dp):
                     dp.zero_grad(set_to_none=step == 1)
@@ -148,7 +134,7 @@ def test_an_error_before_anything_is_launched_loses_nothing(has_buckets):
 
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=BUCKET_MB)
+            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
             for _ in range(has_buckets):
                 loss_of(dp, 1).backward()
             dp.zero_grad()
@@ -204,7 +190,7 @@ def test_an_error_after_a_launch_is_in_the_errors_of_all_processes(index, versio
     def work(group):
         groups[group.rank] = group
         mesh = gr.open_mesh(1, backend="sim", process_group=group)
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=BUCKET_MB)
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
         loss_of(dp, 1).backward()
         if group.rank == 1:
             with pytest.raises(ValueError, match="of the user"):
@@ -283,7 +269,7 @@ def test_the_next_backward_works_if_that_of_all_processes_has_failed(
 
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=BUCKET_MB)
+            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
             net = dp if calls == "dp" else dp.module
             for _ in range(1 + has_buckets):
                 loss_of(net, 1).backward()
@@ -334,7 +320,7 @@ def test_a_failed_step_is_ended_before_the_next_forward_exchanges(failing):
     def train(group, fails):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             net = nets[group.rank + 2 * fails]
-            dp, found = gr.torch.DataParallel(net, mesh, bucket_mb=BUCKET_MB), []
+            dp, found = gr.torch.DataParallel(net, mesh, bucket_mb=TINY_MB), []
             for step in range(4):
                 if fails and step == 2 and group.rank in failing:
                     failing_at(net, [0, 2][group.rank] if len(failing) > 1 else 2, MemoryError())
@@ -388,7 +374,7 @@ def test_after_a_failed_step_all_replicas_have_the_same_gradients_of_none(
 
     def work(group):
         with gr.open_mesh(devices, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=BUCKET_MB)
+            dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
             for net in dp.replicas[: devices * has_buckets]:
                 net("always").backward()
             dp.zero_grad(set_to_none=True)
@@ -436,7 +422,7 @@ def test_a_step_that_ends_by_an_error_leaves_none_where_it_was():
     import torch
 
     with gr.open_mesh(2, backend="sim") as mesh:
-        dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=BUCKET_MB)
+        dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
         for net in dp.replicas:
             net("always").backward()
         dp.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -14,10 +15,7 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
-@pytest.fixture
-def mesh():
-    with gr.open_mesh(2, backend="sim") as opened:
-        yield opened
+mesh = mesh_of(2)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
+from support.meshes import mesh_of
 
 import gradreduce as gr
 
@@ -43,10 +44,7 @@ RULES = {
 MASTERS = {"master_dtype": "float32"}
 
 
-@pytest.fixture
-def mesh():
-    with gr.open_mesh(1, backend="sim") as made:
-        yield made
+mesh = mesh_of(1)
 
 
 def net(dtype="float32", seed=0):

@@ -104,27 +104,6 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [0, 1])
-def test_without_snapshots_the_error_of_a_lost_actor_says_so(unique_name, victim):
-    import ray
-
-    shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
-    shared.apply_grads(ones())
-    with in_thread(lambda: shared.take_grads(5, timeout=LIMIT_S)) as taken:
-        kill([unique_name, f"{unique_name}#1"][victim])
-        for call in (lambda: shared.apply_grads(ones()), lambda: shared.take_grads(1, timeout=5)):
-            with pytest.raises(BackendUnavailableError, match=r"pass snapshots= to (have|survive)"):
-                call()
-    assert isinstance(taken[0], BackendUnavailableError)
-    shared.close()
-    with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor(f"{unique_name}#1", namespace="gradreduce")
-    with gr.ray.AccumulatorSet(SPECS, unique_name) as again:
-        assert again.apply_grads(ones())
-        check_equal(again.take_grads(1, timeout=LIMIT_S), 1.0)
-
-
 def test_close_does_nothing_if_all_actors_have_ended(unique_name):
     import ray
 
@@ -432,15 +411,6 @@ def test_after_ray_was_shut_down_calls_raise(idle, monkeypatch):
     for call in (idle.close, idle.num_accumulated, lambda: idle.apply_grads(ones())):
         with pytest.raises(BackendUnavailableError, match=f"^{re.escape(text)}$"):
             call()
-
-
-@pytest.mark.exhaustive
-def test_an_actor_that_cannot_start_says_why(unique_name, tmp_path):
-    path = tmp_path / "file"
-    path.touch()
-    text = f"the actor {unique_name!r} could not start: FileExistsError: "
-    with pytest.raises(BackendUnavailableError, match=f"^{re.escape(text)}.*{path}'$"):
-        gr.ray.AccumulatorSet(SPECS, unique_name, snapshots=path)
 
 
 @pytest.mark.exhaustive

@@ -165,9 +165,13 @@ class Operand:
 
 def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operand:
     """An operand to be written; it and its guard bytes hold a value that no result has."""
+    return Operand(device, blank_values(size, dtype), start, around=BLANK)
+
+
+def blank_values(size: int, dtype: DTypeLike) -> np.ndarray:
+    """Values that no result has."""
     dtype = as_dtype(dtype)
-    values = np.full(size * dtype.itemsize, BLANK, np.uint8).view(dtype)
-    return Operand(device, values, start, around=BLANK)
+    return np.full(size * dtype.itemsize, BLANK, np.uint8).view(dtype)
 
 
 def operands(

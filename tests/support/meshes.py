@@ -99,6 +99,17 @@ def numpy_mesh(request) -> Iterator[Mesh]:
         yield opened
 
 
+def mesh_of(devices: int | Sequence[int], *, scope: str = "function", **options):
+    """A fixture that opens a simulated mesh."""
+
+    @pytest.fixture(scope=scope)
+    def mesh() -> Iterator[Mesh]:
+        with gr.open_mesh(devices, backend="sim", **options) as opened:
+            yield opened
+
+    return mesh
+
+
 def placement_of(mesh: Mesh) -> list[int]:
     return [device.physical for device in mesh.devices]
 

@@ -1,28 +1,18 @@
-"""The operands of update kernels, and one test body for AGN's local and global update."""
+"""The operands of update kernels, and one test body for their three variants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
-from support.exact_data import FLOATS, random_data, same
-from support.implementations import (
-    INLINE_ROWS,
-    NUM_THREADS,
-    SPLIT_SIZE,
-    accumulate_dtype_of,
-    buffers,
-    counted_threads,
-    operands,
-    recorded,
-    start_patterns,
-)
+from support.exact_data import FLOATS, random_data
+from support.implementations import accumulate_dtype_of
+from support.row_body import RowBody
 from support.update_formulas import FORMULAS, master_or_variable
 
 from gradreduce.device import as_dtype
 from gradreduce.device.run.kernel import Template
-from gradreduce.ops import KERNELS, RuleKernel, update_rows
+from gradreduce.ops import RULE_KERNELS, RULES, RuleKernel, update_rows
 
 
 def rule_of(kernel: RuleKernel) -> str:
@@ -62,21 +52,20 @@ def all_scalars(
     return (len(layout(kernel, template)) - 1, *lead, *scalars)
 
 
-SIZES = (0, 1, 7, 16, 17, 255, 16_385)
 HALVES = FLOATS[:2]
 # rule, dtype of the variable, whether it has a master
 CASES = [(name, dtype, False) for name in FORMULAS for dtype in FLOATS]
 CASES += [(name, dtype, True) for name in FORMULAS for dtype in HALVES]
-cases = pytest.mark.parametrize(
-    "case", CASES, ids=[f"{name}-{dtype}{'-master' * master}" for name, dtype, master in CASES]
-)
-few = pytest.mark.parametrize("case", [CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True)])
 
 
-def changed(case, values, grad):
-    """Variable, master and slots after an update by a gradient in the accumulate type."""
+def changed(case, values, grad, given):
+    """Variable, master and slots after an update by a gradient in the accumulate type.
+
+    ``given`` replaces scalars of the rule.
+    """
     name, dtype, has_master = case
     formula, num_slots, scalars = FORMULAS[name]
+    scalars = (dict(zip(RULES[name].scalars, scalars, strict=True)) | given).values()
     wide = accumulate_dtype_of(np.dtype(dtype))
     var, *state = values[: 1 + has_master + num_slots]
     start = master_or_variable(var, state.pop(0)) if has_master else var.astype(wide)
@@ -86,25 +75,28 @@ def changed(case, values, grad):
     return [found[0].astype(dtype), *[found[0]] * has_master, *slots]
 
 
-class FormBody:
-    """Tests one variant with every rule and implementation against its formula, bit by bit.
+class UpdateBody(RowBody):
+    """Every rule in one variant of the kernel, against its formula.
 
     Attributes:
         variant: the variant.
-        leads: two values of the scalar that the kernel takes before the scalars of the rule.
+        leads: values of the scalar that the kernel takes before the scalars of the rule.
     """
 
+    cases = CASES
+    few = (CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True))
+    sized = few  # all rules share one kernel body
+    groups = tuple({"case": case} for case in CASES if case[0] == "momentum")
     variant: str
-    leads: tuple[int, int]
+    leads: tuple[int, ...]
 
-    def reference(self, case, values, lead):
-        """The expected values of the operands that are written."""
-        raise NotImplementedError
+    def name_of(self, case):
+        return {"plain": case[0]}.get(self.variant, f"{self.variant}_{case[0]}")
 
     def kernel_of(self, name):
-        return next(kernel for kernel in KERNELS if kernel.name == f"{self.variant}_{name}")
+        return RULE_KERNELS[RULES[name], self.variant]
 
-    def row_of(self, case, size, seed=0):
+    def row(self, case, size, seed=0):
         """Random operands; every third master equals its variable, the others differ."""
         name, dtype, has_master = case
         template = (str(dtype), "float32" if has_master else str(dtype))
@@ -118,70 +110,27 @@ class FormBody:
                 row[0][::3] = row[1].astype(dtype)[::3]
         return row
 
-    def launch(self, device, name, rows, lead=None):
-        lead = self.leads[1] if lead is None else lead
-        update_rows(self.kernel_of(name), rows, (lead, *FORMULAS[name][2]), device)
+    def lead_of(self, lead):
+        """The scalar before those of the rule, if the variant has one."""
+        return [self.leads[-1] if lead is None else lead] if self.leads else []
 
-    def check(self, device, case, rows, starts=None, lead=None):
-        """Updates every row in one call, and checks every byte."""
-        lead = self.leads[1] if lead is None else lead
-        made = [
-            operands(device, row, places)
-            for row, places in zip(rows, starts or [None] * len(rows), strict=True)
-        ]
-        self.launch(device, case[0], [buffers(row) for row in made], lead)
-        for (*written, read), values in zip(made, rows, strict=True):
-            with np.errstate(all="ignore"):
-                wanted = self.reference(case, values, lead)
-            for operand, expected in zip(written, wanted, strict=True):
-                assert same(operand.array, expected), (operand.buffer, starts, lead)
-                assert operand.contained()
-            assert read.unchanged()
+    def launch(self, device, rows, lead=None, name="momentum", **scalars):
+        """All rows have the rule ``name``; ``scalars`` replace those of its formula."""
+        given = dict(zip(RULES[name].scalars, FORMULAS[name][2], strict=True)) | scalars
+        all_scalars = (*self.lead_of(lead), *given.values())
+        update_rows(self.kernel_of(name), rows, all_scalars, device)
 
-    @cases
+    def reference(self, case, row, lead=None, name="momentum", **scalars):
+        with np.errstate(all="ignore"):
+            return self.written(case, row, scalars, *self.lead_of(lead))
+
+    def written(self, case, row, scalars, *lead):
+        """The expected values of the operands that are written."""
+        raise NotImplementedError
+
+    def check(self, device, case, rows, starts=None, **options):
+        super().check(device, case, rows, starts, name=case[0], **options)
+
     def test_the_rule_and_what_else_it_does(self, device, case):
         for lead in self.leads:
-            self.check(device, case, [self.row_of(case, 1003)], lead=lead)
-
-    @few
-    def test_every_size_and_start(self, device, case):
-        values = self.row_of(case, max(SIZES))
-        for size in SIZES:
-            for starts in start_patterns(len(values)):
-                row = [part[:size] for part in values]
-                self.check(device, case, [row], [starts], self.leads[size % 2])
-
-    @cases
-    def test_any_geometry(self, geometric_device, case):
-        for size in (17, 40_000):
-            values = self.row_of(case, size)
-            for starts in start_patterns(len(values))[:2]:
-                self.check(geometric_device, case, [values], [starts], self.leads[size % 2])
-
-    @few
-    def test_one_launch_for_rows_of_all_sizes(self, device, case):
-        sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS)]
-        with recorded(device) as journal:
-            self.check(device, case, [self.row_of(case, size, seed=size) for size in sizes])
-        assert [(record.name, record.num_rows) for record in journal.records] == [
-            (f"{self.variant}_{case[0]}", len(sizes) - 1)
-        ]
-
-    @few
-    def test_large_rows_are_spread_over_threads(self, device, case):
-        with counted_threads(device) as num_jobs:
-            self.check(device, case, [self.row_of(case, SPLIT_SIZE)])
-        assert num_jobs == [NUM_THREADS]
-
-    def test_each_dtype_is_a_launch_and_masters_are_another(self, device):
-        found = [case for case in CASES if case[0] == "momentum"]
-        rows = [buffers(operands(device, self.row_of(case, 100))) for case in found * 2]
-        with recorded(device) as journal:
-            self.launch(device, "momentum", rows)
-        assert journal.launches == len(found)
-
-    def test_nothing_is_launched_for_nothing(self, device):
-        with recorded(device) as journal:
-            self.launch(device, "sgd", [])
-            self.check(device, CASES[0], [self.row_of(CASES[0], 0)])
-        assert journal.launches == 0
+            self.check(device, case, [self.row(case, 1003)], lead=lead)

@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from kernels.test_writes import dtypes_of, launch_of
 from support.exact_data import finite_data, random_data, same, specials
-from support.implementations import start_patterns
+from support.implementations import accumulate_dtype_of, start_patterns
 from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
 
@@ -207,6 +206,45 @@ def operand(made: np.ndarray, start: int = 0, before: int = 0, more: int = 0) ->
 
 
 # ---- elementwise kernels ------------------------------------------------------------------------
+
+
+# kernel, except those of rules -> operands, scalars
+LAUNCHES = {
+    "add_n": (4, (3,)),
+    "accumulate_n": (4, (3,)),
+    "all_sum": (5, (2, 3, 1, 1.0)),
+    "pack": (2, (1.0,)),
+    "divide": (2, (0.5,)),
+    "segment_sum": (4, (0, 0, 1.0)),
+    "take_rows": (3, ()),
+    "square_sum": (2, (17, 59, 1, 0)),
+    "clip": (3, (1000.0,)),
+    "distance_scale": (4, (0.5,)),
+}
+
+
+def dtypes_of(kernel, template, num_operands, num_written):
+    """Of each operand."""
+    names = [name for name in template if isinstance(name, str)]
+    if isinstance(kernel, RuleKernel):
+        found = [dtype for _, dtype in layout(kernel, template)]
+    elif kernel.name == "distance_scale":
+        found = [accumulate_dtype_of(as_dtype(names[0]))] * 2 + [names[0]] * 2
+    else:
+        found = [names[0]] * num_written + [names[-1]] * (num_operands - num_written)
+    return [as_dtype(name) for name in found]
+
+
+def launch_of(kernel, template):
+    """The number of operands, and the scalars."""
+    if isinstance(kernel, RuleKernel):
+        scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], period=1)
+        return len(layout(kernel, template)), scalars
+    if kernel.name == "add_n" and template[2]:
+        return 1 + template[2], (template[2],)
+    if kernel.name == "all_sum" and template[2]:
+        return 2 + template[2], (2, template[2], template[2] // 2, 1.0)
+    return LAUNCHES[kernel.name]
 
 
 def shared(kernel: Kernel, template: Template, scalars: Sequence[float]) -> dict[int, int]:

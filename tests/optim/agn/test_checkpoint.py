@@ -68,12 +68,12 @@ def test_training_goes_on_with_the_same_bits(mesh, way, num_before):
     one = team_of(mesh, way)
     steps(one, range(num_before))
     states = saved(one)
-    steps(one, range(num_before, 20))
+    steps(one, range(num_before, 15))
     with gr.open_mesh(3, backend="sim", kernels="compiled", strict=True, peer_access=False) as mesh:
         two = team_of(mesh, way)
-        steps(two, range(30, 41))  # replaced by the load
+        steps(two, range(30, 34))  # replaced by the load
         loaded(two, states)
-        steps(two, range(num_before, 20))
+        steps(two, range(num_before, 15))
         assert digest(two) == digest(one)
 
 

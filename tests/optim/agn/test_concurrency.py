@@ -21,13 +21,13 @@ ONE = np.ones(2, "float32")
 
 def test_starts_and_checkpoints_are_consistent_snapshots(mesh):
     """All elements of a variable, and its slots, come from the same push."""
-    center, ended, one = gr.AGNCenter(mesh.devices[1]), threading.Event(), np.ones(200_000, "f4")
+    center, ended, one = gr.AGNCenter(mesh.devices[1]), threading.Event(), np.ones(100_000, "f4")
     _, var, pushing = one_variable(mesh, gr.MomentumOptimizer(1.0, 1.0), value=one, center=center)
     _, mine, starting = one_variable(mesh, gr.MomentumOptimizer(1.0, 1.0), value=one, center=center)
     pushing.prepare([var])
 
     def push() -> None:
-        for _ in range(400):
+        for _ in range(100):
             pushing.apply_gradients([(one, var)])
         ended.set()
 

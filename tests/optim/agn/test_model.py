@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from optim.agn.team import BOTH_IMPLEMENTATIONS, KINDS, STARTS, ModelWorker, Worker, whole
 from optim.test_update_rules import Model
+from support.exhaustive import examples
 
 import gradreduce as gr
 
@@ -24,7 +25,9 @@ STEPS = st.lists(
     max_size=12,
 )
 SETTINGS = settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(8),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 ROWS = np.array([3, 1, 3])
 

@@ -12,7 +12,7 @@ from support.failing_operations import fast_thread_switching
 import gradreduce as gr
 from gradreduce.optim.agn.push import PushPlan
 
-NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 5, 60.0
+NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 3, 60.0
 WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
 
 
