@@ -206,7 +206,7 @@ def test_replicas_nest_and_end():
 
 def test_threads_have_replicas_of_their_own(mesh):
     value = gr.Mirrored(arrays(), mesh)
-    together, seen = threading.Barrier(3, timeout=10), {}
+    together, seen = threading.Barrier(3, timeout=60), {}
 
     def work(index):
         seen[index] = [current_replica()]

@@ -69,7 +69,7 @@ def test_a_kernel_that_does_not_compile_is_tried_again(monkeypatch, error):
 def test_kernels_are_compiled_in_several_threads(monkeypatch):
     """Each waits for the other."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
     with MeshCase((0,)).open() as mesh, watched_compiles(mesh):
         monkeypatch.setattr(mesh.devices[0], "_compile_kernel", lambda *_: both.wait())
         compile_ahead(mesh.devices, "packs", packs(mesh.devices))

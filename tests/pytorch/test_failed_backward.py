@@ -184,7 +184,7 @@ def test_an_error_after_a_launch_is_in_the_errors_of_all_processes(index, versio
         monkeypatch.delattr("torch._C._get_obj_in_tls")
     elif version:
         monkeypatch.setattr("torch._C._get_obj_in_tls", of_another_version)
-    has_raised = threading.Barrier(2, timeout=10)
+    has_raised = threading.Barrier(2, timeout=60)
     groups = {}
 
     def work(group):
@@ -215,7 +215,7 @@ def test_an_error_after_a_launch_is_in_the_errors_of_all_processes(index, versio
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_process_that_does_not_come_to_a_failed_step_is_not_said_to_have_ended(has_ended):
-    has_raised = threading.Barrier(2, timeout=10)
+    has_raised = threading.Barrier(2, timeout=60)
 
     def work(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)

@@ -140,7 +140,7 @@ def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_threads_share_a_mesh(numpy_mesh, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2)
-    together, wrong = threading.Barrier(4, timeout=10), []
+    together, wrong = threading.Barrier(4, timeout=60), []
 
     def work(seed):
         values, arrays = random_batch(numpy_mesh, seed=10_000 * seed)

@@ -41,7 +41,7 @@ class ThreadGroup(ProcessGroup):
         post: SharedQueues,
         rank: int,
         size: int,
-        timeout: float = 10.0,
+        timeout: float = 60.0,
         gpu_library: str = "host",
     ) -> None:
         super().__init__(rank, size, timeout)
@@ -87,7 +87,7 @@ class ThreadGroup(ProcessGroup):
 
 
 def run_processes(
-    size: int, work: Callable[[ProcessGroup], Any], timeout: float = 10.0, **options: Any
+    size: int, work: Callable[[ProcessGroup], Any], timeout: float = 60.0, **options: Any
 ) -> list[Any]:
     """Runs ``work`` in one thread for each process; returns the results by rank.
 
@@ -104,7 +104,7 @@ def run_processes(
     groups = [ThreadGroup(post, rank, size, timeout, **options) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, group) for group in groups]
-        return [future.result(timeout=60) for future in futures]
+        return [future.result(timeout=120) for future in futures]
 
 
 def run_replicas(

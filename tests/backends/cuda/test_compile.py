@@ -76,7 +76,7 @@ def test_a_kernel_is_compiled_once_and_loaded_once_on_each_gpu(mesh, cache, comp
 
 
 def test_different_kernels_are_compiled_at_the_same_time(mesh, cache, monkeypatch):
-    both, load = threading.Barrier(2, timeout=20), compile._load
+    both, load = threading.Barrier(2, timeout=60), compile._load
     monkeypatch.setattr(compile, "_load", lambda *args: (both.wait(), load(*args))[1])
     threads = [
         threading.Thread(target=compile_kernel, args=(mesh[:1], ("float32", "float32", count)))

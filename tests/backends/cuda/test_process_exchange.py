@@ -282,7 +282,7 @@ def test_a_first_exchange_that_does_not_end_ends_the_opening(here):
         mesh.close()
 
     try:
-        run_all(2, work, timeout=20.0)
+        run_all(2, work, timeout=60.0)
     finally:
         here.resume()
 
@@ -471,7 +471,7 @@ def test_a_group_of_pytorch_moves_the_bytes_of_gpus(torch_here, config):
     grads = [np.arange(30_000, dtype=np.float32) ** 1.5 + rank for rank in range(4)]
 
     def work(group):
-        mesh = gr.open_mesh([group.rank] * 2, backend="cuda", process_group=group, timeout=10)
+        mesh = gr.open_mesh([group.rank] * 2, backend="cuda", process_group=group, timeout=60)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         value = on_devices(mesh, grads[2 * group.rank : 2 * group.rank + 2])
         with mesh.journal() as journal:
@@ -498,7 +498,7 @@ def test_the_default_group_is_made_with_nccl_and_destroyed(torch_here, monkeypat
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "here")):
         monkeypatch.setenv(name, value)
     distributed.make_world(distributed.Store(), 0, 1)
-    mesh = gr.open_mesh([0], backend="cuda", processes="torchrun", timeout=10)
+    mesh = gr.open_mesh([0], backend="cuda", processes="torchrun", timeout=60)
     made = sys.modules["torch.distributed"].group.WORLD
     assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
     mesh.close()
@@ -508,7 +508,7 @@ def test_the_default_group_is_made_with_nccl_and_destroyed(torch_here, monkeypat
 def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
     def work(group):
         with pytest.raises(ValueError, match="the devices of the mesh are simulated: make it with"):
-            gr.open_mesh(1, backend="sim", process_group=group, timeout=10)
+            gr.open_mesh(1, backend="sim", process_group=group, timeout=60)
 
     run_torch(2, work, "cuda:nccl")
 
@@ -519,7 +519,7 @@ def test_a_process_that_does_not_come_is_named(torch_here, is_ours):
     over = threading.Event()
 
     def work(group):
-        mesh = gr.open_mesh([group.rank], backend="cuda", process_group=group, timeout=10)
+        mesh = gr.open_mesh([group.rank], backend="cuda", process_group=group, timeout=60)
         call, _ = two_calls(mesh)
         if group.rank == 1:
             assert over.wait(10)

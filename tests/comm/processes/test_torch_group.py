@@ -251,7 +251,7 @@ def default_group(monkeypatch):
 
 
 def test_a_process_that_stops_before_it_connects_is_named(default_group, monkeypatch):
-    others = threading.Barrier(2, timeout=30)
+    others = threading.Barrier(2, timeout=60)
 
     def waits_too_long(*arguments, **options):
         others.wait()
