@@ -30,7 +30,7 @@ from .memory.freed import DeferredFree
 from .memory.peers import check_accessible, check_all_accessible, check_writable
 from .mesh_state import MeshState
 from .order.order import LOOK_SECONDS, Work
-from .processes import GpuMove, HostMove, Parcel, bytes_of
+from .processes import Parcel
 from .run.backend import Backend
 from .run.commands import Command
 from .run.kernel import Kernel, Template
@@ -47,10 +47,8 @@ class Device(NotCopied, Backend):
 
     Several logical devices may share a physical one, and then share its queues ``compute`` and
     ``transfer``. Most users pass devices on and do not call their methods. A backend implements
-    the methods of ``Backend``. Checks, waits between queues (``order.py``) and records are the same
-    code for all backends.
-
-    The host waits only where a method says so.
+    the methods of ``Backend``; checks, waits between queues and records are code of this class. The
+    host waits only where a method says so.
 
     Attributes:
         mesh_state: the state that the devices of a mesh share.
@@ -358,26 +356,6 @@ class Device(NotCopied, Backend):
         work = self._parcels(sends, receives, queue)
         self._order(lambda: None, work)  # a list that records it needs the waits of all parts
         self._submit(command, record, work, is_ordered=True)
-
-    def _exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
-    ) -> None:
-        """Exchanges buffers with other processes; ``move`` sends and receives host arrays.
-
-        Default: downloads, ``move`` and uploads, and the host waits.
-        """
-        outgoing = [(rank, bytes_of(self.download(buffer))) for rank, buffer in sends]
-        incoming = [(rank, np.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
-        move(outgoing, [(rank, bytes_of(array)) for rank, array in incoming])
-        for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
-            self.upload(array, out=buffer, queue=queue)
-
-    def _exchange_on_gpu(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
-    ) -> None:
-        """Queues an exchange of this GPU's memory; the host does not wait."""
-        command = partial(self._on_stream, queue, partial(move, sends, receives, self.physical))
-        self._order(command, self._parcels(sends, receives, queue))
 
     def _parcels(self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue) -> Work:
         """Returns the operands of an exchange."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -41,6 +41,7 @@ from gradreduce.device.memory.buffer import Row, User
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.order.order import Work
 from gradreduce.device.order.uses import DeviceQueue
+from gradreduce.device.processes import GpuMove, HostMove, Parcel, bytes_of
 from gradreduce.device.run.commands import Command, CommandList
 from gradreduce.device.run.table import Tables
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
@@ -184,9 +185,24 @@ class CudaDevice(Device):
             return self._streams[queue]
         return recording.streams.get(self.queues[queue], self._streams[queue])
 
-    def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
-        with self.gpu:
-            call(self._stream(queue).ptr)
+    def _exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
+    ) -> None:
+        """Downloads, moves and uploads; the host waits."""
+        outgoing = [(rank, bytes_of(self.download(buffer))) for rank, buffer in sends]
+        incoming = [(rank, np.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
+        move(outgoing, [(rank, bytes_of(array)) for rank, array in incoming])
+        for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
+            self.upload(array, out=buffer, queue=queue)
+
+    def _exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
+    ) -> None:
+        def command() -> None:
+            with self.gpu:
+                move(sends, receives, self.physical, self._stream(queue).ptr)
+
+        self._order(command, self._parcels(sends, receives, queue))
 
     def _hardware_name(self) -> str:
         found = uuid_of(self.physical)

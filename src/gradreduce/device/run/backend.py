@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from gradreduce.device.log.op_log import QUEUES
 from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
+from gradreduce.device.processes import GpuMove, HostMove, Parcel
 from gradreduce.errors import DeviceMismatchError
 
 from .commands import Command, CommandList
@@ -89,6 +90,15 @@ class Backend(ABC):
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         """Queues a copy; ``dst``, ``src`` or both are on this device."""
+
+    @abstractmethod
+    def _exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: HostMove
+    ) -> None:
+        """Exchanges buffers with other processes by ``_order``.
+
+        ``move`` sends and receives host arrays, and waits for the other processes.
+        """
 
     @abstractmethod
     def _compile_kernel(self, kernel: Kernel, template: Template) -> None:
@@ -167,8 +177,10 @@ class Backend(ABC):
             f"stream={handle_of(stream):#x} was passed, but {self} has no streams: pass None"
         )
 
-    def _on_stream(self, queue: Queue, call: Callable[[int], None]) -> None:
-        """Calls ``call``, which submits work, with the handle of a queue's stream."""
+    def _exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
+    ) -> None:
+        """Queues an exchange of GPU memory by ``_order``; the host does not wait."""
         raise NotImplementedError("simulated devices have no streams")
 
     def _hardware_name(self) -> str:
