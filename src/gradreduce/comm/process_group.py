@@ -90,11 +90,6 @@ class ProcessGroup(Processes):
         """The ranks of all other processes."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    @property
-    def first_replica(self) -> int:
-        """The number of this process's first replica, counted over all processes."""
-        return sum(self.counts[: self.rank])
-
     def rank_of(self, replica: int) -> int:
         """Returns the rank of the process that has a replica, counted over all processes."""
         return bisect_right(list(accumulate(self.counts)), replica)
