@@ -166,12 +166,12 @@ def test_memory_does_not_grow_with_use(two_gpu_mesh):
         gc.collect()
         return tracemalloc.get_traced_memory()[0] - before
 
-    # A leak of one object per turn, at least 16 bytes, appears in every round. Objects that stay
-    # once, and small blocks that NumPy caches, appear in some rounds only.
+    # A leak of one object per turn, at least 16 bytes, is 4,800 bytes in every round. Objects that
+    # stay once, and small blocks that NumPy caches, are fewer than 2,400 bytes in most rounds.
     use(10)
     tracemalloc.start()
     try:
-        assert any(growth(50) < 50 * 8 for _ in range(20))
+        assert any(growth(300) < 300 * 8 for _ in range(10))
     finally:
         tracemalloc.stop()
     two_gpu_mesh.synchronize()
