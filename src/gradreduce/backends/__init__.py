@@ -24,9 +24,16 @@ from gradreduce.comm.launchers import (
     telling_processes,
 )
 from gradreduce.comm.process_group import LocalGroup
-from gradreduce.device import Mesh, ModuleLock, as_deadline, as_flag, as_index
-from gradreduce.device.log.op_log import flight_path
-from gradreduce.device.mesh_state import BackendKind, MeshState
+from gradreduce.device import (
+    BackendKind,
+    Mesh,
+    MeshState,
+    ModuleLock,
+    as_deadline,
+    as_flag,
+    as_index,
+    flight_path,
+)
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
 
 from .kinds import CUDA, SIMULATION

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence, Set
 
-from gradreduce.device import Buffer, Device, DType, Kernel, Template
-from gradreduce.device.failure.waiting import run_in_thread
+from gradreduce.device import Buffer, Device, DType, Kernel, Template, run_in_thread
 
 from . import num_cores
 from .dry_run import DryRunMesh

@@ -18,24 +18,27 @@ import numpy as np
 from gradreduce.comm.process_group import LocalGroup
 from gradreduce.device import (
     ALIGNMENT,
+    QUEUES,
+    BackendKind,
     Block,
     Buffer,
     Collective,
+    CollectiveCall,
+    Command,
     Device,
+    Event,
+    HostMove,
     Kernel,
     Mark,
     Mesh,
+    MeshState,
+    Parcel,
     Queue,
+    Row,
     Template,
+    User,
+    WaitPolicy,
 )
-from gradreduce.device.failure.pending_calls import WaitPolicy
-from gradreduce.device.log.op_log import QUEUES
-from gradreduce.device.memory.buffer import Row, User
-from gradreduce.device.mesh_state import BackendKind, MeshState
-from gradreduce.device.processes import HostMove, Parcel
-from gradreduce.device.run.backend import Event
-from gradreduce.device.run.collective import CollectiveCall
-from gradreduce.device.run.commands import Command
 from gradreduce.errors import DeviceMismatchError
 
 _ADDRESS_BITS = 44  # the distance of blocks, which have up to 16 TiB

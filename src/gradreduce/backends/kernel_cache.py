@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from gradreduce.device.log.op_log import replace_file
+from gradreduce.device import replace_file
 from gradreduce.errors import log_warning
 
 

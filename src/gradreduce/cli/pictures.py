@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradreduce.device.log.op_log import replace_file
+from gradreduce.device import replace_file
 from gradreduce.errors import install_hint
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import IO, Any
 
 import click
 
-from gradreduce.device.log.op_log import QUEUES, replace_file
-from gradreduce.device.log.trace import TraceEvent, event_of, trace_path, trace_text
+from gradreduce.device import QUEUES, TraceEvent, event_of, replace_file, trace_path, trace_text
 from gradreduce.errors import brief, counted
 
 from .options import json_option, one_line, plot_option, printable, table, write

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from gradreduce.device.device import Device
-from gradreduce.device.failure.pending_calls import Label, PendingCall
-from gradreduce.device.memory.buffer import Queue
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.processes import Message, Parcel
+from gradreduce.device import Device, Label, MeshState, Message, Parcel, PendingCall, Queue
 from gradreduce.errors import CollectiveError
 
 from .process_group import ProcessError, ProcessGroup, group_of

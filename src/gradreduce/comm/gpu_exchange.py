@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from gradreduce.device import Mesh
-from gradreduce.device.failure.waiting import run_in_thread
-from gradreduce.device.processes import GpuMove
+from gradreduce.device import GpuMove, Mesh, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, log_warning
 
 from .process_group import ProcessGroup

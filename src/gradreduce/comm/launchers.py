@@ -16,9 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from gradreduce.device import Mesh
-from gradreduce.device.failure.waiting import run_in_thread
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device import Mesh, MeshState, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, install_hint
 
 from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus

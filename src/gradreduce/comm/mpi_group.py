@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from gradreduce.device.processes import Message
+from gradreduce.device import Message
 from gradreduce.errors import CollectiveError, brief
 
 from .process_group import ProcessError, ProcessGroup

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import proxy
 from zlib import crc32
 
-from gradreduce.device.failure.process_end import check_running
-from gradreduce.device.processes import Message, Parcel, Processes
+from gradreduce.device import Message, Parcel, Processes, check_running
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 
 from .description import KNOWN_CALLS, Description, describe_difference, digest_of, summary

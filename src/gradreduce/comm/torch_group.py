@@ -23,9 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradreduce.device import Buffer
-from gradreduce.device.failure.process_end import inside_library
-from gradreduce.device.processes import Message, Parcel
+from gradreduce.device import Buffer, Message, Parcel, inside_library
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 from .description import digest_of

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
-from gradreduce.device.memory.buffer import Row, by_template, same_dtypes
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import (
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    Queue,
+    Row,
+    accumulate_dtype,
+    by_template,
+    same_dtypes,
+)
 
 from .running_sum import add_left_to_right
 from .templates import SAME, TO_ACC

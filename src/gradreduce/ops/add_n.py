@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.device import ELEMENT_OF, Buffer, Device, Kernel, Queue, Template, accumulate_dtype
-from gradreduce.device.memory.buffer import as_elements, by_template, same_dtypes
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import (
+    ELEMENT_OF,
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    Queue,
+    Template,
+    accumulate_dtype,
+    as_elements,
+    by_template,
+    same_dtypes,
+)
 
 from .running_sum import add_left_to_right
 from .templates import SAME, TO_ACC

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, accumulate_dtype
-from gradreduce.device.memory.buffer import by_template, same_dtypes
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import (
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    accumulate_dtype,
+    by_template,
+    same_dtypes,
+)
 
 from .templates import FLOATS
 

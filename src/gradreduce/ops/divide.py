@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.memory.buffer import Row
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import Arrays, Buffer, Device, Kernel, Row
 
 from .templates import MEAN
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import Arrays
 
 # From this many elements on, checking whether an output can hold the sum is cheaper than a copy.
 LARGE = 1 << 12

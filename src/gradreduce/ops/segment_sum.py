@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradreduce.device import ELEMENT_OF, Buffer, Device, Kernel, accumulate_dtype
-from gradreduce.device.memory.buffer import as_elements
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import (
+    ELEMENT_OF,
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    accumulate_dtype,
+    as_elements,
+)
 
 from .segments import Segments, upload_together
 from .templates import FROM_ACC, SAME, TO_ACC

@@ -7,9 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.memory.buffer import by_template, same_dtypes
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import Arrays, Buffer, Device, Kernel, by_template, same_dtypes
 
 from .templates import FLOATS
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel
-from gradreduce.device.run.kernel import Arrays
+from gradreduce.device import Arrays, Buffer, Device, Kernel
 
 from .segments import Indices, upload_together
 

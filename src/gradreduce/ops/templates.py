@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradreduce.device import Template, mean_dtype
-from gradreduce.device.memory.dtypes import ELEMENTS
+from gradreduce.device import ELEMENTS, Template, mean_dtype
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>

@@ -13,10 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, accumulate_dtype
-from gradreduce.device.memory.buffer import same_dtypes
-from gradreduce.device.memory.dtypes import C_TYPES
-from gradreduce.device.run.kernel import Arrays, Template
+from gradreduce.device import (
+    C_TYPES,
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    LaunchBatch,
+    Template,
+    accumulate_dtype,
+    same_dtypes,
+)
 
 from .templates import UPDATES
 from .update_rules import RULES, UpdateRule

@@ -24,11 +24,11 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
+    Parcel,
     Queue,
     accumulate_dtype,
     ensure_accessible,
 )
-from gradreduce.device.processes import Parcel
 
 from .algorithm import (
     Algorithm,

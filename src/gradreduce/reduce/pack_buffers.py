@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import (
-    ALIGNMENT,
-    Block,
-    Buffer,
-    Device,
-    DType,
-    flat_layout,
-)
-from gradreduce.device.memory.buffer import Row
+from gradreduce.device import ALIGNMENT, Block, Buffer, Device, DType, Row, flat_layout
 
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces

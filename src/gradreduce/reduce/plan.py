@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import Buffer, CommandList, DType, Journal, PackInfo, Record
-from gradreduce.device.run.collective import bytes_sent
-from gradreduce.device.run.commands import Operation
+from gradreduce.device import (
+    Buffer,
+    CommandList,
+    DType,
+    Journal,
+    Operation,
+    PackInfo,
+    Record,
+    bytes_sent,
+)
 from gradreduce.errors import counted
 
 from .arguments import Request, batches_of, check_one_mesh, names_of

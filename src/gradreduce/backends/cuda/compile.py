@@ -20,8 +20,7 @@ from gradreduce.backends.kernel_cache import (
     warn_not_cached,
     write_entry,
 )
-from gradreduce.device import Kernel, ModuleLock, Template
-from gradreduce.device.run.kernel import OPTIONS, kernel_text
+from gradreduce.device import OPTIONS, Kernel, ModuleLock, Template, kernel_text
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError
 
 

@@ -22,28 +22,33 @@ from cupy.cuda import runtime
 from cupy.cuda.function import CNumpyArray as Argument  # CuPy makes one at every launch otherwise
 
 from gradreduce.device import (
+    QUEUES,
     Block,
     Buffer,
+    Command,
+    CommandList,
     DeferInterrupts,
     Device,
+    DeviceQueue,
+    GpuMove,
+    HostMove,
     Kernel,
     Mark,
+    MeshState,
+    Parcel,
     Queue,
+    Row,
     Stream,
+    Tables,
     Template,
+    User,
+    WaitPolicy,
+    Work,
     as_dtype,
+    bytes_of,
     handle_of,
+    run_in_thread,
 )
-from gradreduce.device.failure.pending_calls import WaitPolicy
-from gradreduce.device.failure.waiting import run_in_thread
-from gradreduce.device.log.op_log import QUEUES
-from gradreduce.device.memory.buffer import Row, User
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.order.order import Work
-from gradreduce.device.order.uses import DeviceQueue
-from gradreduce.device.processes import GpuMove, HostMove, Parcel, bytes_of
-from gradreduce.device.run.commands import Command, CommandList
-from gradreduce.device.run.table import Tables
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import load_kernel

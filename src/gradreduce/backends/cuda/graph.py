@@ -14,9 +14,7 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from gradreduce.device import CommandList
-from gradreduce.device.order.uses import DeviceQueue
-from gradreduce.device.run.commands import Command
+from gradreduce.device import Command, CommandList, DeviceQueue
 from gradreduce.errors import CaptureError
 
 from .streams import GpuScope

@@ -13,11 +13,19 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from gradreduce.device import ELEMENT_OF, Buffer, Collective, DeferInterrupts, Device, Done
-from gradreduce.device.failure.waiting import call_under_lock, run_in_thread
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.processes import Parcel
-from gradreduce.device.run.collective import CollectiveCall
+from gradreduce.device import (
+    ELEMENT_OF,
+    Buffer,
+    Collective,
+    CollectiveCall,
+    DeferInterrupts,
+    Device,
+    Done,
+    MeshState,
+    Parcel,
+    call_under_lock,
+    run_in_thread,
+)
 from gradreduce.errors import BackendUnavailableError, CollectiveError, listed
 
 from .device import CudaDevice

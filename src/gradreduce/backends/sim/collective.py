@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradreduce.device import Collective, Mark, accumulate_dtype
-from gradreduce.device.run.collective import CollectiveCall
+from gradreduce.device import Collective, CollectiveCall, Mark, accumulate_dtype
 
 from .device import SimDevice, memory_of
 from .fp_warnings import without_warnings

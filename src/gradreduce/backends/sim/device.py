@@ -15,25 +15,28 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import (
+    BFLOAT16,
+    CHUNK_SIZE,
+    QUEUES,
     Block,
     Buffer,
+    Command,
     Device,
+    HostMove,
     Kernel,
     Mark,
+    MeshState,
+    Parcel,
     Queue,
     Record,
+    Row,
+    Tables,
     Template,
+    WaitPolicy,
+    Work,
     as_dtype,
+    bytes_of,
 )
-from gradreduce.device.failure.pending_calls import WaitPolicy
-from gradreduce.device.log.op_log import QUEUES
-from gradreduce.device.memory.buffer import Row
-from gradreduce.device.memory.dtypes import BFLOAT16
-from gradreduce.device.mesh_state import MeshState
-from gradreduce.device.order.order import Work
-from gradreduce.device.processes import HostMove, Parcel, bytes_of
-from gradreduce.device.run.commands import Command
-from gradreduce.device.run.table import CHUNK_SIZE, Tables
 from gradreduce.errors import DeviceMismatchError
 
 from .fp_warnings import without_warnings

@@ -30,9 +30,7 @@ from gradreduce.backends.kernel_cache import (
     warn_not_cached,
     write_entry,
 )
-from gradreduce.device import Kernel, ModuleLock, Template
-from gradreduce.device.run.kernel import kernel_text
-from gradreduce.device.run.table import TABLE
+from gradreduce.device import TABLE, Kernel, ModuleLock, Template, kernel_text
 from gradreduce.errors import BackendUnavailableError
 
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")

@@ -12,9 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from gradreduce.device import DeferInterrupts, Waiters
-from gradreduce.device.failure.pending_calls import WaitPolicy
-from gradreduce.device.failure.waiting import call_under_lock
+from gradreduce.device import DeferInterrupts, Waiters, WaitPolicy, call_under_lock
 
 QueuedWork = Callable[[], None]
 # How long the watchdog waits for the lock.
