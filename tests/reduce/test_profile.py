@@ -8,8 +8,8 @@ from support.exact_data import same
 from support.meshes import MeshCase
 
 import gradreduce as gr
+from gradreduce.backends import CUDA
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.backends.kinds import CUDA
 from gradreduce.reduce import profile as explain
 from gradreduce.reduce.profile import OperationCounts, copy_bandwidth
 

@@ -36,10 +36,10 @@ from gradreduce.device import (
 )
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, brief, log_warning
 
-from .kinds import CUDA, SIMULATION
-
 __all__ = ["default_mesh", "open_mesh"]
 
+SIMULATION = BackendKind("sim", shares_host_memory=True, has_streams=False)
+CUDA = BackendKind("cuda", shares_host_memory=False, has_streams=True)
 # Limit for devices of a mesh and for threads. A larger number is a mistake and would need too much
 # memory.
 MOST = 1024

@@ -14,9 +14,8 @@ import click
 
 from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.backends import MOST
+from gradreduce.backends import CUDA, MOST
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.backends.kinds import CUDA
 from gradreduce.device import DType, as_dtype
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS

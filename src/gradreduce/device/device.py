@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -420,10 +421,7 @@ class Device(NotCopied, Backend):
             ValueError: an operand that the kernel writes is read-only.
         """
         self.mesh_state.check_usable(self)
-        if kernel.items is None:
-            rows = [row for row in rows if row[0].size]
-        else:
-            rows = [row for row in rows if kernel.num_items(row)]
+        rows = list(compress(rows, kernel.num_items(rows)))
         if not rows:
             return
         blocks = {operand.block for row in rows for operand in row}

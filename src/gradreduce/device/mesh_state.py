@@ -125,11 +125,9 @@ class MeshState:
 
     def peers(self, physical: int, other: int) -> bool:
         """Whether a launch on one physical device may touch the memory of the other."""
-        if physical == other:
-            return True
-        if isinstance(self.peer_access, bool):
-            return self.peer_access
-        return (physical, other) in self.peer_access
+        access = self.peer_access
+        is_peer = access if isinstance(access, bool) else (physical, other) in access
+        return physical == other or is_peer
 
     def add_listener(
         self, key: Any, on_close: Callable[[Any], None], on_reset: Callable[[Any], None]

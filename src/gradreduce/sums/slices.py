@@ -144,7 +144,7 @@ def concatenate_rows(home: Device, parts: Sequence[Buffer]) -> Buffer:
             home.copy(*moves[0])
         else:
             local += _copy_packed(home, moves)
-    _pack(home, local)
+    ops.pack_to_rows(local, home)
     return whole
 
 
@@ -154,11 +154,6 @@ def _copy_packed(home: Device, moves: Sequence[_RowMove]) -> list[_RowMove]:
     source, dtype = parts[0].device, parts[0].dtype
     layout = flat_layout([part.size for part in parts], dtype.itemsize)
     there, here = (device.empty((layout.size,), dtype) for device in (source, home))
-    _pack(source, list(zip(there.parts(layout.offsets, layout.sizes), parts, strict=True)))
+    ops.pack(there.parts(layout.offsets, layout.sizes), parts, device=source)
     home.copy(here, there)
     return list(zip(outs, here.parts(layout.offsets, layout.sizes), strict=True))
-
-
-def _pack(device: Device, moves: Sequence[_RowMove]) -> None:
-    """Copies all moves in one launch by ``device``, which can access all of them."""
-    ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)

@@ -157,7 +157,7 @@ class Launch:
             [places[id(each.memory)] - each.before * each.dtype.itemsize for each in row]
             for row in self.rows
         ]
-        items = [self.kernel.num_items(row) if row[0].size else 0 for row in self.rows]
+        items = [self.kernel.num_items([row])[0] if row[0].size else 0 for row in self.rows]
         # Elementwise kernels have no use for the sizes of their last operands.
         unused = self.kernel.items is None and self.kernel.name != "pack"
         sizes = [-1 if unused else row[-1].size for row in self.rows]

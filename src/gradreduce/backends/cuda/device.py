@@ -454,10 +454,7 @@ class CudaDevice(Device):
         ):  # a table is uploaded once and used often
             geometry = self._geometry
             function, blocks = load_kernel(kernel, template, self.physical, geometry.threads)
-            if kernel.items is None:
-                items = [row[0].size for row in rows]
-            else:
-                items = [kernel.num_items(row) for row in rows]
+            items = kernel.num_items(rows)
             total, itemsize = sum(items), min([each.dtype.itemsize for each in rows[0]])
             chunk_size = geometry.chunk_size(
                 total, itemsize, blocks, long_items=kernel.items is not None

@@ -215,25 +215,22 @@ class SimDevice(Device):
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
     ) -> Callable[[], None]:
         strict, whole = self.options.strict, kernel.items is not None
-        if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
+        items = kernel.num_items(rows)
+        if not strict and not whole and sum(items) <= BLOCK_SIZE:
             small = [
                 [memory_of(operand) if operand.flat is None else operand.flat for operand in row]
                 for row in rows
             ]
-            return partial(
-                without_warnings, kernel.reference, small, *scalars
-            )  # one block: nothing to share among threads
+            # One block: nothing to share among threads.
+            return partial(without_warnings, kernel.reference, small, *scalars)
         num_written = kernel.num_written(scalars)
         workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
         costs: list[int] = []
-        total = 0
-        for row in rows:
+        for row, size in zip(rows, items, strict=True):
             arrays = [memory_of(operand) for operand in row]
             if strict:
                 arrays[num_written:] = map(read_only, arrays[num_written:])
-            size = kernel.num_items(row) if whole else row[0].size
-            total += size
             if whole or size <= BLOCK_SIZE:
                 blocks.append(arrays)
                 costs.append(CALL_COST + size)
@@ -244,7 +241,7 @@ class SimDevice(Device):
             costs += [CALL_COST + length] * -(-size // length)
         jobs = [
             partial(without_warnings, kernel.reference, part, *scalars)
-            for part in workers.shares(blocks, total, costs)
+            for part in workers.shares(blocks, sum(items), costs)
         ]
         return partial(workers.run, jobs)
 
@@ -256,7 +253,7 @@ class SimDevice(Device):
         scalars: Sequence[int | float],
         build: str,
     ) -> Callable[[], None]:
-        items = [kernel.num_items(row) for row in rows]
+        items = kernel.num_items(rows)
         table = self._tables.find(rows, items, CHUNK_SIZE)
         entry = host_kernel(kernel, build)[template]
         # The memory must stay allocated until the work is done; the block need not.
@@ -317,9 +314,7 @@ def memory_of(buffer: Buffer) -> np.ndarray:
         made: np.ndarray = block.raw.as_dtype(buffer.dtype)[start : start + buffer.size]
         buffer.flat = made
         return made
-    whole: np.ndarray = block.raw
-    if whole.ndim != 1:
-        whole = whole.reshape(-1)
+    whole: np.ndarray = block.raw.reshape(-1)
     if buffer.array is block.raw:
         buffer.flat = whole  # the buffer keeps the memory alive by its array
         return whole

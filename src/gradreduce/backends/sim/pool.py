@@ -98,7 +98,7 @@ class SimPool:
                 memory = free.pop()
             else:
                 if self.free_bytes > 2 * self._peak_bytes:  # the sizes of requests have changed
-                    self._clear()
+                    self.clear()
                 memory = Memory(size)
                 self.grown += 1
             self.live_bytes += memory.nbytes
@@ -116,8 +116,5 @@ class SimPool:
     def clear(self) -> None:
         """Returns all free memory to the system."""
         with self._lock:
-            self._clear()
-
-    def _clear(self) -> None:
-        self._free.clear()
-        self.free_bytes = 0
+            self._free.clear()
+            self.free_bytes = 0

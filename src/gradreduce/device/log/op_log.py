@@ -215,31 +215,23 @@ class OpLog:
         self._dropped: set[int] = set()  # operations that a reset has dropped
 
     @contextmanager
-    def journal(self) -> Iterator[Journal]:
-        """Opens a journal of all threads' work until the block ends."""
-        with self._open(Journal()) as journal:
-            yield journal
+    def journal(self, timed: list[Record] | None = None) -> Iterator[Journal]:
+        """Opens a journal of all threads' work until the block ends.
 
-    @contextmanager
-    def timed_journal(self, records: list[Record]) -> Iterator[Journal]:
-        """Like ``journal``, for a list that stores times; submissions store when they begin."""
-        with self._open(Journal(records)) as journal:
-            with self._lock:
-                self.num_traces += 1
-            try:
-                yield journal
-            finally:
-                with self._lock:
-                    self.num_traces -= 1
-
-    @contextmanager
-    def _open(self, journal: Journal) -> Iterator[Journal]:
+        Args:
+            timed: a list for its records that also stores times: then submissions store when they
+                begin.
+        """
+        journal = Journal([] if timed is None else timed)
+        is_trace = timed is not None
         with self._lock:
+            self.num_traces += is_trace
             self._journals = (*self._journals, journal)
         try:
             yield journal
         finally:
             with self._lock:
+                self.num_traces -= is_trace
                 self._journals = tuple(each for each in self._journals if each is not journal)
 
     def append(

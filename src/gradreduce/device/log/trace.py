@@ -74,7 +74,7 @@ def write_trace(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iter
     """
     records = TimedRecords(log.thread)
     begin = time.perf_counter_ns()
-    with log.timed_journal(records) as journal:
+    with log.journal(records) as journal:
         try:
             yield journal
         finally:

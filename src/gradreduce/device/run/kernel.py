@@ -69,11 +69,11 @@ class Kernel:
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
 
-    def num_items(self, row: Row) -> int:
-        """Returns the number of work items of a row; rows with 0 are not launched."""
+    def num_items(self, rows: Sequence[Row]) -> list[int]:
+        """Returns the number of work items of each row; rows with 0 are not launched."""
         if self.items is None:
-            return row[0].size
-        return self.items([operand.size for operand in row])
+            return [row[0].size for row in rows]
+        return [self.items([operand.size for operand in row]) for row in rows]
 
     def streams_row(self, row: Row) -> bool:
         """Whether the NumPy reference reads this row's operands once; see ``streams``."""
