@@ -15,7 +15,15 @@ from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader
 from gradreduce.comm.process_group import check_one_process
-from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_deadline, as_dtype
+from gradreduce.device import (
+    Device,
+    Mesh,
+    ModuleLock,
+    accumulate_dtype,
+    as_deadline,
+    as_dtype,
+    as_shape,
+)
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -24,7 +32,7 @@ from gradreduce.reduce.presets import default_ops
 from .checkpoint import ready_state, save_state
 from .state import AccumulatorState, Storage
 from .take_queue import cancel_waiting, close, discard_sums
-from .validate import DTYPES, as_shape, as_step
+from .validate import DTYPES, as_step
 
 # Weak references, so that the device memory is freed with the last accumulator of a name.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
@@ -250,7 +258,7 @@ def create_state(  # noqa: PLR0913  # options of one call
         raise TypeError(f"dtype={grad_dtype} must be one of {', '.join(DTYPES)}")
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
-    grad_shape = None if shape is None else as_shape(shape)
+    grad_shape = None if shape is None else as_shape("shape", shape, known=False)
     reducer = default_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")

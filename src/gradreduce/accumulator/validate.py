@@ -173,14 +173,3 @@ def check_sparse_mean(sparse_mean: str, reduction_type: str) -> None:
             f"sparse_mean={brief(sparse_mean)} is only for reduction_type='MEAN'; a SUM is not "
             "divided"
         )
-
-
-def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Validates a shape with None for unknown extents."""
-    try:
-        extents = tuple(None if extent is None else as_index(extent) for extent in shape)
-    except TypeError:
-        raise TypeError(f"shape={brief(shape)} must be a list of integers and None") from None
-    if any(extent is not None and extent < 0 for extent in extents):
-        raise ValueError(f"shape={brief(tuple(shape))} has a negative extent")
-    return extents

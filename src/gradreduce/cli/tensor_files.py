@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gradreduce.device import as_shape
 from gradreduce.errors import brief
 from gradreduce.npz_file import read_header, reading_errors
 
@@ -67,14 +68,13 @@ def _of_npz(path: Path) -> Iterator[Header]:
 
 
 def validate_shape(extents: Iterable[Any]) -> tuple[int, ...]:
-    """Returns a shape; raises ``ValueError`` if it has wrong extents, or 2**63 elements or more."""
-    shape = tuple([_extent(each) for each in extents])
+    """Returns a shape.
+
+    Raises:
+        TypeError: an extent is not an integer.
+        ValueError: an extent is negative, or there are 2**63 elements or more.
+    """
+    shape = as_shape("shape", extents)
     if math.prod(shape) >= 2**63:
         raise ValueError(f"the shape {brief(shape)} has 2**63 elements or more")
     return shape
-
-
-def _extent(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{brief(value)} is not a size")
-    return value

@@ -45,6 +45,8 @@ from .memory.dtypes import (
     as_dtype,
     as_flag,
     as_index,
+    as_positive,
+    as_shape,
     mean_dtype,
 )
 from .memory.peers import by_physical, can_access, copy_to, ensure_accessible, to_local

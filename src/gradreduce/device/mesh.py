@@ -175,8 +175,9 @@ class Mesh(NotCopied):
             dtype: the dtype of all tensors.
 
         Raises:
-            TypeError: ``shapes`` is not a list or dict, or ``dtype`` cannot be added.
-            ValueError: a shape is not a list of integers of at least 0.
+            TypeError: ``shapes`` is not a list or dict, a shape is not a list of integers, or
+                ``dtype`` cannot be added.
+            ValueError: an extent is negative.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")

@@ -20,9 +20,10 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     as_dtype,
+    as_positive,
     ensure_accessible,
 )
-from gradreduce.errors import about, brief
+from gradreduce.errors import about
 
 
 @overload
@@ -92,9 +93,7 @@ def clip_by_global_norm(
     """
     if not isinstance(t_list, list | tuple):
         raise TypeError(f"t_list should be a list or tuple, got {type(t_list).__name__}")
-    limit = float(clip_norm)
-    if not limit > 0:
-        raise ValueError(f"clip_norm={brief(clip_norm)} must be above 0")
+    limit = as_positive("clip_norm", float(clip_norm))
     norm = None if use_norm is None else float(host_array(use_norm))
     present = {index: each for index, each in enumerate(t_list) if each is not None}
     for index, each in present.items():

@@ -15,7 +15,7 @@ from gradreduce.device import (
     Device,
     as_deadline,
     as_dtype,
-    as_index,
+    as_shape,
     deadline_scope,
     flat_layout,
 )
@@ -81,7 +81,7 @@ class FlatBuffer:
             names, shapes = [str(name) for name in shapes], list(shapes.values())
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
-        inside = [_as_shape(shape, index) for index, shape in enumerate(shapes)]
+        inside = [as_shape(f"shapes[{index}]", shape) for index, shape in enumerate(shapes)]
         sizes, itemsize = [math.prod(shape) for shape in inside], own_dtype.itemsize
         layout = flat_layout(sizes, itemsize)
         gaps = {
@@ -248,13 +248,3 @@ class FlatBuffer:
         with deadline_scope("release", seconds, [buffer.device for buffer in self.buffers]):
             for kind in self._kinds:
                 flat_arrays.from_buffers(self.buffers, kind)
-
-
-def _as_shape(shape: Sequence[int], index: int) -> tuple[int, ...]:
-    try:
-        extents = tuple(as_index(extent) for extent in shape)
-    except TypeError:
-        extents = (-1,)
-    if min(extents, default=0) < 0:
-        raise ValueError(f"shapes[{index}]={brief(shape)} must be a list of integers from 0 up")
-    return extents

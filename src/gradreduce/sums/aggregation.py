@@ -28,7 +28,7 @@ from gradreduce.arrays.types import ArrayT, OutputType
 from gradreduce.device import (
     Buffer,
     as_dtype,
-    as_index,
+    as_shape,
     compatible,
 )
 from gradreduce.errors import brief, listed
@@ -217,8 +217,8 @@ def accumulate_n(
 
     Raises:
         ValueError: ``inputs`` is not a list or tuple, is empty, or contains None or IndexedSlices;
-            dtypes or shapes differ; a shape does not match ``shape``; or ``output_type`` is
-            unknown or its library is not imported.
+            dtypes or shapes differ; a shape does not match ``shape``, or an extent of it is
+            negative; or ``output_type`` is unknown or its library is not imported.
         TypeError: an input is not an array, the dtype is not ``tensor_dtype`` or cannot be added,
             or ``shape`` is not a list of integers.
         DeviceMismatchError: inputs are on different meshes.
@@ -456,22 +456,12 @@ def _check_promised(
     terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
 ) -> None:
     """Raises unless all shapes match ``shape`` and the dtype of the first term is ``dtype``."""
-    wanted = None if shape is None else _as_shape(shape)
+    wanted = None if shape is None else as_shape("shape", shape, known=False)
     for term in terms:
         if wanted is not None and not compatible(term.shape, wanted):
             raise ValueError(f"Shapes {term.shape} and {brief(wanted)} are not compatible")
     if dtype is not None and terms[0].dtype != as_dtype(dtype):
         raise TypeError(f"tensor_dtype is {dtype}, but the inputs are {terms[0].dtype}")
-
-
-def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Returns ``shape`` as a tuple of integers and Nones; raises ``TypeError`` otherwise."""
-    try:
-        return tuple(None if entry is None else as_index(entry) for entry in shape)
-    except TypeError:
-        raise TypeError(
-            f"shape={brief(shape)} must be a list of integers and None, or None"
-        ) from None
 
 
 def _check_inputs(inputs: Any, what: str) -> None:

@@ -6,14 +6,13 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from numbers import Real
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
 from gradreduce.comm.replicas import comparing
-from gradreduce.device import Mesh, as_count, as_flag
+from gradreduce.device import Mesh, as_count, as_flag, as_positive
 from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
@@ -103,8 +102,8 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
 
     Raises:
         TypeError: ``module_or_replicas`` is not a module or a list of modules, ``mesh`` is not a
-            Mesh, ``broadcast_buffers`` is not a bool, or an argument is one of
-            ``DistributedDataParallel``; the error says what to do instead.
+            Mesh, ``bucket_mb`` is not a number, ``broadcast_buffers`` is not a bool, or an argument
+            is one of ``DistributedDataParallel``; the error says what to do instead.
         ValueError: the number of replicas is not the number of devices, replicas differ, no
             parameter requires gradients, a parameter is in another DataParallel, a lazy module has
             not been called yet, a parameter is on the meta device, or ``bucket_mb``,
@@ -129,9 +128,7 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         super().__init__()
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh={brief(mesh)} is not a Mesh: see gr.open_mesh")
-        number = isinstance(bucket_mb, Real) and not isinstance(bucket_mb, bool)
-        if not number or not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={brief(bucket_mb)} must be a number above 0")
+        bucket_mb = as_positive("bucket_mb", bucket_mb)
         broadcast_buffers = as_flag("broadcast_buffers", broadcast_buffers)
         if check_replicas is not None and as_count("check_replicas=", check_replicas) == 0:
             raise ValueError("check_replicas=0 must be a number of steps, or None")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Real
 from typing import Any
 
 from gradreduce import ops
@@ -20,7 +19,7 @@ from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import integer, optional, plain
-from gradreduce.device import Buffer, Device, as_dtype, as_flag
+from gradreduce.device import Buffer, Device, as_dtype, as_flag, as_positive
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_integer
 
@@ -68,10 +67,10 @@ class DynamicLossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        above_zero("init_scale", self.init_scale, finite=True)
-        if not above_zero("growth_factor", self.growth_factor, finite=True) > 1:
+        as_positive("init_scale", self.init_scale, finite=True)
+        if not as_positive("growth_factor", self.growth_factor, finite=True) > 1:
             raise ValueError(f"growth_factor={brief(self.growth_factor)} must be above 1")
-        if not above_zero("backoff_factor", self.backoff_factor) < 1:
+        if not as_positive("backoff_factor", self.backoff_factor) < 1:
             raise ValueError(f"backoff_factor={brief(self.backoff_factor)} must be below 1")
         as_integer("growth_interval", self.growth_interval, least=1)
 
@@ -104,14 +103,14 @@ class GradientScaling:
         check_finite: bool,
     ) -> None:
         self._devices = variables[0].devices
-        self._limit = None if clip_norm is None else above_zero("clip_norm", clip_norm)
+        self._limit = None if clip_norm is None else as_positive("clip_norm", clip_norm)
         self._rule = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
         self._skips = as_flag("skip_nonfinite", skip_nonfinite) or self._rule is not None
         self.scale = 1.0
         if self._rule is not None:
             self.scale = float(self._rule.init_scale)
         elif loss_scale is not None:
-            self.scale = above_zero("loss_scale", loss_scale, finite=True)
+            self.scale = as_positive("loss_scale", loss_scale, finite=True)
         self._check_dtypes(variables, loss_scale)
         self.checks = as_flag("check_finite", check_finite)
         if self.checks and self._skips:
@@ -269,27 +268,9 @@ def first_nonfinite(gradients: Sequence[PerReplica], first: int) -> tuple[int, i
     return min(wrong, default=(-1, -1))
 
 
-def above_zero(name: str, value: Any, *, finite: bool = False) -> float:
-    """Validates a number above 0.
-
-    Raises:
-        TypeError: ``value`` is not a number.
-        ValueError: ``value`` is not above 0, or, with ``finite``, is infinite.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={brief(value)} must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"{name}={brief(value)} is too large for a float") from None
-    if not number > 0 or (finite and number == math.inf):
-        raise ValueError(f"{name}={brief(value)} must be above 0{' and finite' * finite}")
-    return number
-
-
 # The schema of ``GradientScaling.state_dict``.
 SCHEMA = {
     "num_skipped": integer(0),
-    "loss_scale": lambda where, saved: above_zero(where, plain(where, saved), finite=True),
+    "loss_scale": lambda where, saved: as_positive(where, plain(where, saved), finite=True),
     "growth_tracker": optional(integer(0)),
 }

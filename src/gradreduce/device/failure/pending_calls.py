@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradreduce.device.memory.buffer import Mark
+from gradreduce.device.memory.dtypes import is_number
 from gradreduce.errors import brief, listed
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
     """
     if deadline is None:
         return None
-    number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if not number or not deadline > 0:  # NaN is not
+    if not is_number(deadline) or not deadline > 0:  # NaN is not
         raise ValueError(f"{name}={brief(deadline)} must be a number of seconds above 0, or None")
     return float(min(deadline, sys.float_info.max))  # an integer may exceed the largest float
 

@@ -8,9 +8,11 @@ divided.
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import ml_dtypes
@@ -126,6 +128,51 @@ def as_count(where: str, number: Any) -> int:
         if as_index(number) >= 0:
             return as_index(number)
     raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a real number of any library; a boolean and an array are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_positive(name: str, value: Any, *, finite: bool = False) -> float:
+    """Validates a number above 0.
+
+    Raises:
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is not above 0, or, with ``finite``, is infinite.
+    """
+    if not is_number(value):
+        raise TypeError(f"{name}={brief(value)} must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}={brief(value)} is too large for a float") from None
+    if not number > 0 or (finite and number == math.inf):  # NaN is not above 0
+        raise ValueError(f"{name}={brief(value)} must be above 0{' and finite' * finite}")
+    return number
+
+
+def as_shape(name: str, shape: Any, *, known: bool = True) -> tuple[Any, ...]:
+    """Validates a shape; returns it as a tuple.
+
+    Args:
+        name: the name of the argument, for errors.
+        shape: the argument.
+        known: False allows None as an extent that is unknown.
+
+    Raises:
+        TypeError: it is not a list of integers.
+        ValueError: an extent is negative.
+    """
+    try:
+        extents = tuple([None if each is None and not known else as_index(each) for each in shape])
+    except TypeError:
+        what = "integers" if known else "integers and None"
+        raise TypeError(f"{name}={brief(shape)} must be a list of {what}") from None
+    if any([each is not None and each < 0 for each in extents]):
+        raise ValueError(f"{name}={brief(extents)} has a negative extent")
+    return extents
 
 
 def as_flag(name: str, value: Any) -> bool:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import downloader
-from gradreduce.device import as_deadline, as_flag
+from gradreduce.device import as_deadline, as_flag, as_positive
 from gradreduce.errors import brief
 from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
@@ -343,10 +342,7 @@ _LEAST = 2.0**-126  # the smallest normal float32, which the kernel divides by
 def _as_scale(distance_scale: float | None) -> float | None:
     if distance_scale is None:
         return None
-    if not isinstance(distance_scale, Real):
-        raise TypeError(f"distance_scale={distance_scale!r} must be a number, or None")
-    if not distance_scale >= _LEAST:
-        raise ValueError(
-            f"distance_scale={distance_scale!r} must be above 0 (at least {_LEAST:.2g}), or None"
-        )
-    return float(distance_scale)
+    scale = as_positive("distance_scale", distance_scale)
+    if scale < _LEAST:
+        raise ValueError(f"distance_scale={scale} must be above 0 (at least {_LEAST:.2g}), or None")
+    return scale
