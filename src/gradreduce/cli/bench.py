@@ -294,8 +294,7 @@ def _synchronize(settings: BenchSettings) -> None:
 
 
 def _full(settings: BenchSettings, device: gr.Device, count: int, value: float) -> gr.Buffer:
-    buffer = device.empty((count,), settings.dtype)
-    return device.upload(np.full(count, value, buffer.dtype), out=buffer)
+    return device.upload(np.full(count, value, as_dtype(settings.dtype)))
 
 
 def _num_wrong(found: Any, wanted: float) -> int:

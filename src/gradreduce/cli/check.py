@@ -82,7 +82,7 @@ def _worst(outcomes: Sequence[tuple[str, str]]) -> tuple[str, str]:
     return ("FAILED", listed(failed)) if failed else outcomes[0]
 
 
-def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str]) -> tuple[str, str]:
+def _outcome(mesh: gr.Mesh, run: Callable[[gr.Mesh], str | None]) -> tuple[str, str]:
     """Runs a check; returns its outcome and details."""
     try:
         skipped = run(mesh)
@@ -107,11 +107,10 @@ def _terms(number: int) -> list[np.ndarray]:
     return [np.arange(_SIZE, dtype=np.float32) % 64 + index for index in range(number)]
 
 
-def _sum_of_terms(mesh: gr.Mesh) -> str:
+def _sum_of_terms(mesh: gr.Mesh) -> None:
     terms = _terms(5)
     for device in mesh:
         _expect(gr.add_n([device.upload(term) for term in terms]).numpy(), np.sum(terms, 0))
-    return ""
 
 
 def _replicas(mesh: gr.Mesh, name: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -121,20 +120,19 @@ def _replicas(mesh: gr.Mesh, name: str) -> tuple[list[np.ndarray], np.ndarray]:
     return terms[first : first + len(mesh)], np.sum(terms, 0)
 
 
-def _all_reduce(algorithm: AllReduceAlg) -> Callable[[gr.Mesh], str]:
-    def run(mesh: gr.Mesh) -> str:
+def _all_reduce(algorithm: AllReduceAlg) -> Callable[[gr.Mesh], str | None]:
+    def run(mesh: gr.Mesh) -> None:
         terms, total = _replicas(mesh, algorithm)
         ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs=2, mesh=mesh)
         grads = [[term, term[:7]] for term in terms]
         for results in ops.all_reduce(grads, gr.ReduceOp.SUM, output_type="numpy"):
             _expect(results[0], total)
             _expect(results[1], total[:7])
-        return ""
 
     return run
 
 
-def _accumulator(mesh: gr.Mesh) -> str:
+def _accumulator(mesh: gr.Mesh) -> None:
     terms = _terms(len(mesh))
     value = gr.PerReplica(terms, mesh)
     accumulator = gr.ConditionalAccumulator("float32", (_SIZE,), device=mesh)
@@ -143,10 +141,9 @@ def _accumulator(mesh: gr.Mesh) -> str:
     _expect(mean.primary, np.sum(terms, 0) / np.float32(len(mesh)))
     if accumulator.apply_grad(value, local_step=0):
         raise AssertionError("gradients of an earlier step were not dropped")
-    return ""
 
 
-def _optimizer(mesh: gr.Mesh) -> str:
+def _optimizer(mesh: gr.Mesh) -> None:
     variable = gr.Variable(np.ones(_SIZE, np.float32), device=mesh)
     optimizer = gr.MomentumOptimizer(0.5, 0.5)
     gradient = np.full(_SIZE, 2, np.float32)
@@ -154,10 +151,9 @@ def _optimizer(mesh: gr.Mesh) -> str:
         optimizer.apply_gradients([(gradient, variable)])
         for buffer in variable.buffers:
             _expect(buffer.numpy(), np.full(_SIZE, expected, np.float32))
-    return ""
 
 
-def _agn(mesh: gr.Mesh) -> str:
+def _agn(mesh: gr.Mesh) -> None:
     center = gr.AGNCenter(mesh)
     getter = gr.AGNCustomGetter(mesh[0], center=center)
     variable = gr.get_variable("w", np.zeros(3, np.float32), custom_getter=getter)
@@ -169,11 +165,10 @@ def _agn(mesh: gr.Mesh) -> str:
             optimizer.apply_gradients([(gradient, variable)])
     _expect(center.variables()[0].numpy(), np.full(3, -1.5, np.float32))  # - 0.25 * (4 + 8) / 2
     _expect(variable.numpy(), center.variables()[0].numpy())
-    return ""
 
 
-def _step(method: str) -> Callable[[gr.Mesh], str]:
-    def run(mesh: gr.Mesh) -> str:
+def _step(method: str) -> Callable[[gr.Mesh], str | None]:
+    def run(mesh: gr.Mesh) -> str | None:
         if method == "capture" and not mesh.mesh_state.has_streams:
             return "CUDA graphs need a GPU"
         terms, expected = _replicas(mesh, method)
@@ -185,7 +180,7 @@ def _step(method: str) -> Callable[[gr.Mesh], str]:
             (total,) = step()
             for buffer in total.values:
                 _expect(buffer.numpy(), expected)
-        return ""
+        return None
 
     return run
 
@@ -198,7 +193,7 @@ class MachineCheck(NamedTuple):
         spans: whether it runs over the devices of all processes; else in each process alone.
     """
 
-    run: Callable[[gr.Mesh], str]
+    run: Callable[[gr.Mesh], str | None]
     spans: bool = False
 
 

@@ -105,14 +105,14 @@ def plan(
     first_plan, *_ = plans[algorithm]
     num_elements = sum(math.prod(shape) for _, shape, _ in typed)
     nbytes = sum(math.prod(shape) * each.itemsize for _, shape, each in typed)
-    content: dict[str, Any] = {
+    totals: dict[str, Any] = {name: _totals(of_ranks) for name, of_ranks in plans.items()}
+    content = {
         "num_tensors": len(named),
         "num_elements": num_elements,
         "nbytes": nbytes,
+        **json.loads(json.dumps(asdict(first_plan), default=str)),
+        "algorithms": totals,
     }
-    content |= json.loads(json.dumps(asdict(first_plan), default=str))
-    totals: dict[str, Any] = {name: _totals(of_ranks) for name, of_ranks in plans.items()}
-    content |= {"algorithms": totals}
     num_devices = processes * len(devices)
     summary = (
         f"{counted(len(named), 'tensor')}, {counted(num_elements, 'element')}, "

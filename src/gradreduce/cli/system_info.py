@@ -95,9 +95,7 @@ def find_system_info() -> SystemInfo:
         versions[name] = _read_version(module)
         if versions[name] is None:
             missing[name] = f"not installed; {how}"
-    gpus: tuple[Gpu, ...] = ()
-    if "CuPy" not in missing:
-        gpus = _gpus(versions, missing)
+    gpus = () if "CuPy" in missing else _gpus(versions, missing)
     files = list(libraries())
     if not files:
         missing["NCCL"] = f"no libnccl is loaded; {INSTALL_CUDA}"

@@ -95,11 +95,8 @@ def describe_difference(own_text: str, other_text: str | None, rank: int, other:
         ]
         counts = f"{len(mine)} in process {rank}, {len(others)} in process {other}"
         return differ + counts + "".join(alone)
-    pairs = [
-        (mine, others),
-        (names, other_names),
-    ]  # names are compared only where dtypes and shapes agree
-    one, two = next(pair for pair in pairs if pair[0] != pair[1])
+    # Names are compared only where dtypes and shapes agree.
+    one, two = (mine, others) if mine != others else (names, other_names)
     index = next(index for index, each in enumerate(one) if [each] != two[index : index + 1])
     place: Any = index
     if names != other_names:

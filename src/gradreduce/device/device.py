@@ -175,11 +175,9 @@ class Device(NotCopied, Backend):
             TypeError: its dtype cannot be added.
         """
         self.mesh_state.check_usable(self)
-        if stream is not None:
-            self.check_stream(stream)
         buffer = self._adopt(array, writable)
         if stream is not None:
-            self.wait_for_stream(stream, checked=True)
+            self.wait_for_stream(stream)
         return buffer
 
     def release(self, buffer: Buffer, stream: Stream | None = None, *, waited: bool = False) -> Any:

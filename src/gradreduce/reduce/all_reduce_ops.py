@@ -672,8 +672,7 @@ def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
 def _as_wire(wire_dtype: str | DType | None) -> DType | None:
     if wire_dtype is None:
         return None
-    allowed = [as_dtype(name) for name in ("float16", "bfloat16", "float32")]
     with suppress(TypeError):
-        if as_dtype(wire_dtype) in allowed:
+        if as_dtype(wire_dtype).name in ("float16", "bfloat16", "float32"):
             return as_dtype(wire_dtype)
     raise ValueError(f"wire_dtype={brief(wire_dtype)} is not 'float16', 'bfloat16' or 'float32'")

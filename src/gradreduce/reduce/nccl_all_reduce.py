@@ -65,17 +65,13 @@ class Nccl(Algorithm):
     ) -> None:
         super().__init__(devices)
         self._sharing = list(by_physical(self.devices).values())
-        _ = self._collective  # raises if the library is missing
-
-    @property
-    def _collective(self) -> Collective | None:
-        """The collective library of the mesh; None for one physical device."""
-        return self.devices[0].mesh.collective if len(self._sharing) > 1 else None
+        # None for one physical device; raises if the library is missing.
+        self._collective = self.devices[0].mesh.collective if len(self._sharing) > 1 else None
 
     def connect(self) -> None:
         """See ``Algorithm.connect``; the first time it may take seconds."""
-        if (collective := self._collective) is not None:
-            collective.connect([self.devices[first] for first, *_ in self._sharing])
+        if self._collective is not None:
+            self._collective.connect([self.devices[first] for first, *_ in self._sharing])
 
     def allocate(self, jobs: Sequence[Job]) -> Sequence[tuple[Job, Sequence[_NcclMemory]]]:
         """See ``Algorithm.allocate``; with one physical device a job needs no memory."""

@@ -251,9 +251,7 @@ def unpack(
         results = flat.results[flat.plan.share.receivers]
         if not results:  # another process receives the result
             continue
-        if len(inside) == 1 and inside[0] == results[0].shape:
-            reduced[flat.plan.tensors[0]] = tuple(results)
-            continue
+
         layout = flat.plan.layout
         columns = flat.views
         if columns is None or flat.results is not flat.outs:

@@ -173,9 +173,8 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
         by_dtype.setdefault(pair, []).append(tensor)
     plans = []
     for pair, tensors in by_dtype.items():
-        if num_packs > 0:
-            groups = [tensors]
-        else:
+        groups = [tensors]
+        if num_packs == 0:
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)
         for group in groups:
             carried = wire if wire is not None and is_real_float(pair[0]) else pair[0]

@@ -85,8 +85,6 @@ class Capture:
         computes = dict.fromkeys(device.compute for device in self._devices)
         self._others = [each for each in computes if each is not self._device.compute]
         self._mesh_state = self._device.mesh_state
-        for device in self._devices:
-            self._mesh_state.check_usable(device)
         thread = self._mesh_state.thread
         pending_call, thread.pending_call = thread.pending_call, None  # no marks in the capture
         try:
