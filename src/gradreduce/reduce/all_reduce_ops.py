@@ -5,9 +5,8 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
 
@@ -23,35 +22,20 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
-    as_count,
     as_deadline,
-    as_dtype,
     as_flag,
     by_physical,
     deadline_scope,
     no_collection,
 )
-from gradreduce.errors import CollectiveError, brief
+from gradreduce.errors import CollectiveError
 
-from .algorithm import ProcessesName, ReductionGroups, as_reduction_groups
-from .algorithms import ALGORITHMS
-from .arguments import (
-    Request,
-    check_op,
-    make_requests,
-    shapes_by_rows,
-    validate_mesh,
-)
+from .algorithm import ProcessesName, ReductionGroups
+from .algorithms import make_settings
+from .arguments import Request, check_op, make_requests, shapes_by_rows, validate_mesh
 from .cross_device_ops import CrossDeviceOps, validate_call
 from .nests import Nests
-from .pipeline import (
-    Settings,
-    algorithm_of,
-    plan_batch,
-    reduce_batch,
-    reduce_requests,
-    rehearse_reduction,
-)
+from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, rehearse_reduction
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
@@ -66,25 +50,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. Results of ``"hierarchical_copy"``
             have the same bits on every placement of the same number of replicas. NCCL does not
             define the order of additions, and its library is needed for two or more physical GPUs.
-        num_packs: if not 0, all tensors of a dtype are placed end to end in one flat buffer, which
-            is reduced in this many packs. Between GPUs a pack of 8 MiB or more (smaller packs are
-            joined) is packed while the previous one is transferred.
-        agg_small_grads_max_bytes: if this and the next argument are above 0 and ``num_packs`` is 0,
-            tensors of at most this many bytes are reduced in groups. With packs this and the next
-            argument have no effect, and ``UserWarning`` says so.
+        num_packs: if not 0, all tensors of a dtype are reduced in this many packs of one flat
+            buffer; docs/several_gpus.md says how to choose it.
+        agg_small_grads_max_bytes: if ``num_packs`` is 0, and this and the next argument are not,
+            tensors of at most this many bytes are reduced in groups. With packs these arguments
+            have no effect, and ``UserWarning`` says so.
         agg_small_grads_max_group: the largest number of tensors in a group.
         mesh: the mesh of the arrays of ``all_reduce``. Default: ``gr.default_mesh()``.
-        reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers. Replica i is on the
-            i-th device of a value. Each list is added left to right, then their sums are; put
-            devices with fast links between them into one list. A list may be empty. The lists must
-            contain exactly the replicas of every value that is all-reduced. Values that are added
-            on one device (other destinations, IndexedSlices) are added left to right.
-            ``"processes"``: one list for each process of the mesh, so that each process adds its
-            replicas before it sends anything; with several processes dense values are all-reduced
-            for all destinations. Default: two lists, the first n // 2 of n replicas and the rest.
+        reduction_groups: for ``"hierarchical_copy"``: lists of replica numbers, or ``"processes"``
+            for a list of each process's replicas. Each list is added left to right, then their sums
+            are. Default: two lists, the first n // 2 of n replicas and the rest. See
+            docs/reductions.md.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
-            are transferred between devices in an all-reduce. Packing casts to it, unpacking casts
-            back. Default: each tensor's own dtype. docs/reductions.md has a bound of the error.
+            are transferred between devices in an all-reduce. Default: each tensor's own dtype.
+            docs/reductions.md has a bound of the error.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
@@ -114,43 +93,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
-        if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
-            raise ValueError(
-                f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
-            )
         self.mesh = validate_mesh(mesh)
-        if reduction_groups is not None and not ALGORITHMS[all_reduce_alg].has_groups:
-            raise ValueError(
-                f"reduction_groups={brief(reduction_groups)} is only for 'hierarchical_copy'; "
-                f"{all_reduce_alg!r} chooses its own"
-            )
-        self.settings = Settings(
+        self.settings = make_settings(
             all_reduce_alg,
-            as_count("num_packs=", num_packs),
-            as_count("agg_small_grads_max_bytes=", agg_small_grads_max_bytes),
-            as_count("agg_small_grads_max_group=", agg_small_grads_max_group),
-            None if reduction_groups is None else as_reduction_groups(reduction_groups),
-            _as_wire(wire_dtype),
+            num_packs,
+            agg_small_grads_max_bytes,
+            agg_small_grads_max_group,
+            reduction_groups,
+            wire_dtype,
         )
-        self._warn_of_no_effect()
-
-    def _warn_of_no_effect(self) -> None:
-        """Warns the caller of the constructor of arguments that ``num_packs`` overrules."""
-        passed = [
-            f"agg_small_grads_max_{name}={value}"
-            for name, value, default in (
-                ("bytes", self.agg_small_grads_max_bytes, 0),
-                ("group", self.agg_small_grads_max_group, 10),
-            )
-            if value != default
-        ]
-        if passed and self.num_packs:
-            verb = "has" if len(passed) == 1 else "have"
-            warnings.warn(
-                f"{' and '.join(passed)} {verb} no effect with num_packs={self.num_packs}: pass "
-                "num_packs=0 to reduce small gradients in groups",
-                stacklevel=3,
-            )
 
     def _repr_fields(self) -> list[str]:
         fields = self.settings._asdict()
@@ -238,9 +189,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Returns:
             The combined arrays, ``[device][tensor]``, nested like ``grads`` (a dict for a module):
-            in new memory, or ``out``. The call does not wait for a device, except for results of
-            GPUs in NumPy arrays (``output_type="numpy"`` or ``out``). The mean of integers is
-            float32 (8 and 16 bits) or float64, although a type checker sees the type of ``grads``.
+            in new memory, or ``out``. The call waits for a device only for results of GPUs in NumPy
+            arrays. The mean of integers is float32 (8 and 16 bits) or float64, although a type
+            checker sees the type of ``grads``.
 
         Raises:
             ValueError: another number of entries than devices, entries of different length or
@@ -329,24 +280,19 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         of an all-reduce by a ring.
 
         Args:
-            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of shape
-                (n * k, …); all with the same structure. A tensor that is None on every device stays
-                None. The arrays are not written.
+            grads: see ``all_reduce``; arrays of shape (n * k, …), which are not written.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``batch_reduce``.
-            output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
-                tensor's first array.
-            out: arrays of the results' shapes and dtypes that they are written into, nested as
-                ``grads``, none of which overlaps another or ``grads``.
+            output_type: see ``all_reduce``.
+            out: see ``all_reduce``; none of the arrays overlaps another or ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:
-            Arrays of shape (k, …), ``[device][tensor]``, nested like ``grads``, with the dtypes of
-            ``all_reduce``: in new memory on each replica's own device, or ``out``. The call does
-            not wait for a device, except for results of GPUs in NumPy arrays.
+            Arrays of shape (k, …) with the dtypes of ``all_reduce``, nested like ``grads``, each on
+            its replica's own device. When the call waits, see ``all_reduce``.
 
         Raises:
-            ValueError: a tensor is a scalar, or its number of rows is not a multiple of n; and what
-                ``all_reduce`` raises. Nothing was launched.
+            ValueError: a tensor is a scalar, or its number of rows is not a multiple of n; or as
+                ``all_reduce``. Nothing was launched.
             TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that cannot
                 be added.
 
@@ -387,19 +333,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         replica r. Arrays are copied unchanged: ``wire_dtype`` has no effect.
 
         Args:
-            grads: for each device of the mesh, in order, a list, tuple or dict of arrays of shape
-                (k, …), such as the results of ``reduce_scatter``; all with the same structure. A
-                tensor that is None on every device stays None. The arrays are not written.
-            output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
-                tensor's first array.
-            out: arrays of the results' shapes and dtypes that they are written into, nested as
-                ``grads``, none of which overlaps another or ``grads``.
+            grads: see ``all_reduce``; arrays of shape (k, …), such as the results of
+                ``reduce_scatter``, which are not written.
+            output_type: see ``all_reduce``.
+            out: see ``all_reduce``; none of the arrays overlaps another or ``grads``.
             deadline: see ``batch_reduce``.
 
         Returns:
-            Arrays of shape (n * k, …), ``[device][tensor]``, nested like ``grads``: in new memory
-            on each replica's own device, or ``out``. The call does not wait for a device, except
-            for results of GPUs in NumPy arrays.
+            Arrays of shape (n * k, …), nested like ``grads``. When the call waits, see
+            ``all_reduce``.
 
         Raises:
             ValueError: a tensor is a scalar; and what ``all_reduce`` raises. Nothing was launched.
@@ -454,8 +396,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             coalesce: see ``batch_reduce``.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises, there is no pair, or values are on several
-                meshes.
+            ValueError: there is no pair, values are on several meshes, or as ``batch_reduce``.
             TypeError: a dtype cannot be added.
             BackendUnavailableError: NCCL is needed and missing.
 
@@ -488,11 +429,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         dropped, and the host waits for the devices. The first call on a mesh also measures the copy
         bandwidth, for at most a second.
 
-        Args:
-            reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``batch_reduce``; at least one.
-            coalesce: see ``batch_reduce``.
-            deadline: seconds from now for the whole call; if it takes longer, the mesh fails.
+        The arguments are those of ``plan``, and ``deadline``, for the whole call.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
@@ -536,24 +473,25 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> PreparedStep:
         """Prepares a ``batch_reduce`` that is called many times, with little host time per call.
 
-        Runs it once, and waits like ``batch_reduce``. Returns a ``PreparedStep``: call it without
-        arguments. Its class describes what each call reads, overwrites and returns.
+        Runs it once, and waits like ``batch_reduce``, which describes the arguments. Returns a
+        ``PreparedStep``: call it without arguments. Its class describes what each call reads,
+        overwrites and returns.
 
         Args:
             reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``batch_reduce``; at least one pair. Values must be dense,
-                on one mesh, and Buffers or arrays that can be shared without a copy.
-            output_type: the kind of the results. Default: the kind of each value's first array.
-            out: arrays that each call writes and returns as results; see ``batch_reduce``. On
-                simulated devices with ``schedule_seed=`` only Buffers.
-            deadline: for this first reduction; see ``batch_reduce``.
+            value_destination_pairs: at least one pair. Values must be dense, on one mesh, and
+                Buffers or arrays that can be shared without a copy.
+            output_type: see ``batch_reduce``.
+            out: arrays that each call writes and returns as results. On simulated devices with
+                ``schedule_seed=`` only Buffers.
+            deadline: for this first reduction.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises; there is no pair; values are on several
-                meshes or contain IndexedSlices; an array had to be copied; or results would be JAX
-                arrays, which are immutable, or NumPy arrays of a GPU's values.
-            DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError: what
-                ``batch_reduce`` raises.
+            ValueError: there is no pair; values are on several meshes or contain IndexedSlices; an
+                array had to be copied; or results would be JAX arrays, which are immutable, or
+                NumPy arrays of a GPU's values.
+            ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
+                what ``batch_reduce`` raises.
 
         Example:
             >>> mesh = gr.open_mesh(2, backend="sim")
@@ -580,14 +518,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> CapturedStep:
-        """Like ``prepare``, but each call launches one CUDA graph.
-
-        Args:
-            reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``prepare``.
-            output_type: see ``prepare``.
-            out: see ``prepare``.
-            deadline: see ``prepare``.
+        """Like ``prepare``, with the same arguments, but each call launches one CUDA graph.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
@@ -632,10 +563,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
-        Arguments and result: see ``CrossDeviceOps.reduce_buffers``; with ``consume`` the gradients
-        may be overwritten. In a subclass that overrides ``reduce_batch``, it calls that method.
-        With several processes ``divisor`` counts the gradients of this process; all
-        processes have the same number per replica. The names of their tensors may differ.
+        See ``CrossDeviceOps.reduce_buffers``; with ``consume`` the gradients may be overwritten. In
+        a subclass that overrides ``reduce_batch``, it calls that method. With several processes
+        ``divisor`` counts the gradients of this process; all processes have the same number per
+        replica. The names of their tensors may differ.
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(
@@ -667,12 +598,3 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
     """Whether ``cross_device_ops`` uses ``reduce_batch`` of this module."""
     return type(cross_device_ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
-
-
-def _as_wire(wire_dtype: str | DType | None) -> DType | None:
-    if wire_dtype is None:
-        return None
-    with suppress(TypeError):
-        if as_dtype(wire_dtype).name in ("float16", "bfloat16", "float32"):
-            return as_dtype(wire_dtype)
-    raise ValueError(f"wire_dtype={brief(wire_dtype)} is not 'float16', 'bfloat16' or 'float32'")

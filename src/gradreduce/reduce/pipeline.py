@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
@@ -25,8 +24,8 @@ from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physica
 from gradreduce.sums.slices import with_dense
 
 from .across_processes import AcrossProcesses, process_groups
-from .algorithm import Algorithm, Job, ProcessesName, ReductionGroups, Steps
-from .algorithms import ALGORITHMS
+from .algorithm import Algorithm, Job, Steps
+from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
@@ -46,17 +45,6 @@ PHASES = ("pack", "all-reduce", "unpack")
 _ALONE: AbstractContextManager[None] = nullcontext()
 CollectiveName = Literal["all-reduce", "reduce-scatter", "all-gather"]
 MOST_PLANS = 64  # of one mesh; a training script has a few
-
-
-class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
-    """The checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
-
-    all_reduce_alg: AllReduceAlg
-    num_packs: int
-    agg_small_grads_max_bytes: int
-    agg_small_grads_max_group: int
-    reduction_groups: ReductionGroups | ProcessesName | None
-    wire_dtype: DType | None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer
 
+from .algorithms import Settings
 from .arguments import Request, batches_of
-from .pipeline import Settings, plan_requests, reduce_batch
+from .pipeline import plan_requests, reduce_batch
 
 
 def reduce_scatter(
