@@ -6,12 +6,11 @@ an owner are packed like the tensors of an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -24,7 +23,7 @@ from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physica
 from gradreduce.sums.slices import with_dense
 
 from .across_processes import AcrossProcesses, process_groups
-from .algorithm import Algorithm, Job, Steps
+from .algorithm import Algorithm, Steps
 from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
@@ -357,37 +356,22 @@ def reduce_batch(
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
     divisor = 1 if plan.counts else plan.divisor
     jobs: Sequence[Any] = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
-    groups = _stages(plan, packs)
-    # A single stage overlaps with nothing, so it needs no waits between two queues.
-    queue: Queue = "transfer" if len(groups) > 1 else "compute"
     compared = _ALONE if plan.description is None else Replicas(plan.devices).call(plan.description)
     with mesh_state.launch_lock, compared:
-        reduce = getattr(algorithm, plan.call.replace("-", "_"))
         if plan.call == "all-reduce":
             jobs = algorithm.allocate(jobs)
-        else:
-            reduce = partial(_at_once, reduce)
-        waiting = [
-            (
+        groups = _group_packs(plan, packs)
+        # A single stage overlaps with nothing, so it needs no waits between two queues.
+        queue: Queue = "transfer" if len(groups) > 1 else "compute"
+        stages = [
+            Stage(
                 _pack_info(packs, group, positions, plan.names),
-                _steps_of_stage(
-                    plan,
-                    [packs[index] for index in group],
-                    partial(reduce, [jobs[index] for index in group], queue),
-                ),
+                [packs[index] for index in group if packs[index][0].is_moved],
+                _collective(plan, [jobs[index] for index in group], queue),
             )
             for group in groups
         ]
-        # Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. A
-        # stage is packed *before* the last step of the previous stage is submitted: that step waits
-        # for transfers, and later work of the compute queue would wait too.
-        running: list[tuple[PackInfo, Steps]] = []
-        while waiting or running:
-            running, waiting = [*waiting[:1], *running], waiting[1:]
-            for stage in running.copy():
-                with mesh_state.pack_scope(stage[0], plan.devices):
-                    if next(stage[1], stage) is stage:
-                        running.remove(stage)
+        _run_stages(plan, stages)
     if out is not None:
         return [tuple(replicas) for replicas in out]
     sums = unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
@@ -397,6 +381,54 @@ def reduce_batch(
         return _means(plan, sums)
 
 
+class Stage(NamedTuple):
+    """Packs that are packed, reduced and unpacked together.
+
+    Attributes:
+        label: the packs and their tensors, in the log.
+        moved: the packs whose tensors are moved into or out of their flat buffers.
+        steps: the steps of the collective that reduces all packs.
+    """
+
+    label: PackInfo
+    moved: Sequence[Pack]
+    steps: Steps
+
+
+def _run_stages(plan: BatchPlan, stages: Sequence[Stage]) -> None:
+    """Packs, all-reduces and unpacks all stages, so that transfers overlap with other work.
+
+    Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. A step
+    of a collective after its first waits for transfers, and later work of the compute queue would
+    wait too. So the next stage is packed before this step is submitted.
+    """
+    mesh_state = plan.devices[0].mesh_state
+    thread = mesh_state.thread  # the log contains the phase
+    waiting, running = iter(stages), list[Stage]()
+    while (new := next(waiting, None)) or running:
+        if new is not None:
+            running.insert(0, new)
+        for stage in running.copy():
+            with mesh_state.pack_scope(stage.label, plan.devices):
+                if stage is new:
+                    thread.phase = "pack"
+                    move(moves_in(stage.moved))
+                thread.phase = plan.call
+                if next(stage.steps, stage) is stage:  # there was no step left
+                    thread.phase = "unpack"
+                    move(moves_out(stage.moved))
+                    running.remove(stage)
+
+
+def _collective(plan: BatchPlan, jobs: Sequence[Any], queue: Queue) -> Steps:
+    """Returns the steps of the plan's collective for the jobs of one stage."""
+    algorithm = plan.algorithm
+    if plan.call == "all-reduce":
+        return algorithm.all_reduce(jobs, queue)
+    run = algorithm.all_gather if plan.call == "all-gather" else algorithm.reduce_scatter
+    return map(run, [jobs])  # one step
+
+
 def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
     """Divides sums of integers by the number of replicas."""
     plan.devices[0].mesh_state.thread.phase = plan.call
@@ -404,28 +436,7 @@ def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Bu
     return [tuple([next(means) for _ in row]) for row in sums]
 
 
-def _at_once(reduce: Callable[[Sequence[Job]], None], jobs: Sequence[Job], _: Queue) -> Steps:
-    """Runs a collective that has one stage of one step."""
-    reduce(jobs)
-    yield
-
-
-def _steps_of_stage(plan: BatchPlan, packs: Sequence[Pack], reduce: Callable[[], Steps]) -> Steps:
-    """Packs, reduces and unpacks one stage."""
-    thread = plan.devices[0].mesh_state.thread  # the log contains the phase
-    moved = [pack for pack in packs if pack[0].is_moved]
-    thread.phase = "pack"
-    move(moves_in(moved))
-    steps = reduce()
-    thread.phase = plan.call
-    for step in steps:
-        yield step
-        thread.phase = plan.call
-    thread.phase = "unpack"
-    move(moves_out(moved))
-
-
-def _stages(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
+def _group_packs(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
     # Processes may have different devices and buffers, but their stages must be equal.
     is_one = plan.description is not None or plan.call != "all-reduce"
