@@ -38,6 +38,7 @@ from .types import OutputType
 _OUTPUT_TYPES = get_args(OutputType)
 # The order of a caller's axes in the Buffer; None: the same.
 Form = tuple[int, ...] | None
+PLAIN = (np.ndarray, Buffer)  # dense, and on the host or on a device of ours
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # attributes of arrays only
 
@@ -197,7 +198,7 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_coo(value: Any) -> bool:
     """Whether ``value`` is a ``torch.sparse_coo`` tensor."""
-    if type(value) in (Buffer, np.ndarray):  # for these, a missing attribute is slow to look up
+    if type(value) in PLAIN:  # a missing attribute is slow to look up
         return False
     return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
 
@@ -269,22 +270,26 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
             numbers do not fit ``dtype``.
     """
-    device.mesh_state.check_process()  # what the library of ``value`` does might hang in the child
-    kind = kind_of(value)
-    if kind == "buffer":
-        if value.device.mesh_state is not device.mesh_state:
-            raise DeviceMismatchError(
-                f"{value} belongs to another mesh than {device.name}; pass its .numpy()"
-            )
-        same: Buffer = value
-        return same
-    owner: str = kind
-    if isinstance(value, np.ndarray):
-        buffer = device.put(value)
-    elif kind == "native":
-        buffer, owner = device.put(value if is_array(value) else numbers(value, dtype)), "copy"
+    if type(value) is np.ndarray:  # the most frequent type takes the fewest calls
+        buffer, owner = device.put(value), "native"
     else:
-        buffer = _CONVERTERS[kind](value, device)
+        # What the library of ``value`` does might hang in a forked child.
+        device.mesh_state.check_process()
+        kind = kind_of(value)
+        if kind == "buffer":
+            if value.device.mesh_state is not device.mesh_state:
+                raise DeviceMismatchError(
+                    f"{value} belongs to another mesh than {device.name}; pass its .numpy()"
+                )
+            same: Buffer = value
+            return same
+        owner = kind
+        if isinstance(value, np.ndarray):
+            buffer = device.put(value)
+        elif kind == "native":
+            buffer, owner = device.put(value if is_array(value) else numbers(value, dtype)), "copy"
+        else:
+            buffer = _CONVERTERS[kind](value, device)
     if buffer.array_owner is None:  # set already if the array was copied
         block = buffer.block  # pool memory contains only copies and flat buffers
         buffer.array_owner = "copy" if block.owned and block.gaps is None else owner

@@ -20,7 +20,17 @@ from gradreduce.errors import (
 )
 
 from .caller_streams import StreamScope, SuspendedScope
-from .convert import Form, common_order, from_buffer, in_order, inverse, is_coo, kind_of, to_buffer
+from .convert import (
+    PLAIN,
+    Form,
+    common_order,
+    from_buffer,
+    in_order,
+    inverse,
+    is_coo,
+    kind_of,
+    to_buffer,
+)
 from .convert_gpu import Kind
 from .indexed_slices import IndexedSlices, as_slices
 from .replica_context import current_replica
@@ -500,7 +510,8 @@ def buffer_of(part: Part) -> Buffer:
 
 def part_on(device: Device, value: Any) -> Part:
     """Converts a value, or the rows of IndexedSlices, to a Buffer; see ``convert.to_buffer``."""
-    value = as_slices(value)
-    if isinstance(value, IndexedSlices):
-        return value._with_values(to_buffer(value.values, device))
+    if type(value) not in PLAIN:
+        value = as_slices(value)
+        if isinstance(value, IndexedSlices):
+            return value._with_values(to_buffer(value.values, device))
     return to_buffer(value, device)

@@ -205,7 +205,8 @@ class Device(NotCopied, Backend):
                 f"{self.name}.release: {buffer} is on another device: call release there"
             )
         buffer.block.shared = True
-        self.mesh_state.order.wait_for_uses((buffer.block,))  # the caller may write the array
+        if buffer.block.uses is not self.compute:
+            self.mesh_state.order.wait_for_uses((buffer.block,))  # the caller may write the array
         if not waited and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale

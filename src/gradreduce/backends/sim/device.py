@@ -140,7 +140,8 @@ class SimDevice(Device):
         if buffer.array is None:
             raw, block = buffer.block.raw, buffer.block
             whole = raw.export(block) if block.owned else raw.reshape(-1).view(np.uint8)
-            buffer.array = np.ndarray(buffer.shape, buffer.dtype, whole, buffer.offset)
+            start = buffer.address - block.address
+            buffer.array = np.ndarray(buffer.shape, buffer.dtype, whole, start)
         array: np.ndarray = buffer.array
         return array
 
