@@ -24,7 +24,7 @@ from gradreduce.checkpoint import anything, equal, list_of, validate_state
 from gradreduce.errors import brief, listed
 
 from .accumulator_state import AccumulatorSpec
-from .client import SharedOptions
+from .client import settings_of
 from .shared_accumulator import SharedAccumulator
 
 _FORMAT = "gradreduce ray accumulators 1"
@@ -96,15 +96,15 @@ class AccumulatorSet(SharedAccumulator):
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(
-            num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
-        )
         self._has_names = isinstance(specs, Mapping)
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
         found = [_as_spec(name, each) for name, each in by_name.items()]
-        super().__init__(list(by_name), found, shared_name, reduction_type, sparse_mean, options)
+        settings = settings_of(shared_name, num_shards, num_gpus, kernels, snapshots, durability)
+        super().__init__(
+            list(by_name), found, reduction_type, sparse_mean, settings, worker, timeout
+        )
 
     def apply_grads(
         self,
@@ -268,10 +268,10 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(1, num_gpus, kernels, snapshots, durability, worker, timeout)
-        spec = AccumulatorSpec(dtype, shape, self._is_sparse)
+        settings = settings_of(shared_name, 1, num_gpus, kernels, snapshots, durability)
+        specs = [AccumulatorSpec(dtype, shape, self._is_sparse)]
         super().__init__(
-            [shared_name], [spec], shared_name, reduction_type, self._sparse_mean, options
+            [shared_name], specs, reduction_type, self._sparse_mean, settings, worker, timeout
         )
 
     @property

@@ -25,9 +25,10 @@ from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
-from .client import SharedObject, SharedOptions, shards_for
+from .client import SharedObject, shards_for
 from .lead import Origin
 from .messages import Layout, specs_of
+from .shard_state import ActorSettings
 
 _KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy arrays
 
@@ -38,10 +39,11 @@ class SharedAccumulator(SharedObject):
     Args:
         names: name of each accumulator.
         specs: spec of each accumulator.
-        shared_name: name of the actor.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
         sparse_mean: the option of all sparse accumulators.
-        options: the other arguments of ``AccumulatorSet``.
+        settings: settings of shard 0, without a definition.
+        worker: see ``AccumulatorSet``.
+        timeout: see ``AccumulatorSet``.
 
     Example: see ``docs/ray.md``.
     """
@@ -52,12 +54,12 @@ class SharedAccumulator(SharedObject):
         self,
         names: Sequence[str],
         specs: Sequence[AccumulatorSpec],
-        shared_name: str,
         reduction_type: ReductionType,
         sparse_mean: SparseMean,
-        options: SharedOptions,
+        settings: ActorSettings,
+        worker: str | None,
+        timeout: float | None,
     ) -> None:
-        settings = options.settings(shared_name)
         check_sparse_mean(sparse_mean, reduction_type)  # also for a set without sparse ones
         spec = SetSpec(tuple(names), tuple(specs), reduction_type, sparse_mean, ())
         self._device = default_mesh().devices[0]
@@ -77,7 +79,7 @@ class SharedAccumulator(SharedObject):
             shards=shards_for(sizes, settings.num_shards),
         )
         settings = settings._replace(definition={"kind": "accumulators", **self._spec._asdict()})
-        super().__init__(settings, partial(AccumulatorSetState, spec=self._spec), options)
+        super().__init__(settings, partial(AccumulatorSetState, spec=self._spec), worker, timeout)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of {len(self._states)} tensors on Ray>"
