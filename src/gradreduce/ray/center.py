@@ -76,6 +76,10 @@ class RemoteRegistry(Registry):
         here = threading.get_ident()
         return tuple([task for task, thread in list(self._here.items()) if thread == here])
 
+    def list_failed(self) -> list[int]:
+        """See ``Registry``."""
+        return list(self._ask("list_failed"))
+
     def clear_failure(self, task_index: int) -> None:
         """See ``Registry``."""
         self._ask("clear_failure", task_index)
@@ -466,8 +470,7 @@ class AGNCenter(SharedObject, LocalCenter):
         settings = settings_of(name, num_shards, num_gpus, kernels, snapshots, durability)
         settings = settings._replace(definition=definition)
         super().__init__(settings, CenterShardState, worker, timeout)
-        self._remote = RemoteCenter(self._client, self.devices, self._worker)
-        self._shared: Center = self._remote
+        self._shared: RemoteCenter = RemoteCenter(self._client, self.devices, self._worker)
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"
@@ -477,7 +480,7 @@ class AGNCenter(SharedObject, LocalCenter):
 
         Each read of a variable fetches its value, and copies it to a device of this process.
         """
-        remote = self._remote
+        remote = self._shared
         return [remote._variable(name, self.devices[0]) for name in remote._locate_variables()]
 
     def values(self) -> dict[str, np.ndarray]:
@@ -485,8 +488,8 @@ class AGNCenter(SharedObject, LocalCenter):
 
         All values are of the same moment, between two pushes.
         """
-        names_of_all, arrays_by_name = self._remote._locate_variables(), dict[str, np.ndarray]()
-        by_shard = self._remote._by_shard(names_of_all)
+        names_of_all, arrays_by_name = self._shared._locate_variables(), dict[str, np.ndarray]()
+        by_shard = self._shared._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
             arrays = iter(Layout.of(message.form).arrays(message))
             _, with_master = message.value
@@ -496,14 +499,9 @@ class AGNCenter(SharedObject, LocalCenter):
                     next(arrays)
         return {name: arrays_by_name[name] for name in names_of_all}
 
-    @property
-    def failed_workers(self) -> tuple[int, ...]:
-        """The task indices of workers that an exception ended, in the order of the exceptions."""
-        return tuple(self._client.ask("list_failed"))
-
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
-        for connection in list(self._remote._workers.values()):
+        for connection in list(self._shared._workers.values()):
             self._client.leave(self._worker + connection.suffix)
 
     def state_dict(

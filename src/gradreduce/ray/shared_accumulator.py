@@ -64,8 +64,9 @@ class SharedAccumulator(SharedObject):
         spec = SetSpec(tuple(names), tuple(specs), reduction_type, sparse_mean, ())
         self._device = default_mesh().devices[0]
         # Accumulators in this process, which only check arguments before they are sent.
-        own = [spec.accumulator(index, self._device) for index in range(len(specs))]
-        self._states = [each.accumulator_ref for each in own]
+        self._states = [
+            spec.accumulator(index, self._device).accumulator_ref for index in range(len(specs))
+        ]
         known = [(state.dtype.name, state.shape) for state in self._states]
         sizes = [
             _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
@@ -103,8 +104,7 @@ class SharedAccumulator(SharedObject):
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int, int]:
-        found: tuple[int, int, int] = self._client.ask("counts")
-        return found
+        return self._client.ask("counts")  # type: ignore[no-any-return]
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
         """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""

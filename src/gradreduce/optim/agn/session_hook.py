@@ -43,6 +43,11 @@ class Registry:
         with self.lock:
             return sorted(self._begun)
 
+    def list_failed(self) -> list[int]:
+        """Returns ``failed``."""
+        with self.lock:
+            return list(self.failed)
+
     def begin(self, task_index: int) -> None:
         """Registers a worker, and removes it from ``failed``."""
         with self.lock:
