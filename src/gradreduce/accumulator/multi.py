@@ -21,7 +21,15 @@ from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
 
 from .base import ConditionalAccumulatorBase
-from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, hold_locks
+from .state import (
+    AccumulatorState,
+    PendingGradient,
+    PendingTake,
+    Taken,
+    additions_of,
+    hold_locks,
+    launch_all,
+)
 from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
@@ -170,12 +178,10 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     of the sums are undefined, and their devices are marked as failed.
     """
     sums, out_of_place, in_place = additions_of(pending_gradients)
-    for launch in out_of_place:
-        launch()
+    launch_all(out_of_place)
     kept = [each.device for each in sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        for launch in in_place:
-            launch()
+        launch_all(in_place)
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
         for each in sums:
             totals[each.state][each.device_index] = each.total

@@ -240,7 +240,13 @@ class Addition:
     steps: Sequence[Any] = ()
 
 
-Launches = list[Callable[[], None]]
+Launches = Sequence[Callable[[], None]]
+
+
+def launch_all(launches: Launches) -> None:
+    """Calls the launches, in their order."""
+    for launch in launches:
+        launch()
 
 
 class Storage(ABC):
@@ -347,8 +353,7 @@ def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) ->
         ]
         parts = tuple([storage.to_addend(dry, each) for each in gradients])
         sums, out_of_place, in_place = additions_of([PendingGradient(dry, parts, "native")])
-        for launch in (*out_of_place, *in_place):
-            launch()
+        launch_all([*out_of_place, *in_place])
         for each in sums:
             dry.totals[each.device_index] = each.total
     dry.update(count=2, sum_shape=parts[0].shape)
@@ -378,7 +383,7 @@ def additions_of(
             device, total = state.devices[index], state.totals[index]
             new = sums[state, index] = Addition(state, index, device, total, [part])
             by_storage.setdefault(state.storage, []).append(new)
-    launches: dict[bool, Launches] = {False: [], True: []}
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}

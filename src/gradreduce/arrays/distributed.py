@@ -8,7 +8,7 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_device
-from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.device import Buffer, Device, DType, Mesh
 from gradreduce.errors import (
     DeviceMismatchError,
     NotCopied,
@@ -498,9 +498,9 @@ def buffer_of(part: Part) -> Buffer:
     return buffer
 
 
-def part_on(device: Device, value: Any) -> Part:
+def part_on(device: Device, value: Any, *, dtype: DType | None = None) -> Part:
     """Converts a value, or the rows of IndexedSlices, to a Buffer; see ``convert.to_buffer``."""
     value = as_slices(value)
     if isinstance(value, IndexedSlices):
-        return value._with_values(to_buffer(value.values, device))
-    return to_buffer(value, device)
+        return value._with_values(to_buffer(value.values, device, dtype=dtype))
+    return to_buffer(value, device, dtype=dtype)
