@@ -106,8 +106,9 @@ def apply_grads(
             wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
             with DeferInterrupts():  # also completes the takes that now have enough
                 with hold_locks(states):
-                    counts = [len(each.parts) for each in pending_gradients]
-                    dropped = _drop_stale(states, counts, step)
+                    dropped = _drop_stale(
+                        states, [len(each.parts) for each in pending_gradients], step
+                    )
                     if not dropped:
                         _for_each(_check_sum_shape, zip(pending_gradients), states)
                         _add(pending_gradients)
@@ -152,10 +153,8 @@ def _for_each(
         try:
             results.append(function(*each))
         except (TypeError, ValueError) as error:
-            name = f"accumulator {states[index].name!r}"
-            if len(states) > 1:
-                name = f"grads[{index}], for {name}"
-            raise about(name, error) from None
+            several = f"grads[{index}], for " if len(states) > 1 else ""
+            raise about(f"{several}accumulator {states[index].name!r}", error) from None
     return results
 
 
@@ -189,8 +188,9 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
         for state, parts, kind in pending_gradients:
             sources = {**state.sources, thread: state.sources.get(thread, 0) + len(parts)}
             first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
-            count = state.count + len(parts)
-            state.update(totals=totals[state], count=count, sources=sources, **first)
+            state.update(
+                totals=totals[state], count=state.count + len(parts), sources=sources, **first
+            )
 
 
 def warn_of_default(states: Sequence[AccumulatorState]) -> None:
@@ -221,7 +221,6 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
             f"accumulators={brief(accumulators)} must be a list of accumulators: pass [accumulator]"
         )
     seen: dict[AccumulatorState, int] = {}
-    mesh_state = None
     for index, accumulator in enumerate(accumulators):
         state = getattr(accumulator, "accumulator_ref", None)
         if not isinstance(state, AccumulatorState):
@@ -234,18 +233,18 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
                 f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
                 "most once"
             )
-        if mesh_state is None:
-            mesh_state = state.mesh_state
-            mesh_state.check_process()
-        if state.mesh_state is not mesh_state:
+        seen[state] = index
+    if not seen:
+        raise ValueError("accumulators is empty; pass at least one")
+    first, *others = states = tuple(seen)
+    first.mesh_state.check_process()
+    for index, state in enumerate(others, 1):
+        if state.mesh_state is not first.mesh_state:
             raise DeviceMismatchError(
                 f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
                 "for each mesh"
             )
-        seen[state] = index
-    if not seen:
-        raise ValueError("accumulators is empty; pass at least one")
-    return tuple(seen)
+    return states
 
 
 def take_grads(

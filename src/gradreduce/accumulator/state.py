@@ -60,10 +60,10 @@ class PendingTake:
 
     def is_ready(self) -> bool:
         """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
-        for state in self.states:
-            if state.closed or state.count < self.num_required or state.first_take() is not self:
-                return False
-        return True
+        return all(
+            not state.closed and state.count >= self.num_required and state.first_take() is self
+            for state in self.states
+        )
 
     def leave(self) -> None:
         """Removes the take from every queue; all locks must be held."""
@@ -178,8 +178,9 @@ class AccumulatorState:
 
     def reset(self, step: int) -> None:
         """Clears the sum and sets the step; the lock must be held."""
-        totals = [None] * len(self.devices)
-        self.update(count=0, sources={}, step=step, sum_shape=None, totals=totals)
+        self.update(
+            count=0, sources={}, step=step, sum_shape=None, totals=[None] * len(self.devices)
+        )
 
     def update(self, **attributes: Any) -> None:
         """Sets the attributes; the lock must be held."""

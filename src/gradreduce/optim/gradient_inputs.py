@@ -138,7 +138,7 @@ def to_variables(
         placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
     per_replica = [
         # With a key, processes compare the names: their gradients must be of the same variables.
-        (value := grad._with_name(var.name, "" if over_processes else None), value)
+        (value := grad._replace(_name=var.name, _key="" if over_processes else None), value)
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]

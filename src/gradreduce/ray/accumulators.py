@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.accumulator.base import ConditionalAccumulatorBase
-from gradreduce.accumulator.validate import DEFAULT_STEP
-from gradreduce.arrays.convert import is_array, kind_of, numbers
-from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.accumulator.validate import DEFAULT_STEP, as_rows
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
@@ -380,9 +378,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         cast: bool = False,
     ) -> bool:
         """Adds rows unless they are stale; see ``gr.SparseConditionalAccumulator.apply_grad``."""
-        if kind_of(grad_values) == "native" and not is_array(grad_values):
-            grad_values = numbers(grad_values, self._states[0].dtype)
-        slices = IndexedSlices(grad_values, grad_indices, grad_shape)
+        slices = as_rows(grad_values, grad_indices, grad_shape, self._states[0].dtype)
         return self._apply([slices], local_step, cast)
 
     def apply_indexed_slices_grad(
