@@ -95,8 +95,8 @@ class Worker:
         gradients = [np.ones(shape, np.float32) for shape in shapes]
         self._optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
         self._variables, self._num_pushes = variables, 0
-        self._write, self._exchanged = self.center._remote._write, 0.0
-        setattr(self.center._remote, "_write", self._note_and_write)  # noqa: B010  # mypy
+        self._write, self._exchanged = self.center._shared._write, 0.0
+        setattr(self.center._shared, "_write", self._note_and_write)  # noqa: B010  # mypy
 
     def _note_and_write(self, *arguments: Any) -> int:
         self._exchanged = time.perf_counter()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 
 def planned(sizes, order, most):
-    from gradreduce.torch.buckets import plan_buckets
+    from gradreduce.torch.replica import plan_buckets
 
     parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
     return plan_buckets(parameters, order, most)

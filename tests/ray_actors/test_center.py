@@ -211,7 +211,7 @@ def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, m
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
     assert center() == [[-3.0, -3.0]] * 4
     assert list(client.ask("shards")) == list("abcd")
-    assert [state._num_pushes for state in client.states] == [3, 3]
+    assert [state.clock for state in client.states] == [3, 3]
 
 
 def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypatch):

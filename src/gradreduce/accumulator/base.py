@@ -264,8 +264,11 @@ def create_state(  # noqa: PLR0913  # options of one call
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _choose_devices(device, shared_name or "", reducer.mesh)
     if shared_name:
-        instead = "use the accumulators of gradreduce.ray, which several processes share by name"
-        check_one_process(devices[0], f"shared_name={brief(shared_name)}", instead)
+        check_one_process(
+            devices[0],
+            f"shared_name={brief(shared_name)}",
+            "use the accumulators of gradreduce.ray, which several processes share by name",
+        )
     state = AccumulatorState(
         grad_dtype, grad_shape, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
     )
@@ -349,5 +352,7 @@ def _find_or_register(
 
 def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
     """Returns a key that is equal for CrossDeviceOps that reduce in the same way."""
-    settings = getattr(cross_device_ops, "settings", cross_device_ops)
-    return type(cross_device_ops).reduce_batch, settings
+    return (
+        type(cross_device_ops).reduce_batch,
+        getattr(cross_device_ops, "settings", cross_device_ops),
+    )

@@ -79,15 +79,18 @@ def ready_state(
     """
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
-    key = "num_accumulated"
-    is_empty = isinstance(saved, Mapping) and plain(f"{where}[{key!r}]", saved.get(key)) == 0
+    is_empty = (
+        isinstance(saved, Mapping)
+        and plain(f"{where}['num_accumulated']", saved.get("num_accumulated")) == 0
+    )
     if isinstance(saved, Mapping) and state.sparse_mean:
         saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
-    values = validate_state(where, saved, _schema(state, is_empty, num_sums))
-    values = own(values)
+    values = own(validate_state(where, saved, _schema(state, is_empty, num_sums)))
     count, shape = values["num_accumulated"], values["sum_shape"]
-    load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
-    sums = list_of(optional(load_sum), len(state.devices))
+    sums = list_of(
+        optional(partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)),
+        len(state.devices),
+    )
     uploads = validate_state(f"{where}['partial_sums']", values["partial_sums"], sums)
     filled = len(uploads) - uploads.count(None)
     if not min(count, 1) <= filled <= count:
@@ -151,9 +154,9 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
     check_extents = list_of(integer(UNKNOWN), len(found) if isinstance(found, list) else 0)
     shape = tuple(check_extents(where, found))
     if not state.storage.fits(shape, state.shape):
-        wanted = _shape_to_list(state.shape)
         raise ValueError(
-            f"{where} is {list(shape)}, which does not fit the accumulator's shape {wanted}"
+            f"{where} is {list(shape)}, which does not fit the accumulator's shape "
+            f"{_shape_to_list(state.shape)}"
         )
     return shape
 

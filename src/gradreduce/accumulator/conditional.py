@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert import is_array, kind_of, numbers
 from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
@@ -23,7 +22,7 @@ from .base import ConditionalAccumulatorBase, create_state
 from .dense_storage import DENSE
 from .multi import apply_grads, take_grads
 from .sparse_storage import SPARSE
-from .validate import DEFAULT_STEP, check_sparse_mean
+from .validate import DEFAULT_STEP, as_rows, check_sparse_mean
 
 
 class ConditionalAccumulator(ConditionalAccumulatorBase):
@@ -334,9 +333,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             CancelledError: the accumulator was closed.
         """
         self._state.mesh_state.check_process()
-        if kind_of(grad_values) == "native" and not is_array(grad_values):
-            grad_values = numbers(grad_values, self.dtype)
-        slices = IndexedSlices(grad_values, grad_indices, grad_shape)
+        slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype)
         return apply_grads([self], [slices], local_step, cast=cast)
 
     def apply_indexed_slices_grad(
@@ -406,8 +403,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         )
         if isinstance(taken, IndexedSlices):
             return taken.indices, taken.values, taken.dense_shape
-        first = taken.parts[0]
-        assert isinstance(first, IndexedSlices)
+        first: Any = taken.parts[0]
         rows = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
         return first.indices, rows, first.dense_shape
 
@@ -451,7 +447,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a
                 number.
         """
-        taken: list[IndexedSlices | Mirrored] = take_grads(
+        return take_grads(  # type: ignore[no-any-return]
             [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
-        )
-        return taken[0]
+        )[0]

@@ -115,8 +115,9 @@ class DenseStorage(Storage):
         totals, terms = [each.total for each, _ in steps], [step for _, step in steps]
         first, step = steps[0]
         is_copy = not first.in_place and step is first.steps[0]
-        kernel = ops.add_n if is_copy else ops.accumulate_n
-        return partial(kernel, totals, terms, device=first.device)
+        return partial(
+            ops.add_n if is_copy else ops.accumulate_n, totals, terms, device=first.device
+        )
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -130,8 +131,9 @@ class DenseStorage(Storage):
         for state in states:
             divisor = float(state.count if state.reduction_type == "MEAN" else 1)
             if state.over_mesh:
-                key = (state.devices, divisor, state.cross_device_ops)
-                batches.setdefault(key, []).append(state)
+                batches.setdefault((state.devices, divisor, state.cross_device_ops), []).append(
+                    state
+                )
                 continue
             (out,) = (total,) = state.totals
             if total.dtype != state.dtype:

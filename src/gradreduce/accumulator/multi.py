@@ -21,7 +21,15 @@ from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
 
 from .base import ConditionalAccumulatorBase
-from .state import AccumulatorState, PendingGradient, PendingTake, Taken, additions_of, hold_locks
+from .state import (
+    AccumulatorState,
+    PendingGradient,
+    PendingTake,
+    Taken,
+    additions_of,
+    hold_locks,
+    launch_all,
+)
 from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
@@ -98,8 +106,9 @@ def apply_grads(
             wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
             with DeferInterrupts():  # also completes the takes that now have enough
                 with hold_locks(states):
-                    counts = [len(each.parts) for each in pending_gradients]
-                    dropped = _drop_stale(states, counts, step)
+                    dropped = _drop_stale(
+                        states, [len(each.parts) for each in pending_gradients], step
+                    )
                     if not dropped:
                         _for_each(_check_sum_shape, zip(pending_gradients), states)
                         _add(pending_gradients)
@@ -144,10 +153,8 @@ def _for_each(
         try:
             results.append(function(*each))
         except (TypeError, ValueError) as error:
-            name = f"accumulator {states[index].name!r}"
-            if len(states) > 1:
-                name = f"grads[{index}], for {name}"
-            raise about(name, error) from None
+            several = f"grads[{index}], for " if len(states) > 1 else ""
+            raise about(f"{several}accumulator {states[index].name!r}", error) from None
     return results
 
 
@@ -170,12 +177,10 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     of the sums are undefined, and their devices are marked as failed.
     """
     sums, out_of_place, in_place = additions_of(pending_gradients)
-    for launch in out_of_place:
-        launch()
+    launch_all(out_of_place)
     kept = [each.device for each in sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        for launch in in_place:
-            launch()
+        launch_all(in_place)
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
         for each in sums:
             totals[each.state][each.device_index] = each.total
@@ -183,8 +188,9 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
         for state, parts, kind in pending_gradients:
             sources = {**state.sources, thread: state.sources.get(thread, 0) + len(parts)}
             first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
-            count = state.count + len(parts)
-            state.update(totals=totals[state], count=count, sources=sources, **first)
+            state.update(
+                totals=totals[state], count=state.count + len(parts), sources=sources, **first
+            )
 
 
 def warn_of_default(states: Sequence[AccumulatorState]) -> None:
@@ -215,7 +221,6 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
             f"accumulators={brief(accumulators)} must be a list of accumulators: pass [accumulator]"
         )
     seen: dict[AccumulatorState, int] = {}
-    mesh_state = None
     for index, accumulator in enumerate(accumulators):
         state = getattr(accumulator, "accumulator_ref", None)
         if not isinstance(state, AccumulatorState):
@@ -228,18 +233,18 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
                 f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
                 "most once"
             )
-        if mesh_state is None:
-            mesh_state = state.mesh_state
-            mesh_state.check_process()
-        if state.mesh_state is not mesh_state:
+        seen[state] = index
+    if not seen:
+        raise ValueError("accumulators is empty; pass at least one")
+    first, *others = states = tuple(seen)
+    first.mesh_state.check_process()
+    for index, state in enumerate(others, 1):
+        if state.mesh_state is not first.mesh_state:
             raise DeviceMismatchError(
                 f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
                 "for each mesh"
             )
-        seen[state] = index
-    if not seen:
-        raise ValueError("accumulators is empty; pass at least one")
-    return tuple(seen)
+    return states
 
 
 def take_grads(

@@ -117,15 +117,19 @@ class SparseStorage(Storage):
             capacity = max(slots.num_rows, 2 * capacity)
             if addition.state.shape and addition.state.shape[0] is not None:
                 capacity = min(capacity, addition.state.shape[0])
-            shape = (capacity, *addition.gradients[0].shape[1:])
-            values = addition.device.empty(shape, accumulate_dtype(addition.state.dtype))
+            values = addition.device.empty(
+                (capacity, *addition.gradients[0].shape[1:]), accumulate_dtype(addition.state.dtype)
+            )
             addition.total = SparseSum(slots, values)
             if before is not None and before.slots.num_rows:
                 moved.append(before.rows)
                 outs.append(values.view(0, before.rows.shape))
         for indices in by_physical([out.device for out in outs]).values():
-            rows = [moved[index] for index in indices]
-            ops.pack([outs[index] for index in indices], rows, device=outs[indices[0]].device)
+            ops.pack(
+                [outs[index] for index in indices],
+                [moved[index] for index in indices],
+                device=outs[indices[0]].device,
+            )
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
@@ -142,8 +146,7 @@ class SparseStorage(Storage):
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``. The first extent may be unknown; there may be more dimensions."""
         required = required or (None,)
-        first = shape[: len(required)]
-        return UNKNOWN not in shape[1:] and compatible(first, required)
+        return UNKNOWN not in shape[1:] and compatible(shape[: len(required)], required)
 
     def save(self, total: Any) -> dict[str, Any]:
         """See ``Storage``. Returns a dict of arrays, in the order of the indices."""
@@ -162,8 +165,11 @@ class SparseStorage(Storage):
         extents = checkpoint.shape_of(f"{name}['indices']", rows) if is_array(rows) else ()
         num_rows = extents[0] if extents else 0
         vector = checkpoint.array((num_rows,), as_dtype("int64"))
-        values = checkpoint.array((num_rows, *shape[1:]), dtype)
-        schema = {"indices": vector, "num_touches": vector, "values": values}
+        schema = {
+            "indices": vector,
+            "num_touches": vector,
+            "values": checkpoint.array((num_rows, *shape[1:]), dtype),
+        }
         arrays = checkpoint.validate_state(name, saved, schema)
         indices, touches = arrays["indices"].copy(), arrays["num_touches"].copy()
         if not (indices[1:] > indices[:-1]).all():
@@ -185,13 +191,12 @@ def _check_shape(required: tuple[int | None, ...], slices: IndexedSlices) -> Non
     if slices.dense_shape is not None:
         first, *row = slices.dense_shape
         _check_extents("shape", required, (None if first == UNKNOWN else first, *row))
-    if required[0] is not None and len(slices.indices):
-        last = int(slices.indices.max())
-        if last >= required[0]:
-            raise InvalidArgumentError(
-                f"index of slice {int(slices.indices.argmax())} exceeded limits of shape; index is "
-                f"{last} exceeded {required[0]}"
-            )
+    last = int(slices.indices.max(initial=-1))
+    if required[0] is not None and last >= required[0]:
+        raise InvalidArgumentError(
+            f"index of slice {int(slices.indices.argmax())} exceeded limits of shape; index is "
+            f"{last} exceeded {required[0]}"
+        )
     rows, _ = shape_and_dtype(slices.values)
     _check_extents("values", required, (None, *rows[1:]))
 
@@ -212,10 +217,11 @@ def _check_extents(
 def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
     """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
-    slots = [total.slots for total in totals]
     per_gradient = state.sparse_mean == "per_gradient"
-    per_row = state.reduction_type == "MEAN" and not per_gradient
-    plan, divisor = merge_row_index(slots, mean=per_row)
+    plan, divisor = merge_row_index(
+        [total.slots for total in totals],
+        mean=state.reduction_type == "MEAN" and not per_gradient,
+    )
     if per_gradient:
         divisor = float(state.count)
     rows = totals[0].rows
@@ -223,5 +229,6 @@ def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
         rows = concatenate_rows(home, [total.rows for total in totals])
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
     coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
-    slices = IndexedSlices.of(out, plan.indices, state.sum_shape)
-    return copy_to_each(slices, state.devices, keep=True)
+    return copy_to_each(
+        IndexedSlices.of(out, plan.indices, state.sum_shape), state.devices, keep=True
+    )

@@ -60,10 +60,10 @@ class PendingTake:
 
     def is_ready(self) -> bool:
         """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
-        for state in self.states:
-            if state.closed or state.count < self.num_required or state.first_take() is not self:
-                return False
-        return True
+        return all(
+            not state.closed and state.count >= self.num_required and state.first_take() is self
+            for state in self.states
+        )
 
     def leave(self) -> None:
         """Removes the take from every queue; all locks must be held."""
@@ -178,8 +178,9 @@ class AccumulatorState:
 
     def reset(self, step: int) -> None:
         """Clears the sum and sets the step; the lock must be held."""
-        totals = [None] * len(self.devices)
-        self.update(count=0, sources={}, step=step, sum_shape=None, totals=totals)
+        self.update(
+            count=0, sources={}, step=step, sum_shape=None, totals=[None] * len(self.devices)
+        )
 
     def update(self, **attributes: Any) -> None:
         """Sets the attributes; the lock must be held."""
@@ -240,7 +241,13 @@ class Addition:
     steps: Sequence[Any] = ()
 
 
-Launches = list[Callable[[], None]]
+Launches = Sequence[Callable[[], None]]
+
+
+def launch_all(launches: Launches) -> None:
+    """Calls the launches, in their order."""
+    for launch in launches:
+        launch()
 
 
 class Storage(ABC):
@@ -347,8 +354,7 @@ def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) ->
         ]
         parts = tuple([storage.to_addend(dry, each) for each in gradients])
         sums, out_of_place, in_place = additions_of([PendingGradient(dry, parts, "native")])
-        for launch in (*out_of_place, *in_place):
-            launch()
+        launch_all([*out_of_place, *in_place])
         for each in sums:
             dry.totals[each.device_index] = each.total
     dry.update(count=2, sum_shape=parts[0].shape)
@@ -378,7 +384,7 @@ def additions_of(
             device, total = state.devices[index], state.totals[index]
             new = sums[state, index] = Addition(state, index, device, total, [part])
             by_storage.setdefault(state.storage, []).append(new)
-    launches: dict[bool, Launches] = {False: [], True: []}
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}

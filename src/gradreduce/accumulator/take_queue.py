@@ -135,9 +135,8 @@ def cancel_waiting(state: AccumulatorState) -> None:
     with state.lock:
         waiting = list(state.queue)
     reason = state.mesh_state.reason
-    text = "TakeGrad operation was cancelled"
-    text += "" if reason is None else f": the mesh has failed: {reason}"
-    _cancel(waiting, lambda: CancelledError(text))
+    why = "" if reason is None else f": the mesh has failed: {reason}"
+    _cancel(waiting, lambda: CancelledError(f"TakeGrad operation was cancelled{why}"))
 
 
 def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Exception]) -> None:
@@ -242,5 +241,4 @@ def _waits_for(
             + details(state)
             + ("" if is_first else ", behind another take")
         )
-    rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    return f"{'; '.join(parts[:5])}{rest}"
+    return "; ".join(parts[:5]) + (f"; and {len(parts) - 5} more" if len(parts) > 5 else "")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.arrays.convert import is_array, kind_of, shape_and_dtype, to_buffer
+from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
@@ -92,11 +92,9 @@ def to_sum_device(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     Raises:
         ValueError: the mesh has no device for the enclosing ``gr.replica``.
     """
-    device = state.devices[0]
-    if current_replica() is not None:
-        named = current_device(device.mesh)
-        device = named if named in state.devices else device
-    buffer = to_buffer(grad, device, dtype=state.dtype)
+    first = state.devices[0]
+    named = first if current_replica() is None else current_device(first.mesh)
+    buffer = to_buffer(grad, named if named in state.devices else first, dtype=state.dtype)
     return state.devices.index(buffer.device) if buffer.device in state.devices else 0, buffer
 
 
@@ -162,6 +160,13 @@ def _as_integer(name: str, number: int | Variable) -> int:
         return as_index(number)
     except TypeError:
         raise TypeError(f"{name}={brief(number)} must be an integer or a Variable") from None
+
+
+def as_rows(values: Any, indices: Any, shape: Sequence[int] | None, dtype: DType) -> IndexedSlices:
+    """Makes IndexedSlices; numbers and nested lists get the accumulator's dtype."""
+    if kind_of(values) == "native" and not is_array(values):
+        values = numbers(values, dtype)
+    return IndexedSlices(values, indices, shape)
 
 
 def check_sparse_mean(sparse_mean: str, reduction_type: str) -> None:

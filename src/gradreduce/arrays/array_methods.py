@@ -31,8 +31,9 @@ def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for arg in (*args, *kwargs.values()):
             for each in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(each, Traceable):
-                    made: _R = each.__array_function__(wrapper, (), args, kwargs)
-                    return made
+                    return each.__array_function__(  # type: ignore[no-any-return]
+                        wrapper, (), args, kwargs
+                    )
         return function(*args, **kwargs)
 
     return wrapper
@@ -148,9 +149,7 @@ class Traceable(NDArrayOperatorsMixin):
 
     def transpose(self: Any, *axes: Any) -> Any:
         """Returns ``np.transpose`` of the value; ``axes`` is a tuple or several integers."""
-        if len(axes) == 1:
-            axes = axes[0]
-        return np.transpose(self, axes or None)
+        return np.transpose(self, (axes[0] if len(axes) == 1 else axes) or None)
 
 
 def holds_traceable(value: Any, cls: type = Traceable) -> bool:

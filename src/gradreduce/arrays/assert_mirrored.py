@@ -128,8 +128,7 @@ def _copies_of(values: Any, mesh: Mesh | None) -> tuple[list[_Copy], Device | No
         )
     if not values:
         raise ValueError("values is empty; pass at least one")
-    named = [_buffers_of(index, value) for index, value in enumerate(values)]
-    names, rows = zip(*named, strict=True)
+    names, rows = zip(*[_buffers_of(*each) for each in enumerate(values)], strict=True)
     if len({len(row) for row in rows}) > 1:
         raise ValueError("the values have different numbers of copies; pass those of one mesh")
     return [_Copy(list(names), list(row)) for row in zip(*rows, strict=True)], rows[0][0].device
@@ -143,8 +142,8 @@ def _modules_of(values: Any, mesh: Mesh | None) -> list[Any]:
             raise ValueError("one module has no copies: pass a list of replicas, or a mesh")
         is_ours = type(values).__module__ == "gradreduce.torch.data_parallel"
         return list(values.replicas) if is_ours else [values]
-    is_list = isinstance(values, list | tuple)
-    return list(values) if is_list and values and is_module(type(values[0])) else []
+    has_modules = isinstance(values, list | tuple) and values and is_module(type(values[0]))
+    return list(values) if has_modules else []
 
 
 def _copy_of_module(module: Any) -> _Copy:

@@ -78,11 +78,10 @@ class StreamScope:
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorates a function so that each call has its own scope."""
-        reads = self._reads
 
         @wraps(function)
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with StreamScope(reads=reads):
+            with StreamScope(reads=self._reads):
                 return function(*args, **kwargs)
 
         return wrapper

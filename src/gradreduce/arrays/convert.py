@@ -68,8 +68,10 @@ def _kind_of_class(cls: type) -> Kind:
         raise TypeError(
             f"{cls.__name__} is of a library that is not supported; convert it by cupy.asarray(x)"
         )
-    hint = getattr(cls, "_hint", "")  # of traced values of ``autodiff``
-    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
+    raise TypeError(
+        f"{cls.__name__} is not an array, a list of numbers or a Buffer"
+        f"{getattr(cls, '_hint', '')}"  # of traced values of ``autodiff``
+    )
 
 
 def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = None) -> Kind:
@@ -139,16 +141,15 @@ def is_masked(cls: type) -> bool:
     return masked is not None and issubclass(cls, masked)
 
 
-def is_module(cls: type) -> bool:
-    """Whether objects of a class are modules of PyTorch."""
+def is_module(cls: type, kind: str = "Module") -> bool:
+    """Whether objects of a class are modules of PyTorch of a kind, such as ``ModuleList``."""
     nn = getattr(sys.modules.get("torch"), "nn", None)
-    return nn is not None and issubclass(cls, nn.Module)
+    return nn is not None and issubclass(cls, getattr(nn, kind))
 
 
 def as_list(value: Any) -> Any:
     """Returns a ``ModuleList`` of PyTorch as a list, other values unchanged."""
-    nn = getattr(sys.modules.get("torch"), "nn", None)
-    return list(value) if nn is not None and isinstance(value, nn.ModuleList) else value
+    return list(value) if is_module(type(value), "ModuleList") else value
 
 
 def axis_order(array: Any) -> tuple[int, ...] | None:
@@ -209,8 +210,7 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     Raises:
         TypeError: it is not an array, or its dtype cannot be added.
     """
-    kind = kind_of(array)
-    if kind == "torch":
+    if kind_of(array) == "torch":
         check_tensor(array)
         return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))
     return tuple(array.shape), as_dtype(array.dtype)
@@ -245,8 +245,7 @@ def host_view(tensor: Any) -> np.ndarray:
     torch = sys.modules["torch"]
     if tensor.dtype is torch.bfloat16:  # PyTorch cannot convert it
         return host_view(tensor.view(torch.int16)).view(BFLOAT16)
-    array: np.ndarray = tensor.numpy()
-    return array
+    return tensor.numpy()  # type: ignore[no-any-return]
 
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
@@ -281,8 +280,7 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
                 raise DeviceMismatchError(
                     f"{value} belongs to another mesh than {device.name}; pass its .numpy()"
                 )
-            same: Buffer = value
-            return same
+            return value  # type: ignore[no-any-return]
         owner = kind
         if isinstance(value, np.ndarray):
             buffer = device.put(value)
@@ -358,7 +356,6 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-_PLAIN = ("Tensor", "Parameter", "Buffer")
 _NESTED = "nested tensors are not arrays: pass .to_padded_tensor(0), or the parts"
 _UNSUPPORTED = {
     "DTensor": "a DTensor is distributed over processes: pass .to_local()",

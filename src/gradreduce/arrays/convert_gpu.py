@@ -121,8 +121,7 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
     """
     _check_on_gpu(device)
     gpu = int(array.device.id)
-    candidates = [device, *device.mesh.devices]
-    home = next((each for each in candidates if each.physical == gpu), None)
+    home = next((each for each in (device, *device.mesh.devices) if each.physical == gpu), None)
     if home is None:
         raise DeviceMismatchError(
             f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
@@ -214,5 +213,6 @@ def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
 def release_to(consumer: Stream, buffer: Buffer) -> Any:
     """Makes a caller's stream wait for our queue; returns the Buffer's CuPy array."""
     buffer.block.record_stream(consumer)
-    waited = not is_first("leave", buffer.device, consumer)
-    return buffer.device.release(buffer, consumer, waited=waited)
+    return buffer.device.release(
+        buffer, consumer, waited=not is_first("leave", buffer.device, consumer)
+    )

@@ -8,7 +8,7 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_device
-from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.device import Buffer, Device, DType, Mesh
 from gradreduce.errors import (
     DeviceMismatchError,
     NotCopied,
@@ -99,9 +99,6 @@ class DistributedValues(NotCopied):
     _form: Form = None  # the axis order of ``values`` in memory; None for C order
     _values: tuple[Any, ...] = ()  # a caller's arrays, if ``_form`` is not None
     _copies: tuple[Part, ...] | None = None  # ``parts`` in that case; None: not made yet
-    _own: tuple[Any, ...]  # the parts on the memory of ``values``, with axes in memory order
-    _devices: tuple[Device, ...]
-    _kind: Kind
 
     def __init__(
         self,
@@ -130,14 +127,15 @@ class DistributedValues(NotCopied):
     def _place(self, values: tuple[Any, ...]) -> None:
         """Puts each value on its device."""
         order = common_order(values)
-        if order is None:
-            self._own = self._put_on_devices(values)
-        else:
-            self._own = self._put_on_devices([in_order(value, order) for value in values])
+        if order is not None:
             self._form, self._values = order, values
+        # The parts on the memory of ``values``, with axes in memory order.
+        self._own: tuple[Any, ...] = self._put_on_devices(
+            values if order is None else [in_order(value, order) for value in values]
+        )
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
-        self._kind = "coo" if is_coo(first) else kind
+        self._kind: Kind = "coo" if is_coo(first) else kind
         self._external = kind != "buffer" or any(
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
@@ -259,10 +257,6 @@ class DistributedValues(NotCopied):
         vars(made).update(vars(self), **attributes)
         return made
 
-    def _with_name(self, name: str, key: str | None) -> Self:
-        """Returns the same value by another name; processes compare it if ``key`` is not None."""
-        return self._replace(_name=name, _key=key)
-
     def _first_replica(self) -> Self:
         """Returns a value with the first replica only."""
         return type(self).of(self._own[:1], self._kind, self._form, name=self._name)
@@ -340,8 +334,10 @@ class DistributedValues(NotCopied):
             return self._as_result(index)
         own_device = as_device(device, "device=", self.mesh)
         if own_device not in self._devices:
-            names = listed(device.name for device in self._devices)
-            raise ValueError(f"Device {own_device!r} is not one of the value's devices: {names}")
+            raise ValueError(
+                f"Device {own_device!r} is not one of the value's devices: "
+                f"{listed(device.name for device in self._devices)}"
+            )
         return self._as_result(self._devices.index(own_device))
 
     def __len__(self) -> int:
@@ -479,8 +475,11 @@ def _devices(
         return mesh.devices
     if isinstance(devices, str):
         raise TypeError(f"devices={brief(devices)} must be a list with a device for each value")
-    found_on = [value.device for value in values if isinstance(value, Buffer | IndexedSlices)]
-    own = [device for device in found_on if device is not None]
+    own = [
+        value.device
+        for value in values
+        if isinstance(value, Buffer | IndexedSlices) and value.device is not None
+    ]
     if devices is not None:
         named_in = mesh or (own[0].mesh if own else None)
         own_devices = tuple(
@@ -495,23 +494,22 @@ def _devices(
         raise ValueError(f"Duplicate devices: {twice}; name each once")
     mesh_states = {device.mesh_state for device in (*own_devices, *(mesh or ()))}
     if len(mesh_states) > 1:
-        names = listed(device.name for device in own_devices)
         raise DeviceMismatchError(
-            f"devices {names} do not all belong to one mesh; mesh={brief(mesh)}"
+            f"devices {listed(device.name for device in own_devices)} do not all belong to one "
+            f"mesh; mesh={brief(mesh)}"
         )
     return own_devices
 
 
 def buffer_of(part: Part) -> Buffer:
     """Returns a Buffer itself, or the rows of IndexedSlices of a Buffer."""
-    buffer: Buffer = part if isinstance(part, Buffer) else part.values
-    return buffer
+    return part if isinstance(part, Buffer) else part.values
 
 
-def part_on(device: Device, value: Any) -> Part:
+def part_on(device: Device, value: Any, *, dtype: DType | None = None) -> Part:
     """Converts a value, or the rows of IndexedSlices, to a Buffer; see ``convert.to_buffer``."""
     if type(value) not in PLAIN:
         value = as_slices(value)
         if isinstance(value, IndexedSlices):
-            return value._with_values(to_buffer(value.values, device))
-    return to_buffer(value, device)
+            return value._with_values(to_buffer(value.values, device, dtype=dtype))
+    return to_buffer(value, device, dtype=dtype)

@@ -48,11 +48,8 @@ def attach_grads(
     views: Sequence[Sequence[Buffer]], parameters: Iterable[Any], names: list[str]
 ) -> list[Attached]:
     """See ``FlatBuffer.attach``; replaces the names if the parameters have some."""
-    rows, named = [], []
-    for index, row in enumerate(parameters):
-        own_names, own = _split_names(row, index)
-        rows.append(own)
-        named.append(own_names)
+    pairs = [_split_names(index, row) for index, row in enumerate(parameters)]
+    named, rows = [names for names, _ in pairs], [row for _, row in pairs]
     counts, wanted = [len(row) for row in rows], [len(row) for row in views]
     if counts != wanted:
         raise ValueError(
@@ -79,7 +76,7 @@ def attach_grads(
     ]
 
 
-def _split_names(row: Any, index: int) -> tuple[list[str], list[Any]]:
+def _split_names(index: int, row: Any) -> tuple[list[str], list[Any]]:
     """Returns the names (if any) and the parameters of a device."""
     if is_module(type(row)):
         row = row.named_parameters()
@@ -218,9 +215,10 @@ def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
     """
-    attached = [(block, block.attached) for block in blocks if block.attached is not None]
     replaced_rows = [
-        (block, parameters, parameters.find_replaced()) for block, parameters in attached
+        (block, block.attached, block.attached.find_replaced())
+        for block in blocks
+        if block.attached is not None
     ]
     if keeps_none:
         replaced_rows = [

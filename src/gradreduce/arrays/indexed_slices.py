@@ -282,12 +282,11 @@ def coalesce_n(
             rows.device.empty((plan.num_segments, *rows.shape[1:]), rows.dtype)
             for rows, plan in zip(values, segments, strict=True)
         ]
-    into_rows = into or [None] * len(outs)
-    rows = list(zip(outs, values, segments, into_rows, divisors or [1.0] * len(outs), strict=True))
+    into = into or [None] * len(outs)
+    rows = list(zip(outs, values, segments, into, divisors or [1.0] * len(outs), strict=True))
     for here in by_physical([out.device for out in outs]).values():
         *terms, some_into, by = zip(*[rows[index] for index in here], strict=True)
-        device = terms[0][0].device
-        ops.segment_sum_command(*terms, into=some_into, divisor=by, device=device)()
+        ops.segment_sum_command(*terms, into=some_into, divisor=by, device=terms[0][0].device)()
     return list(outs)
 
 
@@ -305,8 +304,12 @@ def to_dense_n(slices: Sequence[IndexedSlices]) -> list[Buffer]:
             )
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
-    into = [plan.indices for plan in segments]
-    return coalesce_n([each.values for each in slices], segments, outs=outs, into=into)
+    return coalesce_n(
+        [each.values for each in slices],
+        segments,
+        outs=outs,
+        into=[plan.indices for plan in segments],
+    )
 
 
 def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:

@@ -95,8 +95,8 @@ def as_out(
     if kind == "torch":
         return Out(array, kind, *_tensor_memory(seen, device))
     if kind == "cupy":
-        lies = int(array.device.id), array.data.ptr
-        return Out(array, kind, *_gpu_memory(seen, seen.flags.c_contiguous, lies, device))
+        address, gpu = array.data.ptr, int(array.device.id)
+        return Out(array, kind, *_gpu_memory(seen, seen.flags.c_contiguous, gpu, address, device))
     return Out(array, kind, *_host_memory(np.asarray(seen), device))
 
 
@@ -146,8 +146,13 @@ def release_outputs(outs: Iterable[Out]) -> None:
 
 def tensors_of(outs: Iterable[Out]) -> list[Any]:
     """Returns the PyTorch tensors of the outs; their version counters count writes."""
-    found = [out.array for out in outs if out.kind == "torch" and not isinstance(out.array, Buffer)]
-    return [tensor for tensor in found if not tensor.is_inference()]
+    return [
+        out.array
+        for out in outs
+        if out.kind == "torch"
+        and not isinstance(out.array, Buffer)
+        and not out.array.is_inference()
+    ]
 
 
 def count_writes(tensors: Sequence[Any]) -> None:
@@ -179,23 +184,24 @@ def _tensor_memory(tensor: Any, device: Device) -> _OutMemory:
     if plain.layout is not torch.strided or plain.is_conj() or plain.is_neg():
         raise ValueError("out is a sparse tensor or a lazy view: pass a plain dense tensor")
     if plain.is_cuda:
-        lies = plain.device.index, plain.data_ptr()
-        return _gpu_memory(plain, plain.is_contiguous(), lies, device)
+        return _gpu_memory(
+            plain, plain.is_contiguous(), plain.device.index, plain.data_ptr(), device
+        )
     if plain.device.type != "cpu":
         raise DeviceMismatchError(f"out is on {plain.device}; expected it on {device.name}")
     return _host_memory(host_view(plain), device)
 
 
-def _gpu_memory(array: Any, contiguous: bool, lies: tuple[int, int], device: Device) -> _OutMemory:
+def _gpu_memory(array: Any, contiguous: bool, gpu: int, address: int, device: Device) -> _OutMemory:
     """Wraps a GPU array as a Buffer.
 
     Args:
         array: a dense array.
         contiguous: whether it is in C order.
-        lies: its GPU and its address.
+        gpu: its GPU.
+        address: its address.
         device: the device on which it must be.
     """
-    gpu, address = lies
     if device.mesh_state.shares_host_memory or gpu != device.physical:
         raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
     _check_flat_buffer(address, array.nbytes, device)

@@ -136,8 +136,11 @@ class Variable(NotCopied, Traceable):
             dtype: the dtype. Default: that of ``variable``.
         """
         dtype = variable.dtype if dtype is None else dtype
-        buffers = [_full(device, variable.shape, dtype, value) for device in variable.devices]
-        return cls._on_buffers(buffers, name, trainable=False)
+        return cls._on_buffers(
+            [_full(device, variable.shape, dtype, value) for device in variable.devices],
+            name,
+            trainable=False,
+        )
 
     @classmethod
     def _on_buffers(cls, buffers: Sequence[Buffer], name: str, *, trainable: bool) -> Variable:
@@ -328,8 +331,7 @@ class Variable(NotCopied, Traceable):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         _check_written(kwargs.get("out"), *(inputs[:1] if method == "at" else ()))
-        function = ufunc if method == "__call__" else getattr(ufunc, method)
-        return _call(function, inputs, kwargs)
+        return _call(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any

@@ -209,8 +209,11 @@ class OptimizerState(NotCopied):
             setattr(self, name, as_number(name, value, is_decay=name in self._decays))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_known = name.startswith("_") or hasattr(type(self), name)
-        is_known = is_known or name in (*self._hyperparameters, *self._settings)
+        is_known = (
+            name.startswith("_")
+            or hasattr(type(self), name)
+            or name in (*self._hyperparameters, *self._settings)
+        )
         if not is_known and type(self).__module__.startswith("gradreduce."):
             raise self._no_attribute(name)
         super().__setattr__(name, value)
@@ -237,11 +240,12 @@ class OptimizerState(NotCopied):
         Args:
             powers: the powers before this update; empty before the first one.
         """
-        names = self._hyperparameters
-        scalars = tuple(
-            [value_of(name, getattr(self, name), is_decay=name in self._decays) for name in names]
+        scalars = self._last_numbers = tuple(
+            [
+                value_of(name, getattr(self, name), is_decay=name in self._decays)
+                for name in self._hyperparameters
+            ]
         )
-        self._last_numbers = scalars
         return scalars, powers
 
     _last_numbers: tuple[float, ...] = ()  # the values of the hyperparameters in the last update
@@ -261,16 +265,11 @@ class OptimizerState(NotCopied):
 
         A callable and a Variable are described by their kind, because reading them has effects.
         """
-        names = (*self._hyperparameters, *self._settings, *self._constants)
-        values = {name: getattr(self, name) for name in names}
-        return {
-            "optimizer": type(self).__name__,
-            "masters": self._slots.has_masters,
-            **{
-                name: "a schedule" if _is_computed(value) else value
-                for name, value in values.items()
-            },
-        }
+        settings = {"optimizer": type(self).__name__, "masters": self._slots.has_masters}
+        for name in (*self._hyperparameters, *self._settings, *self._constants):
+            value = getattr(self, name)
+            settings[name] = "a schedule" if _is_computed(value) else value
+        return settings
 
     def _no_attribute(self, name: str) -> AttributeError:
         """Returns the error for setting an unknown attribute."""

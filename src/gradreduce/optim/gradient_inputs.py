@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.convert import shape_and_dtype, to_buffer
+from gradreduce.arrays.convert import shape_and_dtype
 from gradreduce.arrays.convert_gpu import wait_for_inputs
-from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
-from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, to_dense_n
+from gradreduce.arrays.distributed import (
+    Mirrored,
+    Part,
+    PerReplica,
+    ReduceOp,
+    buffer_of,
+    part_on,
+)
+from gradreduce.arrays.indexed_slices import IndexedSlices, check_indices, to_dense_n
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.comm.process_group import ProcessGroup, group_of
+from gradreduce.comm.process_group import group_of
 from gradreduce.device import Device, copy_to
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -131,7 +138,7 @@ def to_variables(
         placed = [_of_replicas(grad, var) for grad, var in zip(placed, variables, strict=True)]
     per_replica = [
         # With a key, processes compare the names: their gradients must be of the same variables.
-        (value := grad._with_name(var.name, "" if over_processes else None), value)
+        (value := grad._replace(_name=var.name, _key="" if over_processes else None), value)
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]
@@ -144,11 +151,8 @@ def to_variables(
 
 def device_over_processes(variables: Iterable[Variable]) -> Device | None:
     """Returns a device of a variable on a mesh of several processes; None if there is none."""
-    return next((each.devices[0] for each in variables if _process_group(each).size > 1), None)
-
-
-def _process_group(var: Variable) -> ProcessGroup:
-    return group_of(var._buffers[0].device)
+    first = [each._buffers[0].device for each in variables]
+    return next((device for device in first if group_of(device).size > 1), None)
 
 
 def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
@@ -157,7 +161,7 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
     Raises:
         ValueError: it is not reduced, and its variable is on a part of the devices of the mesh.
     """
-    group, count = _process_group(var), len(var.devices)
+    group, count = group_of(var._buffers[0].device), len(var.devices)
     if group.size == 1 or isinstance(grad, Mirrored):
         return grad
     if count != group.counts[group.rank]:
@@ -175,9 +179,7 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
 
 def _copy_to_device(grad: Part, device: Device) -> Part:
     copy = copy_to(device, buffer_of(grad))
-    if isinstance(grad, IndexedSlices):
-        return IndexedSlices.of(copy, grad.indices, grad.dense_shape)
-    return copy
+    return grad._with_values(copy) if isinstance(grad, IndexedSlices) else copy
 
 
 def _parts(grad: GradientValue) -> Sequence[Part]:
@@ -210,11 +212,7 @@ def _to_gradient_value(grad: Any, var: Variable) -> GradientValue:
 def _to_part(grad: Any, var: Variable) -> Part:
     first = var._buffers[0]  # a write is checked later, by ``begin_writes``
     try:
-        grad = as_slices(grad)
-        if isinstance(grad, IndexedSlices):
-            rows = to_buffer(grad.values, first.device, dtype=first.dtype)
-            return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
-        return to_buffer(grad, first.device, dtype=first.dtype)
+        return part_on(first.device, grad, dtype=first.dtype)
     except (TypeError, ValueError) as error:
         raise about(f"the gradient of {var!r}", error) from None
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from gradreduce import ops
+from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, to_dense_n
@@ -46,7 +47,7 @@ from .gradient_inputs import (
     validate_pairs,
 )
 from .slots import Slots
-from .update_plan import Plan, UpdateJob, run_python_rule
+from .update_plan import Plan, UpdateJob, ready_python_rule
 
 Scalars = tuple[float, ...]
 
@@ -551,8 +552,7 @@ class Optimizer(OptimizerState):
                 mesh_state.fail_on_partial_write(devices),
                 mesh_state.label_scope(label),
             ):
-                for launch in launches:
-                    launch()
+                launch_all(launches)
                 self._slots.commit(powers)
             count()
             release_inputs()
@@ -562,12 +562,14 @@ class Optimizer(OptimizerState):
     ) -> Callable[[], None]:
         """Returns a function that launches a job. A Python rule is computed right away."""
         if self._rule is None:
-            return partial(job.run, run_python_rule(self._apply, self._slot_names, job))
+            launch_all(job.before)
+            rule = ready_python_rule(self._apply, self._slot_names, job)
+            return partial(launch_all, [rule, *job.after])
         kernel = ops.RULE_KERNELS[self._rule, variant]
         update = partial(
             ops.update_rows, kernel, job.updates, scalars, job.device, writer=job.writer
         )
-        return partial(job.run, update)
+        return partial(launch_all, [*job.before, update, *job.after])
 
 
 def gradients_like(

@@ -49,6 +49,9 @@ class Slots:
         self.names, self.power_names = tuple(names), tuple(power_names)
         self.powers: tuple[float, ...] = ()
         self.has_masters = master_dtype is not None
+        # The last part of the names of slots.
+        self._endings = {name: f"_{index}" if index else "" for index, name in enumerate(names)}
+        self._endings[MASTER] = f"/{MASTER}"
         masters = (MASTER,) if self.has_masters else ()
         self.by_name: dict[str, dict[Variable, Variable]] = {
             name: {} for name in (*masters, *names)
@@ -108,12 +111,7 @@ class Slots:
 
     def make_one(self, var: Variable, name: str, value: float = 0.0) -> Variable:
         """Creates a slot of a variable, filled with ``value``, outside of ``by_name``."""
-        if name == MASTER:
-            last = f"/{MASTER}"
-        else:
-            index = self.names.index(name)
-            last = f"_{index}" if index else ""
-        whole = f"{var.name}/{self.owner}{last}"
+        whole = f"{var.name}/{self.owner}{self._endings[name]}"
         return Variable._full_like(var, whole, value, dtype=self.state_dtype(var))
 
     def of(self, var: Variable) -> list[Variable]:

@@ -87,9 +87,12 @@ class Plan:
         self, variables: Sequence[Variable], slots: Slots, rule: ops.UpdateRule | None
     ) -> bool:
         """Whether the plan was made for these variables, slots and rule."""
-        if rule is not self.rule or slots.by_name is not self._slots:
-            return False
-        return len(variables) == len(self.variables) and all(map(is_, variables, self.variables))
+        return (
+            rule is self.rule
+            and slots.by_name is self._slots
+            and len(variables) == len(self.variables)
+            and all(map(is_, variables, self.variables))
+        )
 
     def jobs(self, gradients: Sequence[Part]) -> list[UpdateJob]:
         """Returns a job for each physical device."""
@@ -150,6 +153,7 @@ class UpdateJob:
         updates: the operands of the rule, a row for each copy.
         writer: see above; None if a gradient is sparse, because ``updates`` has other rows then.
         before: launches before the rule, which gather the rows of sparse gradients.
+        after: launches after the rule, which scatter the rows back.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class UpdateJob:
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
         self.before: list[Callable[[], None]] = []
-        self._after: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
         if len(self.updates) < len(pairs):
             self.writer = None
             self._add_sparse(
@@ -196,22 +200,17 @@ class UpdateJob:
             ops.segment_sum_command(*zip(*merges, strict=True), device=device),
             ops.take_rows_command(rows, wholes, indices, device=device),
         ]
-        self._after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=device)]
-
-    def run(self, rule: Callable[[], None]) -> None:
-        """Gathers rows for sparse gradients, launches the rule, and scatters the rows back."""
-        for launch in (*self.before, rule, *self._after):
-            launch()
+        self.after = [ops.segment_sum_command(wholes, rows, singles, into=indices, device=device)]
 
 
 OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
-def run_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Callable[[], None]:
+def ready_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Callable[[], None]:
     """Runs a Python rule on copies; returns a function that copies the results back.
 
     Because it runs on copies, variables and slots are unchanged if it raises. No lock is held while
-    it runs. This function also runs ``job.before``.
+    it runs. ``job.before`` must have been launched.
 
     Args:
         apply: ``apply(variable, slots, gradient)`` changes the first two in place. The arguments
@@ -220,9 +219,6 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: UpdateJob) -> Ca
         names: the names of the slots.
         job: the job of the update.
     """
-    for launch in job.before:
-        launch()
-    job.before = []  # ``job.run`` must not launch them again
     outs: list[Buffer] = []
     values: list[Buffer] = []
     for row in job.updates:

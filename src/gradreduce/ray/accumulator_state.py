@@ -97,18 +97,26 @@ class AccumulatorSetState(ShardState):
         self._spec = spec
         self._indices = spec.of_shard(settings.shard)
         self._accumulators: list[ConditionalAccumulatorBase] = []
-        # caller -> number of its last take, and kinds and arrays of the results. An entry is
-        # removed when the caller confirms that the results have arrived.
-        self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray]]] = {}
-        self._make()
+        self.load(None)
 
-    def _make(self) -> None:
-        """Makes new accumulators."""
+    def load(self, state: dict[str, Any] | None) -> None:
+        """See ``ShardState``."""
         for each in self._accumulators:
             each.close()
         self._accumulators = [
             self._spec.accumulator(index, self._device) for index in self._indices
         ]
+        # caller -> number of its last take, and kinds and arrays of the results. An entry is
+        # removed when the caller confirms that the results have arrived.
+        self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray]]] = {}
+        if state is None:
+            return
+        for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
+            _ready(each.accumulator_ref, saved, "state")()
+        for caller, saved in state["taken"].items():
+            pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
+            arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
+            self._taken[caller] = (saved["number"], saved["kinds"], arrays)
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -215,19 +223,6 @@ class AccumulatorSetState(ShardState):
             for caller, (number, kinds, arrays) in self._taken.items()
         }
         return {"accumulators": self.states(), "taken": taken}
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """See ``ShardState``."""
-        self._make()
-        self._taken = {}
-        if state is None:
-            return
-        for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
-            _ready(each.accumulator_ref, saved, "state")()
-        for caller, saved in state["taken"].items():
-            pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
-            arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
-            self._taken[caller] = (saved["number"], saved["kinds"], arrays)
 
 
 def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None]:

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.accumulator.base import ConditionalAccumulatorBase
-from gradreduce.accumulator.validate import DEFAULT_STEP
-from gradreduce.arrays.convert import is_array, kind_of, numbers
-from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.accumulator.validate import DEFAULT_STEP, as_rows
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
@@ -24,7 +22,7 @@ from gradreduce.checkpoint import anything, equal, list_of, validate_state
 from gradreduce.errors import brief, listed
 
 from .accumulator_state import AccumulatorSpec
-from .client import SharedOptions
+from .client import settings_of
 from .shared_accumulator import SharedAccumulator
 
 _FORMAT = "gradreduce ray accumulators 1"
@@ -96,15 +94,15 @@ class AccumulatorSet(SharedAccumulator):
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(
-            num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
-        )
         self._has_names = isinstance(specs, Mapping)
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
         found = [_as_spec(name, each) for name, each in by_name.items()]
-        super().__init__(list(by_name), found, shared_name, reduction_type, sparse_mean, options)
+        settings = settings_of(shared_name, num_shards, num_gpus, kernels, snapshots, durability)
+        super().__init__(
+            list(by_name), found, reduction_type, sparse_mean, settings, worker, timeout
+        )
 
     def apply_grads(
         self,
@@ -268,10 +266,10 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(1, num_gpus, kernels, snapshots, durability, worker, timeout)
-        spec = AccumulatorSpec(dtype, shape, self._is_sparse)
+        settings = settings_of(shared_name, 1, num_gpus, kernels, snapshots, durability)
+        specs = [AccumulatorSpec(dtype, shape, self._is_sparse)]
         super().__init__(
-            [shared_name], [spec], shared_name, reduction_type, self._sparse_mean, options
+            [shared_name], specs, reduction_type, self._sparse_mean, settings, worker, timeout
         )
 
     @property
@@ -380,9 +378,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         cast: bool = False,
     ) -> bool:
         """Adds rows unless they are stale; see ``gr.SparseConditionalAccumulator.apply_grad``."""
-        if kind_of(grad_values) == "native" and not is_array(grad_values):
-            grad_values = numbers(grad_values, self._states[0].dtype)
-        slices = IndexedSlices(grad_values, grad_indices, grad_shape)
+        slices = as_rows(grad_values, grad_indices, grad_shape, self._states[0].dtype)
         return self._apply([slices], local_step, cast)
 
     def apply_indexed_slices_grad(

@@ -27,17 +27,17 @@ from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
-from gradreduce.errors import DeadlineExceededError, listed
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center, WorkerVariables
 from gradreduce.optim.agn.push import PushConfig
+from gradreduce.optim.agn.session_hook import Registry, check_begun
 from gradreduce.optim.agn.sums import Sum
 from gradreduce.optim.agn.variables import LazyVariable
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
 from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
-from .client import Client, SharedObject, SharedOptions
+from .client import Client, SharedObject, settings_of
 from .lead import Origin
 from .messages import Layout, TensorMessage, rehearse_packing, specs_of
 from .shard_state import CallKey
@@ -49,27 +49,8 @@ _NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
 _LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
 
 
-class RemoteVariable(LazyVariable):
-    """A variable or slot of the center, whose value is fetched each time it is read.
-
-    Args:
-        name: name of the variable.
-        device: the device to which the fetched values are copied.
-        read: fetches the value.
-    """
-
-    def __init__(self, name: str, device: Device, read: Callable[[], Any]) -> None:
-        super().__init__(name, lambda: (device.upload(read()),))
-        self._device = device
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device to which the fetched values are copied."""
-        return (self._device,)
-
-
-class RemoteRegistry:
-    """The workers of a center; see ``WorkerRegistry``.
+class RemoteRegistry(Registry):
+    """The workers of a center, which are registered in its actor.
 
     Args:
         client: the connection to the center.
@@ -81,12 +62,12 @@ class RemoteRegistry:
         self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
-        """Registers a worker."""
+        """See ``Registry``."""
         self._ask("begin", task_index)
         self._here[task_index] = threading.get_ident()
 
     def end(self, task_index: int) -> None:
-        """Unregisters a worker."""
+        """See ``Registry``."""
         self._here.pop(task_index, None)
         self._ask("end", task_index)
 
@@ -95,34 +76,28 @@ class RemoteRegistry:
         here = threading.get_ident()
         return tuple([task for task, thread in list(self._here.items()) if thread == here])
 
+    def list_failed(self) -> list[int]:
+        """See ``Registry``."""
+        return list(self._ask("list_failed"))
+
     def clear_failure(self, task_index: int) -> None:
-        """Removes a worker from the list of failed workers."""
+        """See ``Registry``."""
         self._ask("clear_failure", task_index)
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
-        """Records that an exception ended a worker."""
+        """See ``Registry``."""
         self._here.pop(task_index, None)
         text = f"{type(error).__name__}: {error}"  # not every error can be pickled
         self._ask("mark_failed", task_index, RuntimeError(text))
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
-        """Blocks until ``num_worker`` workers have begun.
-
-        Raises:
-            DeadlineExceededError: workers are missing after ``timeout`` seconds; the message lists
-                them.
-        """
+        """See ``Registry``."""
         end = time.monotonic() + timeout
         while len(begun := self._ask("list_begun")) < num_worker and time.monotonic() < end:
             for task in self._here.keys() - begun:  # a restarted actor does not know them
                 self._ask("begin", task)
             time.sleep(_LOOK_SECONDS)
-        if len(begun) < num_worker:
-            missing = [task for task in range(num_worker) if task not in begun]
-            raise DeadlineExceededError(
-                f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
-                f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
-            )
+        check_begun(begun, num_worker, timeout)
 
 
 class RemoteCenter(Center):
@@ -146,8 +121,11 @@ class RemoteCenter(Center):
     def variable_for(self, name: str, local: Variable) -> Variable:
         """See ``Center``."""
         self._create(name, local)
-        read = partial(self._value, name)
-        return RemoteVariable(f"global_center_variable/{name}", local.devices[0], read)
+        return self._variable(name, local.devices[0])
+
+    def _variable(self, name: str, device: Device) -> Variable:
+        """Returns a center variable, whose value is fetched to a device each time it is read."""
+        return _fetched(f"global_center_variable/{name}", device, partial(self._value, name))
 
     def _create(self, name: str, local: Variable) -> None:
         """Creates a center variable, unless one of this name exists."""
@@ -178,18 +156,14 @@ class RemoteCenter(Center):
 
     def slot_variables(self) -> list[Variable]:
         """See ``Center``."""
-        shards = self._client.ask("shards")
-        self._shards |= shards
-        return [slot for name in shards for slot in self._slots(name).values()]
+        return [slot for name in self._locate_variables() for slot in self._slots(name).values()]
 
     def _slots(self, name: str) -> dict[str, Variable]:
         """Returns the slots of a center variable by name, such as ``"momentum"``."""
         shard = self._shards.get(name, 0)
         slots = self._client.read("slots_of", name)[shard]
         reads = {slot: partial(self._slot_value, shard, name, slot) for slot in slots}
-        return {
-            slot: RemoteVariable(slots[slot], self.devices[0], read) for slot, read in reads.items()
-        }
+        return {slot: _fetched(slots[slot], self.devices[0], read) for slot, read in reads.items()}
 
     def _slot_value(self, shard: int, name: str, slot: str) -> Any:
         message = self._client.read("slot_value", name, slot)[shard]
@@ -326,6 +300,11 @@ class RemoteCenter(Center):
             for other in others:
                 other.device.copy(other, first)
         return int(clock)
+
+
+def _fetched(name: str, device: Device, read: Callable[[], Any]) -> LazyVariable:
+    """Returns a read-only Variable on a device, whose value ``read`` fetches."""
+    return LazyVariable(name, (device,), lambda: (device.upload(read()),))
 
 
 class Connection:
@@ -486,15 +465,12 @@ class AGNCenter(SharedObject, LocalCenter):
         worker: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        options = SharedOptions(
-            num_shards, num_gpus, kernels, snapshots, durability, worker, timeout
-        )
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
         definition = {"kind": "AGN center", "num_shards": num_shards}
-        settings = options.settings(name)._replace(definition=definition)
-        super().__init__(settings, CenterShardState, options)
-        self._remote = RemoteCenter(self._client, self.devices, self._worker)
-        self._shared: Center = self._remote
+        settings = settings_of(name, num_shards, num_gpus, kernels, snapshots, durability)
+        settings = settings._replace(definition=definition)
+        super().__init__(settings, CenterShardState, worker, timeout)
+        self._shared: RemoteCenter = RemoteCenter(self._client, self.devices, self._worker)
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"
@@ -504,19 +480,16 @@ class AGNCenter(SharedObject, LocalCenter):
 
         Each read of a variable fetches its value, and copies it to a device of this process.
         """
-        device, read = self.devices[0], self._remote._value
-        return [
-            RemoteVariable(f"global_center_variable/{name}", device, partial(read, name))
-            for name in self._remote._locate_variables()
-        ]
+        remote = self._shared
+        return [remote._variable(name, self.devices[0]) for name in remote._locate_variables()]
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns a read-only NumPy array of each variable by its name (``"w"``).
 
         All values are of the same moment, between two pushes.
         """
-        names_of_all, arrays_by_name = self._remote._locate_variables(), dict[str, np.ndarray]()
-        by_shard = self._remote._by_shard(names_of_all)
+        names_of_all, arrays_by_name = self._shared._locate_variables(), dict[str, np.ndarray]()
+        by_shard = self._shared._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
             arrays = iter(Layout.of(message.form).arrays(message))
             _, with_master = message.value
@@ -526,14 +499,9 @@ class AGNCenter(SharedObject, LocalCenter):
                     next(arrays)
         return {name: arrays_by_name[name] for name in names_of_all}
 
-    @property
-    def failed_workers(self) -> tuple[int, ...]:
-        """The task indices of workers that an exception ended, in the order of the exceptions."""
-        return tuple(self._client.ask("list_failed"))
-
     def leave(self) -> None:
         """Removes the workers of this object from ``workers()``; a push adds its worker again."""
-        for connection in list(self._remote._workers.values()):
+        for connection in list(self._shared._workers.values()):
             self._client.leave(self._worker + connection.suffix)
 
     def state_dict(

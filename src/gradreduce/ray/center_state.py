@@ -163,25 +163,35 @@ class CenterShardState(ShardState):
     """
 
     repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
+    clock = 0  # the number of pushes
 
     def __init__(self, settings: ActorSettings) -> None:
         super().__init__(settings)
         self._shard = settings.shard
-        self._reset()
+        self.load(None)
 
-    def _reset(self) -> None:
-        """Drops everything."""
+    def load(self, state: dict[str, Any] | None) -> None:
+        """See ``ShardState``; restores slots when a worker joins, because it sends their rule."""
         self._center = CenterState((self._device,))
         self._optimizer: Optimizer | None = None
         self._specs: dict[str, Spec] = {}
         self._shards: dict[str, int] = {}
-        self._num_pushes = 0
+        self.clock = 0
         self._dense: DensePush | None = None  # plan of the last push
         self._answered: list[ref[np.ndarray]] = []  # large arrays of answers
         # Launches a push by a Python rule, which ``check`` has computed.
         self._checked: Callable[[], None] | None = None
         # Rule and slots of a snapshot, which are kept until a worker joins.
         self._saved_optimizer: dict[str, Any] | None = None
+        if state is None:
+            return
+        self.clock, self._shards = state["num_pushes"], state["shards"]
+        for name, (shape, dtype) in state["specs"].items():
+            self._specs[name] = (tuple(shape), as_dtype(dtype))
+        for name, value in state["center"]["variables"].items():
+            array = cast_array(value, self._specs[name][1])
+            self._center.variable_for(name, Variable(array, name, device=self._device))
+        self._saved_optimizer = state["center"]["optimizer"]
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -238,10 +248,8 @@ class CenterShardState(ShardState):
             if names:
                 (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
-        self._num_pushes += 1
-        return self._record_answer(
-            answer._replace(value=(self._num_pushes, answer.value or frozenset()))
-        )
+        self.clock += 1
+        return self._record_answer(answer._replace(value=(self.clock, answer.value or frozenset())))
 
     def _check_push(self, request: PushRequest) -> Optimizer:
         """Checks a push; returns the optimizer, with the settings of the push."""
@@ -340,7 +348,7 @@ class CenterShardState(ShardState):
         """Returns values of variables of this shard; each master follows its variable."""
         self._check_known(names)
         found = self._values(names[self._shard])
-        return self._record_answer(found._replace(value=(self._num_pushes, found.value)))
+        return self._record_answer(found._replace(value=(self.clock, found.value)))
 
     def _values(self, names: Sequence[str]) -> TensorMessage:
         """Returns variables and masters; ``value`` has the names of variables with a master."""
@@ -427,11 +435,6 @@ class CenterShardState(ShardState):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    @property
-    def clock(self) -> int:
-        """The number of pushes."""
-        return self._num_pushes
-
     def register(self, tasks: Sequence[int]) -> None:
         """See ``ShardState``."""
         for task in set(tasks).difference(self._center.registry.list_begun()):
@@ -440,10 +443,6 @@ class CenterShardState(ShardState):
     def registry(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the ``Registry`` of the center."""
         return getattr(self._center.registry, method)(*arguments)
-
-    def list_failed(self) -> list[int]:
-        """Returns the task indices of the failed workers."""
-        return list(self._center.registry.failed)
 
     # -- snapshots --------------------------------------------------------------------------------
 
@@ -454,22 +453,9 @@ class CenterShardState(ShardState):
                 name: [list(shape), str(dtype)] for name, (shape, dtype) in self._specs.items()
             },
             "shards": self._shards,
-            "num_pushes": self._num_pushes,
+            "num_pushes": self.clock,
             "center": self.state(),
         }
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """See ``ShardState``; restores slots when a worker joins, because it sends their rule."""
-        self._reset()
-        if state is None:
-            return
-        self._num_pushes, self._shards = state["num_pushes"], state["shards"]
-        for name, (shape, dtype) in state["specs"].items():
-            self._specs[name] = (tuple(shape), as_dtype(dtype))
-        for name, value in state["center"]["variables"].items():
-            array = cast_array(value, self._specs[name][1])
-            self._center.variable_for(name, Variable(array, name, device=self._device))
-        self._saved_optimizer = state["center"]["optimizer"]
 
 
 def _full_name(kind: type) -> tuple[str, str]:

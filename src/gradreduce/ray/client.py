@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Self, get_args
 
 import ray
 
@@ -285,46 +285,39 @@ class Client:
             ) from None
 
 
-class SharedOptions(NamedTuple):
-    """The options that accumulators and centers have in common; see ``AccumulatorSet``."""
+def settings_of(
+    name: str,
+    num_shards: int,
+    num_gpus: int,
+    kernels: Kernels,
+    snapshots: str | os.PathLike[str] | None,
+    durability: str | int,
+) -> ActorSettings:
+    """Validates options of accumulators and centers; returns the settings of shard 0.
 
-    num_shards: int
-    num_gpus: int
-    kernels: Kernels
-    snapshots: str | os.PathLike[str] | None
-    durability: str | int
-    worker: str | None
-    timeout: float | None
-
-    def settings(self, name: str) -> ActorSettings:
-        """Validates the options; returns the settings of shard 0.
-
-        Raises:
-            ValueError: an option is invalid.
-            TypeError: an option has a wrong type.
-        """
-        cluster.check_name("shared_name", name)
-        if isinstance(self.durability, str) and self.durability != "push":
-            text = brief(self.durability)
-            raise ValueError(f"durability={text} must be 'push' or a number of calls")
-        writes_each = self.durability == "push"
-        if writes_each and self.snapshots is None:
-            raise ValueError("durability='push' needs a folder: pass snapshots=")
-        if self.worker is not None and not isinstance(self.worker, str):
-            raise TypeError(f"worker={brief(self.worker)} must be a string or None")
-        if self.num_gpus not in (0, 1):
-            raise ValueError(f"num_gpus={brief(self.num_gpus)} must be 0 or 1")
-        if self.kernels not in get_args(Kernels):
-            raise ValueError(f"kernels={brief(self.kernels)} is not one of {get_args(Kernels)}")
-        return ActorSettings(
-            name,
-            0,
-            as_integer("num_shards", self.num_shards, least=1),
-            None if self.snapshots is None else os.fspath(Path(self.snapshots).resolve()),
-            1 if writes_each else as_integer("durability", self.durability, least=1),
-            self.num_gpus,
-            self.kernels,
-        )
+    Raises:
+        ValueError: an option is invalid.
+        TypeError: an option has a wrong type.
+    """
+    cluster.check_name("shared_name", name)
+    if isinstance(durability, str) and durability != "push":
+        raise ValueError(f"durability={brief(durability)} must be 'push' or a number of calls")
+    writes_each = durability == "push"
+    if writes_each and snapshots is None:
+        raise ValueError("durability='push' needs a folder: pass snapshots=")
+    if num_gpus not in (0, 1):
+        raise ValueError(f"num_gpus={brief(num_gpus)} must be 0 or 1")
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels={brief(kernels)} is not one of {get_args(Kernels)}")
+    return ActorSettings(
+        name,
+        0,
+        as_integer("num_shards", num_shards, least=1),
+        None if snapshots is None else os.fspath(Path(snapshots).resolve()),
+        1 if writes_each else as_integer("durability", durability, least=1),
+        num_gpus,
+        kernels,
+    )
 
 
 class SharedObject:
@@ -335,7 +328,8 @@ class SharedObject:
     Args:
         settings: settings of shard 0.
         make_state: returns an empty state for a shard.
-        options: the other options.
+        worker: see ``AccumulatorSet``.
+        timeout: see ``AccumulatorSet``.
     """
 
     _made_by: tuple[tuple[Any, ...], dict[str, Any]]  # what copies are made by
@@ -351,10 +345,13 @@ class SharedObject:
         self,
         settings: ActorSettings,
         make_state: Callable[[ActorSettings], ShardState],
-        options: SharedOptions,
+        worker: str | None,
+        timeout: float | None,
     ) -> None:
-        self._worker = options.worker or f"{platform.node()}:{os.getpid()}"
-        self._client = Client(settings, make_state, options.timeout)
+        if worker is not None and not isinstance(worker, str):
+            raise TypeError(f"worker={brief(worker)} must be a string or None")
+        self._worker = worker or f"{platform.node()}:{os.getpid()}"
+        self._client = Client(settings, make_state, timeout)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         arguments, options = self._made_by

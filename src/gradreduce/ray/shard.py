@@ -61,16 +61,11 @@ class Shard:
     ) -> None:
         self._settings = settings
         self._state = make_state(settings)
-        self._number = 0  # number of the last command
-        # Of shard 0 only: caller -> number, command, value of its last call.
-        self._calls: dict[str, list[Any]] = {}
         # A random name for the last ``go_back`` of all shards; empty in a new process.
         self._generation = ""
-        self._staged: dict[str, TensorMessage] = {}
-        self._snapshots: Snapshots | None = None
-        if settings.folder is not None:
-            self._snapshots = Snapshots(settings.folder, settings.actor_name)
-            self._load(self._snapshots.newest())
+        folder, name = settings.folder, settings.actor_name
+        self._snapshots = None if folder is None else Snapshots(folder, name)
+        self._load(0 if self._snapshots is None else self._snapshots.newest())
 
     async def stage(self, generation: str, message_id: str, message: TensorMessage) -> None:
         """Keeps the arrays of a call until ``execute`` or ``discard``.
@@ -192,5 +187,7 @@ class Shard:
             saved = self._snapshots.read(number) if number else {}
             self._snapshots.remove(above=number)  # the next commands get these numbers
         self._state.load(saved.get("state"))
-        self._calls = saved.get("calls", {})
-        self._number, self._staged = number, {}
+        # Of shard 0 only: caller -> number, command, value of its last call.
+        self._calls: dict[str, list[Any]] = saved.get("calls", {})
+        self._number = number  # of the last command
+        self._staged: dict[str, TensorMessage] = {}

@@ -25,9 +25,10 @@ from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
-from .client import SharedObject, SharedOptions, shards_for
+from .client import SharedObject, shards_for
 from .lead import Origin
 from .messages import Layout, specs_of
+from .shard_state import ActorSettings
 
 _KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy arrays
 
@@ -38,10 +39,11 @@ class SharedAccumulator(SharedObject):
     Args:
         names: name of each accumulator.
         specs: spec of each accumulator.
-        shared_name: name of the actor.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
         sparse_mean: the option of all sparse accumulators.
-        options: the other arguments of ``AccumulatorSet``.
+        settings: settings of shard 0, without a definition.
+        worker: see ``AccumulatorSet``.
+        timeout: see ``AccumulatorSet``.
 
     Example: see ``docs/ray.md``.
     """
@@ -52,18 +54,19 @@ class SharedAccumulator(SharedObject):
         self,
         names: Sequence[str],
         specs: Sequence[AccumulatorSpec],
-        shared_name: str,
         reduction_type: ReductionType,
         sparse_mean: SparseMean,
-        options: SharedOptions,
+        settings: ActorSettings,
+        worker: str | None,
+        timeout: float | None,
     ) -> None:
-        settings = options.settings(shared_name)
         check_sparse_mean(sparse_mean, reduction_type)  # also for a set without sparse ones
         spec = SetSpec(tuple(names), tuple(specs), reduction_type, sparse_mean, ())
         self._device = default_mesh().devices[0]
         # Accumulators in this process, which only check arguments before they are sent.
-        own = [spec.accumulator(index, self._device) for index in range(len(specs))]
-        self._states = [each.accumulator_ref for each in own]
+        self._states = [
+            spec.accumulator(index, self._device).accumulator_ref for index in range(len(specs))
+        ]
         known = [(state.dtype.name, state.shape) for state in self._states]
         sizes = [
             _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
@@ -77,7 +80,7 @@ class SharedAccumulator(SharedObject):
             shards=shards_for(sizes, settings.num_shards),
         )
         settings = settings._replace(definition={"kind": "accumulators", **self._spec._asdict()})
-        super().__init__(settings, partial(AccumulatorSetState, spec=self._spec), options)
+        super().__init__(settings, partial(AccumulatorSetState, spec=self._spec), worker, timeout)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of {len(self._states)} tensors on Ray>"
@@ -101,8 +104,7 @@ class SharedAccumulator(SharedObject):
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int, int]:
-        found: tuple[int, int, int] = self._client.ask("counts")
-        return found
+        return self._client.ask("counts")  # type: ignore[no-any-return]
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
         """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradreduce import checkpoint
 from gradreduce.errors import log_warning
+from gradreduce.npz_file import read_header
 
 _KEPT = 2  # the older one is loaded if the newest is damaged, or if another shard does not have it
 _FINISHED, _UNFINISHED = ".snapshot", ".snapshot.tmp"
@@ -168,10 +169,7 @@ def _write(file: IO[bytes], state: Mapping[str, Any]) -> None:
     contents = json.dumps({"names": list(tensors), "metadata": metadata}).encode()
     file.write(bytes(_DIGEST_BYTES))
     for array in (np.frombuffer(contents, np.uint8), *tensors.values()):
-        array = np.asarray(array, order="C")
-        header = np.lib.format.header_data_from_array_1_0(array)
-        np.lib.format.write_array_header_1_0(file, header)
-        file.write(array.reshape(-1).view(np.uint8).data)  # np.save would copy it
+        np.lib.format.write_array(file, np.asarray(array, order="C"), (1, 0), allow_pickle=False)
     digest = _digest(file)
     file.seek(0)
     file.write(digest)
@@ -180,9 +178,7 @@ def _write(file: IO[bytes], state: Mapping[str, Any]) -> None:
 
 def _next_array(file: IO[bytes]) -> np.ndarray:
     """Reads an array; raises ``ValueError`` if its header claims more bytes than the file has."""
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError("an array has another version")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    shape, _, dtype = read_header(file)
     nbytes = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or nbytes > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError(f"an array of {dtype}{list(shape)} is not in the file")

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from gradreduce.arrays.distributed import PerReplica
-from gradreduce.device import Mesh
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .engine import is_faking
 from .module_state import check_alike
@@ -22,9 +20,7 @@ class BeforeForward:
 
     Args:
         replicas: the modules of this process.
-        mesh: their devices.
-        cross_device_ops: broadcasts the buffers.
-        reducer: counts the steps.
+        reducer: counts the steps; has the mesh of the modules, and what broadcasts buffers.
         check_every: the number of steps between two comparisons of parameters. None: one
             comparison, after the first step.
         broadcast_buffers: whether to broadcast buffers.
@@ -37,16 +33,12 @@ class BeforeForward:
     def __init__(
         self,
         replicas: Sequence[Any],
-        mesh: Mesh,
-        cross_device_ops: AllReduceCrossDeviceOps,
         reducer: Reducer,
         *,
         check_every: int | None,
         broadcast_buffers: bool,
     ) -> None:
         self._replicas = replicas
-        self._mesh = mesh
-        self._cross_device_ops = cross_device_ops
         self._reducer = reducer
         self._check_every = check_every
         self.broadcasts = broadcast_buffers and any(True for _ in replicas[0].buffers())
@@ -95,7 +87,7 @@ class BeforeForward:
         steps, last = self._reducer.num_steps, self._compared_after
         every = self._check_every
         if steps and (not last or (every and steps - last >= every)):
-            check_alike(self._replicas, self._mesh)
+            check_alike(self._replicas, self._reducer.mesh)
             self._compared_after = steps
             if every is None and not self.broadcasts:  # the hooks have nothing left to do
                 self.remove_hooks()
@@ -119,9 +111,10 @@ class BeforeForward:
             sources[0],
             *[torch.empty_like(sources[0], device=row[0].device) for row in rows[1:]],
         ]
-        value = PerReplica(sources, devices=[self._mesh[0]], name="buffers")
-        self._cross_device_ops.broadcast(value, self._mesh, out=copies)
-        is_source = self._mesh.process_index == 0
+        mesh = self._reducer.mesh
+        value = PerReplica(sources, devices=[mesh[0]], name="buffers")
+        self._reducer.cross_device_ops.broadcast(value, mesh, out=copies)
+        is_source = mesh.process_index == 0
         for row, found in list(zip(rows, copies, strict=True))[is_source:]:
             parts = found.split([each.nbytes for each in row])
             values = [

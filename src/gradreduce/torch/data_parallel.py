@@ -144,23 +144,20 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         options |= {f"requires_grad of {name}": each.requires_grad for name, each in named[0]}
         with comparing(mesh[0], options):
             broadcast_state(replicas, mesh, ops)
-        self._mesh, self._cross_device_ops = mesh, ops
         self._reducer = Reducer(
             [name for name, _ in trained[0]],
             [[parameter for _, parameter in row] for row in trained],
             [each for row in named for each in row if not each[1].requires_grad],
+            sparse_indices(replicas[0], trained[0]),
             mesh,
             ops,
             bucket_mb * 2**20,
         )
         self._reducer.owner = ref(self)
-        self._reducer.sparse = sparse_indices(replicas[0], trained[0])
         self._before_forward: BeforeForward | None = None
         if mesh.num_replicas > 1:
             self._before_forward = BeforeForward(
                 replicas,
-                mesh,
-                ops,
                 self._reducer,
                 check_every=check_replicas,
                 broadcast_buffers=broadcast_buffers,
@@ -171,8 +168,7 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
     @property
     def module(self) -> ModuleT:
         """The first replica."""
-        first: ModuleT = self.replicas[0]
-        return first
+        return self.replicas[0]  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the replica of this process.
@@ -246,9 +242,10 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
                 "which would not average the gradients of others: load without assign, or make a "
                 "new DataParallel from the changed module"
             )
-        self._reducer.begins_again()
+        reducer = self._reducer
+        reducer.begins_again()
         return load_state(
-            list(self.replicas), state_dict, self._mesh, self._cross_device_ops, strict=strict
+            list(self.replicas), state_dict, reducer.mesh, reducer.cross_device_ops, strict=strict
         )
 
     def _load_from_state_dict(

@@ -18,6 +18,7 @@ from gradreduce.reduce.prepared import PreparedStep
 
 from .worker import with_name, worker_of
 
+_Known = dict[int, tuple[tuple[object, ...], PreparedStep | None]]
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -57,7 +58,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     seconds = as_deadline(deadline)
     mesh = validate_mesh(cross_device_ops)
     worker = worker_of(mesh)
-    mean_of = _Means(cross_device_ops, seconds)
+    # For each bucket the memory that it had in the last backward, and its prepared step.
+    known: _Known = {}
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         mesh.mesh_state.check_process()
@@ -73,7 +75,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
 
         def reduce() -> None:
             try:
-                future.set_result(mean_of(index, gradients))
+                future.set_result(_mean_of(index, gradients, cross_device_ops, seconds, known))
             except Exception as error:
                 named = with_name(error, f"bucket {index} ({listed(_names_of(parameters))})")
                 future.set_exception(named)
@@ -111,41 +113,40 @@ def validate_mesh(cross_device_ops: Any) -> Any:
     return mesh
 
 
-class _Means:
-    """Averages buckets over the processes, in place unless gradients are sparse.
+def _mean_of(
+    index: int,
+    gradients: torch.Tensor,
+    ops: AllReduceCrossDeviceOps,
+    deadline: float | None,
+    known: _Known,
+) -> torch.Tensor:
+    """Averages a bucket over the processes, in place unless gradients are sparse; returns the mean.
 
     A bucket that has the same memory as in the previous backward gets a prepared step.
 
     Args:
-        cross_device_ops: see ``comm_hook``.
-        deadline: seconds for each reduction.
+        index: the number of the bucket.
+        gradients: the bucket.
+        ops: see ``comm_hook``.
+        deadline: seconds for the reduction.
+        known: for each bucket the memory that it had in the last backward, and its prepared step.
     """
-
-    def __init__(self, cross_device_ops: AllReduceCrossDeviceOps, deadline: float | None) -> None:
-        self._cross_device_ops = cross_device_ops
-        self._deadline = deadline
-        # For each bucket the memory that it had in the last backward, and its prepared step.
-        self._known: dict[int, tuple[tuple[object, ...], PreparedStep | None]] = {}
-
-    def __call__(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
-        """Averages the bucket with this index; returns the mean."""
-        ops, deadline = self._cross_device_ops, self._deadline
-        if gradients.is_sparse:
-            ((mean,),) = ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
-            return mean
-        out = [[gradients]]
-        place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
-        known, step = self._known.get(index, (None, None))
-        if known != place:  # DDP makes new buckets after the first backward
-            self._known[index] = place, None
-            ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
-        elif step is not None:
-            step(deadline=deadline)
-        else:
-            value = PerReplica([gradients], ops.mesh, name=f"bucket {index}")
-            step = ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
-            self._known[index] = place, step
-        return gradients
+    if gradients.is_sparse:
+        ((mean,),) = ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
+        return mean
+    out = [[gradients]]
+    place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
+    before, step = known.get(index, (None, None))
+    if before != place:  # DDP makes new buckets after the first backward
+        known[index] = place, None
+        ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
+    elif step is not None:
+        step(deadline=deadline)
+    else:
+        value = PerReplica([gradients], ops.mesh, name=f"bucket {index}")
+        step = ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
+        known[index] = place, step
+    return gradients
 
 
 def _names_of(parameters: Sequence[torch.Tensor]) -> list[str]:

@@ -147,8 +147,9 @@ def functional(module: Any, getter: AGNCustomGetter) -> FunctionalModule:
     """
     named = _validate_arguments(module, getter)
     modules = [_without_values(module, device) for device in getter.devices]
-    variables = [_variable(name, parameter, getter) for name, parameter in named.items()]
-    return FunctionalModule(modules, variables)
+    return FunctionalModule(
+        modules, [_variable(name, parameter, getter) for name, parameter in named.items()]
+    )
 
 
 def _check_module(module: Any) -> None:

@@ -59,8 +59,9 @@ def load_state(
                 result = first.load_state_dict(state, strict=strict)
             except Exception as raised:  # the other processes are told in the exchange
                 error = raised
-            what = "DataParallel.load_state_dict"
-            rows = Replicas(mesh.devices).compare_numbers(what, [error is not None])
+            rows = Replicas(mesh.devices).compare_numbers(
+                "DataParallel.load_state_dict", [error is not None]
+            )
             failed = [rank for rank, (has_failed,) in enumerate(rows) if has_failed]
     except BaseException:
         first.load_state_dict(before)

@@ -60,10 +60,10 @@ class _Group:
             name = names[index] if names else f"param_groups[{self.number}].params[{index}]"
             order = axis_order(parameter)  # such as channels_last
             mesh = self._mesh = self._mesh or _mesh_of(options["params"])
-            gpu = parameter.device.index
-            device = next((each for each in mesh if each.physical == gpu), mesh[0])
-            made = ParameterVariable(name, [parameter], [device], [[]], order)
-            self.variables[parameter] = made
+            device = next(
+                (each for each in mesh if each.physical == parameter.device.index), mesh[0]
+            )
+            self.variables[parameter] = ParameterVariable(name, [parameter], [device], [[]], order)
         return self.variables[parameter]
 
 
@@ -157,8 +157,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
             for variable in [each for each in items if isinstance(each, ParameterVariable)]:
                 for index, parameter in enumerate(variable._parameters):
                     group.variables[parameter] = variable.of_replica(index)
-            indices = range(len(param_group["params"]))
-            variables = [group.variable_of(param_group, index) for index in indices]
+            variables = [
+                group.variable_of(param_group, index) for index in range(len(param_group["params"]))
+            ]
             check_separate(variables)
             if len({each.devices[0].mesh_state for each in variables}) > 1:
                 raise ValueError(
@@ -220,8 +221,9 @@ class Optimizer(NotCopied, torch.optim.Optimizer):  # type: ignore[misc]  # see 
                 variable._check_memory()
             if group.rule._plan is None:
                 group.rule._rehearse_update([variable for _, variable in pairs])
-                sparse = [variable for grad, variable in pairs if grad.is_sparse]
-                group.rule._rehearse_update(sparse, sparse=True)
+                group.rule._rehearse_update(
+                    [variable for grad, variable in pairs if grad.is_sparse], sparse=True
+                )
         return updates
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -29,9 +29,8 @@ from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
-from .buckets import plan_buckets
 from .engine import check_engine, pass_on
-from .replica import Bucket, BucketPart, Replica, naming
+from .replica import Bucket, BucketPart, Replica, naming, plan_buckets
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
 from .worker import Task, worker_of
@@ -44,35 +43,36 @@ class Reducer:
         names: the names of the parameters.
         replicas: the parameters on each device of this process, in the order of the names.
         frozen: parameters that get no gradients, with their names.
+        sparse: the indices of parameters with sparse gradients.
         mesh: the mesh of the devices.
         cross_device_ops: reduces the gradients.
         bucket_bytes: the largest size of a bucket. A larger parameter has a bucket of its own.
 
     Attributes:
-        mesh: the mesh of the devices.
+        mesh: see above.
+        cross_device_ops: see above.
+        sparse: see above.
         owner: the DataParallel that made the reducer, which sets this. When it has been freed,
             another reducer may use the parameters.
         is_paused: whether ``no_sync`` has been entered.
         num_steps: how often the gradients have been averaged.
-        sparse: the indices of parameters with sparse gradients; the DataParallel sets this.
     """
 
     owner: ref[Any]
-    sparse: Collection[int] = ()
 
     def __init__(
         self,
         names: Sequence[str],
         replicas: Sequence[Sequence[Any]],
         frozen: Sequence[tuple[str, Any]],
+        sparse: Collection[int],
         mesh: Mesh,
         cross_device_ops: AllReduceCrossDeviceOps,
         bucket_bytes: float,
     ) -> None:
         self._names = names
         self._frozen = [(name, ref(parameter)) for name, parameter in frozen]
-        self.mesh = mesh
-        self._cross_device_ops = cross_device_ops
+        self.sparse, self.mesh, self.cross_device_ops = sparse, mesh, cross_device_ops
         self._bucket_bytes = bucket_bytes
         self._worker = worker_of(mesh)
         self._lock = Lock()  # replicas may run in threads
@@ -332,7 +332,7 @@ class Reducer:
 
         def average() -> None:
             with naming(f"sparse gradients ({listed(names)})"):
-                average_sparse(names, parameters, self.mesh, self._cross_device_ops)
+                average_sparse(names, parameters, self.mesh, self.cross_device_ops)
 
         task = self._worker.submit(average, streams)
         task.wait()
@@ -397,7 +397,7 @@ class Reducer:
         order = list(dict.fromkeys([*self._replicas[0].ready, *last]))
         order = [index for index in order if index not in self.sparse]
         if self.mesh.num_processes > 1:  # all use the order of process 0
-            first = self._cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
+            first = self.cross_device_ops.broadcast(torch.tensor(order), self.mesh[0])
             order = first.primary.tolist()
         plan = plan_buckets(rows[0], order, self._bucket_bytes)
         parts = [[BucketPart(replica, indices) for indices in plan] for replica in self._replicas]
@@ -456,7 +456,7 @@ class Reducer:
         with naming(name):
             flat = self.mesh.flat_buffer(shapes, dtype)
             flat.attach(parameters)
-            step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self._cross_device_ops)
+            step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self.cross_device_ops)
         return Bucket(name, flat, step)
 
 
@@ -492,6 +492,6 @@ def _hook(
 
 def reducer_of(parameter: Any) -> Reducer | None:
     """Returns the reducer whose hook a parameter has, or None."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    found = (getattr(hook, "reducer", None) for hook in hooks.values())
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    found = (getattr(hook, "reducer", None) for hook in hooks)
     return next((each for each in found if isinstance(each, Reducer)), None)

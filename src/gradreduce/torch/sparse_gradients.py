@@ -49,23 +49,19 @@ def average_sparse(
     means = cross_device_ops.all_reduce(grads, ReduceOp.MEAN, coalesce=True)
     is_set = [mean._nnz() > 0 for mean in means[0].values()]
     if not all(is_set):  # in all processes
-        is_set = _find_gradients(parameters, mesh)
+        here = [
+            any([each.grad is not None for each in column])
+            for column in zip(*parameters, strict=True)
+        ]
+        rows = Replicas(mesh.devices).compare_numbers(
+            "DataParallel: sparse gradients without rows", here
+        )
+        is_set = [any(column) for column in zip(*rows, strict=True)]
     for row, of_replica in zip(parameters, means, strict=True):
         for parameter, mean, found in zip(row, of_replica.values(), is_set, strict=True):
             if found:
                 # PyTorch adds to a gradient without rows by resizing it, but ours owns no storage.
                 parameter.grad = mean if mean._nnz() else mean.clone()
-
-
-def _find_gradients(parameters: Sequence[Sequence[Any]], mesh: Mesh) -> list[bool]:
-    """Returns for each parameter whether a replica of any process has a gradient."""
-    here = [
-        any([each.grad is not None for each in column]) for column in zip(*parameters, strict=True)
-    ]
-    rows = Replicas(mesh.devices).compare_numbers(
-        "DataParallel: sparse gradients without rows", here
-    )
-    return [any(column) for column in zip(*rows, strict=True)]
 
 
 def _sparse_gradient(name: str, parameter: Any) -> Any:

@@ -22,14 +22,13 @@ class Task:
     """A call that a worker runs."""
 
     def __init__(self, call: Callable[[], object], streams: list[Any]) -> None:
-        self._call: Callable[[], object] | None = call
+        self._call: Any = call
         self._streams = streams
         self._done = Done()
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Runs the call, on the worker's streams."""
-        assert self._call is not None
         try:
             with ExitStack() as stack:
                 stack.enter_context(inside_library())

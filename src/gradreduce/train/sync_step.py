@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradreduce import checkpoint
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.validate import as_required, as_step
 from gradreduce.arrays.caller_streams import StreamScope
@@ -17,6 +18,7 @@ from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
+from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.comm.description import Description, digest_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.comm.replicas import Replicas, abort_others_on_error
@@ -31,16 +33,18 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.errors import about, brief, listed, repeated
+from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.nests import in_order
 from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
 
-from .checkpoint import StepParts, ready_state, save_state
-from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
+from .checkpoint import check_alike, ready_accumulators, save_accumulators
+from .scaling import SCHEMA, DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import OptimizerShards
+
+_FORMAT = "gradreduce SyncStep 2"
 
 
 class _StepAccumulator(ConditionalAccumulator):
@@ -59,7 +63,7 @@ class _StepAccumulator(ConditionalAccumulator):
         self.accumulator_ref.tensor = variable.name
 
 
-class SyncStep(StepParts):
+class SyncStep(NotCopied):
     """Runs synchronous data-parallel training steps on mirrored variables.
 
     Each call sums the micro-batch gradients of every replica, computes the mean of these sums
@@ -118,6 +122,7 @@ class SyncStep(StepParts):
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
+    _shards: OptimizerShards | None = None  # if ``shard_optimizer`` is True
     # The settings of the last call over processes, and their description.
     _described: tuple[Mapping[str, Any], Description] = ({}, Description("", ""))
 
@@ -314,7 +319,23 @@ class SyncStep(StepParts):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            return save_state(self, output_type)
+            download = checkpoint.downloader(None, output_type)
+            owners = checkpoint.by_name(self.variables)
+            copies = checkpoint.queue_copies(owners)
+            by_name = dict(zip(owners, self.accumulators, strict=True))
+            accumulators = save_accumulators(by_name, self.devices, self.num_replicas)
+            slots = self._shards.save_slots() if self._shards else None
+            return download(
+                {
+                    "format": _FORMAT,
+                    "num_replicas": self.num_replicas,
+                    "num_required": self.num_required,
+                    "variables": copies,
+                    "optimizer": self.optimizer._queue_state(slots),
+                    "accumulators": accumulators,
+                    **self._scaling.state_dict(),
+                }
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -339,10 +360,35 @@ class SyncStep(StepParts):
             RuntimeError: a variable cannot be written now; see ``Variable.assign``.
         """
         self.devices[0].mesh_state.check_process()
-        loads = ready_state(self, state)
+        owners = checkpoint.by_name(self.variables)
+        schema = {
+            "format": equal(_FORMAT),
+            "num_replicas": integer(1),
+            "num_required": integer(1),
+            "variables": checkpoint.arrays_of(owners),
+            "optimizer": anything,
+            "accumulators": dict.fromkeys(owners, anything),
+            **SCHEMA,
+        }
+        entries = state if isinstance(state, Mapping) else {}
+        values = {key: entries.get(key) for key in schema}
+        check_alike(self.devices[0], "SyncStep.load_state_dict", values)
+        loaded = checkpoint.validate_state("state", state, schema)
+        checkpoint.check_order("state['variables']", state["variables"], owners)
+        saved, before = loaded["accumulators"], loaded["num_replicas"]
+        divide = self._shards.divide_slots if self._shards else None
+        optimizer = loaded["optimizer"], self.variables, "state['optimizer']", divide
+        continues = any(each["num_accumulated"] for each in saved.values())
+        loads = [
+            self.optimizer._ready_state(*optimizer),
+            *ready_accumulators(self.accumulators, saved, self.devices, self.num_replicas, before),
+            self._scaling.ready_state(loaded, continues=continues),
+            checkpoint.ready_values(loaded["variables"], owners),
+        ]
         with DeferInterrupts():
             for load in loads:
                 load()
+            self.num_required = loaded["num_required"]
 
     def _scale_and_clip(self, means: Sequence[Mirrored | None]) -> bool:
         """Unscales and clips mean gradients in place; returns False to skip the update."""

@@ -43,7 +43,7 @@ class HostCenter(Center):
 
     def _shown(self, variable):
         home = self.devices[0]
-        shown = LazyVariable(variable.name, lambda: (home.upload(variable.numpy()),))
+        shown = LazyVariable(variable.name, (home,), lambda: (home.upload(variable.numpy()),))
         self.theirs[shown] = variable
         return shown
 

@@ -292,9 +292,7 @@ class AGNCenter(NotCopied):
     @property
     def failed_workers(self) -> tuple[int, ...]:
         """The task indices of workers that an exception ended, in the order of the exceptions."""
-        registry = self._state.registry
-        with registry.lock:
-            return tuple(registry.failed)
+        return tuple(self._shared.registry.list_failed())
 
     def start_worker(self, task_index: int, work: Callable[[], object]) -> threading.Thread:
         """Runs a worker in its own thread.

@@ -15,7 +15,7 @@ from gradreduce.device import Buffer, Device
 from gradreduce.optim.optimizer import Optimizer, Scalars
 
 from .push import PushConfig, PushPlan
-from .session_hook import WorkerRegistry
+from .session_hook import Registry
 from .sums import Sums
 
 
@@ -57,7 +57,7 @@ class Center(ABC):
     """
 
     devices: tuple[Device, ...]
-    registry: WorkerRegistry
+    registry: Registry
 
     @abstractmethod
     def variable_for(self, name: str, local: Variable) -> Variable:

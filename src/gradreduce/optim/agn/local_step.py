@@ -11,14 +11,14 @@ from functools import partial
 from itertools import islice
 
 from gradreduce import ops
-from gradreduce.accumulator.state import Launches, PendingGradient, additions_of
-from gradreduce.arrays.distributed import Part
+from gradreduce.accumulator.state import Launches, PendingGradient, additions_of, launch_all
+from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, make_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
-from gradreduce.optim.update_plan import Plan, UpdateJob
+from gradreduce.optim.update_plan import Plan
 
 from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum, pending_rows
@@ -99,7 +99,7 @@ def _additions(
     added: dict[Variable, Sum] = {}
     pending: dict[Variable, PendingGradient] = {}
     totals: list[Buffer] = []
-    terms: list[Part] = []
+    terms: list[Buffer] = []
     for var, colocated in gradients.items():
         total, gradient = sums.get(var), colocated[0]
         if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
@@ -107,13 +107,13 @@ def _additions(
         else:
             added[var] = memory = dense_sum(var, total)
             totals += memory
-            terms += make_dense([colocated], [var])[0]
-    launches: Launches = []
+            terms += map(buffer_of, make_dense([colocated], [var])[0])
+    launches = []
     for indices in by_physical([total.device for total in totals]).values():
-        job = UpdateJob([[totals[index]] for index in indices], [terms[index] for index in indices])
-        launches.append(partial(job.run, partial(ops.add_to_rows, job.updates, job.device)))
-    rows, out_of_place, in_place = additions_of(list(pending.values()))
-    added |= {var: each.total for var, each in zip(pending, rows, strict=True)}
+        rows = [[totals[index], terms[index]] for index in indices]
+        launches.append(partial(ops.add_to_rows, rows, rows[0][0].device))
+    sparse, out_of_place, in_place = additions_of(list(pending.values()))
+    added |= {var: each.total for var, each in zip(pending, sparse, strict=True)}
     return [*launches, *out_of_place, *in_place], added
 
 
@@ -143,8 +143,7 @@ def rehearse_push(
         sums: Sums = {}
         for parts in gradients:
             launches, sums, *_ = local_step(dry, likes, parts, (), sums, None)
-            for launch in launches if steps else ():
-                launch()
+            launch_all(launches if steps else ())
             rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
             pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
             PushPlan(pushed, dry, config, lambda error: None).ready(())(lambda: None)

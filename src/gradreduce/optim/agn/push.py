@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseSum
+from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
@@ -194,8 +195,7 @@ class PushPlan:
             mesh_state.on_partial_failure(self._failed),
             mesh_state.launch_lock,
         ):
-            for launch in launches:
-                launch()
+            launch_all(launches)
             for out, value in self._pulls:
                 out.device.copy(out, value)
             then()

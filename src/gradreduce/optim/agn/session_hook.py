@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from gradreduce.device import Waiters
 from gradreduce.device.mesh_state import MeshState
 from gradreduce.errors import DeadlineExceededError, listed, log_warning
-
-
-class WorkerRegistry(Protocol):
-    """The interface of a ``Registry``, which may be in another process."""
-
-    def begin(self, task_index: int) -> None:
-        """See ``Registry``."""
-
-    def end(self, task_index: int) -> None:
-        """See ``Registry``."""
-
-    def clear_failure(self, task_index: int) -> None:
-        """See ``Registry``."""
-
-    def mark_failed(self, task_index: int, error: BaseException) -> None:
-        """See ``Registry``."""
-
-    def wait_for(self, num_worker: int, timeout: float) -> None:
-        """See ``Registry``."""
 
 
 class Registry:
@@ -61,6 +42,11 @@ class Registry:
         """Returns the task indices of the workers of this round."""
         with self.lock:
             return sorted(self._begun)
+
+    def list_failed(self) -> list[int]:
+        """Returns ``failed``."""
+        with self.lock:
+            return list(self.failed)
 
     def begin(self, task_index: int) -> None:
         """Registers a worker, and removes it from ``failed``."""
@@ -110,13 +96,17 @@ class Registry:
             lambda: max(0.0, end - time.monotonic()),
         )
         with self.lock:
-            begun = sorted(here)
-        if len(begun) < num_worker:
-            missing = [task for task in range(num_worker) if task not in begun]
-            raise DeadlineExceededError(
-                f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
-                f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
-            )
+            check_begun(sorted(here), num_worker, timeout)
+
+
+def check_begun(begun: Sequence[int], num_worker: int, timeout: float) -> None:
+    """Raises ``DeadlineExceededError`` if less than ``num_worker`` workers have begun."""
+    if len(begun) < num_worker:
+        missing = [task for task in range(num_worker) if task not in begun]
+        raise DeadlineExceededError(
+            f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
+            f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
+        )
 
 
 class WorkerThread(threading.Thread):
@@ -130,9 +120,7 @@ class WorkerThread(threading.Thread):
         registry: records the exception if ``work`` raises.
     """
 
-    def __init__(
-        self, task_index: int, work: Callable[[], object], registry: WorkerRegistry
-    ) -> None:
+    def __init__(self, task_index: int, work: Callable[[], object], registry: Registry) -> None:
         super().__init__(target=work, name=f"agn-worker-{task_index}", daemon=True)
         self._task, self._registry = task_index, registry
         self._error: BaseException | None = None
@@ -197,7 +185,7 @@ class AGNHook:
     not wait).
     """
 
-    _registry: WorkerRegistry
+    _registry: Registry
     _start: Callable[[], None]
     _task: int
     _num_worker: int

@@ -35,13 +35,21 @@ class LazyVariable(Variable):
 
     Args:
         name: the name of the Variable.
+        devices: the device of each buffer.
         read: computes the buffers.
     """
 
-    def __init__(self, name: str, read: Callable[[], tuple[Buffer, ...]]) -> None:
+    def __init__(
+        self, name: str, devices: tuple[Device, ...], read: Callable[[], tuple[Buffer, ...]]
+    ) -> None:
         self.name = name
         self.trainable = False
-        self._read = read
+        self._devices, self._read = devices, read
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """See ``Variable``; reads nothing."""
+        return self._devices
 
     @property
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
@@ -54,7 +62,9 @@ class LazyVariable(Variable):
 def step_counter(worker: WorkerVariables, device: Device) -> LazyVariable:
     """Returns an int32 Variable that shows ``num_steps``."""
     int32 = as_dtype("int32")
-    return LazyVariable("local_step", lambda: (device.upload(numbers(worker.num_steps, int32)),))
+    return LazyVariable(
+        "local_step", (device,), lambda: (device.upload(numbers(worker.num_steps, int32)),)
+    )
 
 
 class Accumulation(LazyVariable):
@@ -71,14 +81,11 @@ class Accumulation(LazyVariable):
 
     def __init__(self, local: Variable, worker: WorkerVariables) -> None:
         super().__init__(
-            f"grad_variable/{local.name}", lambda: dense_sum(local, worker.sums.get(local))
+            f"grad_variable/{local.name}",
+            local.devices,
+            lambda: dense_sum(local, worker.sums.get(local)),
         )
         self._local = local
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices of the worker's variable."""
-        return self._local.devices
 
     @property
     def shape(self) -> tuple[int, ...]:
