@@ -203,8 +203,8 @@ def _allocate_flat(
     for (device, dtype), indices in groups.items():
         layout = flat_layout([math.prod(sums[index][2]) for index in indices], dtype.itemsize)
         flat = (device.zeros if zeros else device.empty)((layout.size,), accumulate_dtype(dtype))
-        for index, offset in zip(indices, layout.offsets, strict=True):
-            views[index] = flat.view(offset, sums[index][2])
+        shapes = [sums[index][2] for index in indices]
+        views.update(zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True))
     return [views[index] for index in range(len(sums))]
 
 

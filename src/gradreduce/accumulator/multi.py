@@ -104,19 +104,27 @@ def apply_grads(
         with StreamScope():
             pending_gradients = _for_each(pending_gradient, calls, states)
             wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
-            with DeferInterrupts():  # also completes the takes that now have enough
-                with hold_locks(states):
-                    dropped = _drop_stale(
-                        states, [len(each.parts) for each in pending_gradients], step
-                    )
-                    if not dropped:
-                        _for_each(_check_sum_shape, zip(pending_gradients), states)
-                        _add(pending_gradients)
-                        complete_ready(states, held=True)
-                complete_ready(states)
-                release_inputs()
+            dropped = not add_pending(pending_gradients, step)
     if dropped and local_step is DEFAULT_STEP:
         warn_of_default(states)
+    return not dropped
+
+
+def add_pending(pending_gradients: Sequence[PendingGradient], step: int) -> bool:
+    """Adds validated gradients, or drops all as stale; then completes takes that have enough.
+
+    Call it in a ``StreamScope``. Returns whether the gradients were added.
+    """
+    states = [each.state for each in pending_gradients]
+    with DeferInterrupts():
+        with hold_locks(states):
+            dropped = _drop_stale(states, [len(each.parts) for each in pending_gradients], step)
+            if not dropped:
+                _for_each(_check_sum_shape, zip(pending_gradients), states)
+                _add(pending_gradients)
+                complete_ready(states, held=True)
+        complete_ready(states)
+        release_inputs()
     return not dropped
 
 

@@ -17,7 +17,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, as_index
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief, listed
 
-from .state import AccumulatorState, PendingGradient
+from .state import AccumulatorState, Addend, PendingGradient
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -48,6 +48,12 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     parts = tuple([storage.to_addend(state, each) for each in checked])
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
+
+
+def buffers_to_add(state: AccumulatorState, buffers: Sequence[Buffer]) -> PendingGradient:
+    """Returns a gradient that needs no check: a Buffer of the dtype and shape on each device."""
+    parts = [Addend(index, buffer, buffer.shape) for index, buffer in enumerate(buffers)]
+    return PendingGradient(state, tuple(parts), "buffer")
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:

@@ -430,8 +430,9 @@ class Optimizer(OptimizerState):
             array([0., 0.], dtype=float32)
         """
         self._check_hyperparameters()
-        self._rehearse_update(variables)
-        self._slots.make(variables, self._slot_start)
+        if self._plan is None or not self._plan.is_valid_for(variables, self._slots, self._rule):
+            self._rehearse_update(variables)
+            self._slots.make(variables, self._slot_start)
 
     def _rehearse_update(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles the kernels of an update and of new masters.

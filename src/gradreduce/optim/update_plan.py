@@ -17,7 +17,7 @@ from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import on_gpu_of, wait_for_current_stream, wait_for_inputs
-from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import HostStaging
 from gradreduce.arrays.variable import Variable
@@ -106,12 +106,15 @@ class Plan:
         ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        """Returns gradients as Buffers if all are on their devices or on the host.
+        """Returns a Buffer for each copy of each variable, if the gradients are just these.
 
-        Returns None if a gradient is anything else. This is a fast path with one test for each
-        gradient. Overlaps with memory that the update writes are checked only if an address
-        differs from the last call.
+        Each is a Buffer on its device, an array on the host, or a ``Mirrored`` of Buffers. Returns
+        None if a gradient is anything else. This is a fast path with one test for each gradient.
+        Overlaps with memory that the update writes are checked only if an address differs from the
+        last call.
         """
+        if type(gradients[0]) is Mirrored:
+            gradients = _parts_of(gradients)
         buffers = self._as_buffers(gradients) if len(self.devices) == len(gradients) else None
         if buffers is not None:
             addresses = [grad.address for grad in buffers]
@@ -132,6 +135,18 @@ class Plan:
         if is_external:
             wait_for_inputs(gradients)
         return gradients
+
+
+def _parts_of(gradients: Sequence[Any]) -> list[Any]:
+    """Returns the parts of each ``Mirrored``, and other gradients unchanged."""
+    parts: list[Any] = []
+    for grad in gradients:
+        if isinstance(grad, Mirrored):
+            grad._discard_copies()
+            parts += grad.parts
+        else:
+            parts.append(grad)
+    return parts
 
 
 def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:

@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import integer, optional, plain
@@ -246,18 +245,18 @@ def _on_host(norm: Buffer) -> float:
     return float(norm.numpy()[0])
 
 
-def first_nonfinite(gradients: Sequence[PerReplica], first: int) -> tuple[int, int]:
+def first_nonfinite(gradients: Sequence[Sequence[Buffer]], first: int) -> tuple[int, int]:
     """Returns the index and the replica of the first gradient that is not finite.
 
     Returns (-1, -1) if all gradients are finite. The host waits for the gradients.
 
     Args:
-        gradients: the gradients of each variable, on the replicas of this process.
+        gradients: ``[variable][replica]``, on the replicas of this process.
         first: the number of the first replica of this process.
     """
-    sizes = [gradient.buffers[0].size for gradient in gradients]
+    sizes = [of_replicas[0].size for of_replicas in gradients]
     ends = list(accumulate(map(ops.num_blocks, sizes)))
-    columns = zip(*[gradient.buffers for gradient in gradients], strict=True)
+    columns = zip(*gradients, strict=True)
     sums = [ops.block_sums(column, column[0].device) for column in columns]
     wrong = []
     for replica, of_replica in enumerate(sums, first):

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce import checkpoint
-from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
-from gradreduce.accumulator.validate import as_required, as_step
+from gradreduce.accumulator import ConditionalAccumulator, take_now
+from gradreduce.accumulator.multi import add_pending
+from gradreduce.accumulator.validate import as_required, as_step, buffers_to_add
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import as_list, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
@@ -262,9 +263,12 @@ class SyncStep(NotCopied):
         with deadline_scope("a SyncStep", seconds, self.devices):
             gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
-            accumulators = [self.accumulators[index] for index in placed]
+            pending_gradients = [
+                buffers_to_add(self.accumulators[index].accumulator_ref, of_replicas)
+                for index, of_replicas in zip(placed, gradients, strict=True)
+            ]
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
-                if not apply_grads(accumulators, gradients, step):
+                if not add_pending(pending_gradients, step):
                     return False
                 # Every process adds one gradient for each of its replicas at each call.
                 num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
@@ -397,7 +401,7 @@ class SyncStep(NotCopied):
             return self._scaling.apply(list(zip(*rows, strict=True)))
 
     def _earliest(
-        self, step: int, with_gradients: list[int], checked: Sequence[PerReplica] | None
+        self, step: int, with_gradients: list[int], checked: Sequence[Sequence[Buffer]] | None
     ) -> int:
         """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
 
@@ -469,10 +473,11 @@ class SyncStep(NotCopied):
                 ]
         if not placed:
             raise ValueError("No gradients provided for any variable: all terms are None")
+        wait_for_inputs([part for rows in placed.values() for row in rows for part in row])
         return placed
 
-    def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
-        """Sums each list of terms; replicas on the same GPU share the launches.
+    def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[list[Buffer]]:
+        """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
         If only another process is stale, that is known later, and the sums are dropped.
@@ -488,7 +493,7 @@ class SyncStep(NotCopied):
                 )
             for (index, replica), total in zip(pairs, sums, strict=True):
                 totals[index][replica] = total
-        return [PerReplica.of(buffers) for buffers in totals]
+        return totals
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:
@@ -536,6 +541,7 @@ def _validate_replica_terms(
 ) -> list[Buffer]:
     """Validates the terms of one replica for one variable, and converts them to Buffers."""
     where = f"terms of replica {replica} for {variable.name!r}"
+    shape, dtype = variable.shape, variable.dtype
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(
             f"{where}: expected a list of at least one gradient (or None on every replica), got "
@@ -544,15 +550,14 @@ def _validate_replica_terms(
     if any([isinstance(term, IndexedSlices) for term in terms]):
         raise TypeError(f"{where}: IndexedSlices are not supported; pass .to_dense()")
     try:
-        placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+        placed = [to_buffer(term, device, dtype=dtype) for term in terms]
     except (TypeError, ValueError) as error:
         raise about(where, error) from None
-    wait_for_inputs(placed)
     for buffer in placed:
-        if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
+        if (buffer.shape, buffer.dtype) != (shape, dtype):
             raise ValueError(
-                f"{where}: got {buffer.dtype}{list(buffer.shape)}, expected "
-                f"{variable.dtype}{list(variable.shape)} as of the variable"
+                f"{where}: got {buffer.dtype}{list(buffer.shape)}, expected {dtype}{list(shape)} "
+                "as of the variable"
             )
         if buffer.device is not device:
             raise ValueError(f"{where}: {buffer} is not on {device.name}")
