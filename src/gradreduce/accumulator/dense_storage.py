@@ -92,8 +92,12 @@ class DenseStorage(Storage):
         """
         fresh = [addition for addition in additions if addition.total is None]
         for addition in additions:
+            device = addition.device
             gradients = [
-                ensure_accessible(addition.device, part.values) for part in addition.gradients
+                part.values
+                if part.values.device is device
+                else ensure_accessible(device, part.values)
+                for part in addition.gradients
             ]
             addition.in_place = addition.total is not None
             num_first = 0 if addition.in_place else 1

@@ -56,7 +56,6 @@ from .order.order import RepeatedWork, Work
 from .order.uses import DeviceQueue
 from .processes import GpuMove, HostMove, Message, Parcel, Processes, bytes_of
 from .run.backend import Event
-from .run.batch import LaunchBatch
 from .run.capture import Capture, check_peers, no_collection
 from .run.collective import NOT_CAPTURED, Collective, CollectiveCall, bytes_sent
 from .run.commands import Command, CommandList, Operation

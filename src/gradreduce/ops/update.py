@@ -15,14 +15,13 @@ import numpy as np
 
 from gradreduce.device import (
     C_TYPES,
+    ELEMENT_OF,
     Arrays,
     Buffer,
     Device,
     Kernel,
-    LaunchBatch,
     Template,
     accumulate_dtype,
-    same_dtypes,
 )
 
 from .templates import UPDATES
@@ -116,7 +115,8 @@ class RuleKernel(Kernel):
     def template_of(self, row: Update) -> tuple[str, str]:
         """Returns the template arguments for a row: the dtypes of its variable and slots."""
         state = row[int(len(row) > self.num_plain)]
-        return row[0].dtype.name, state.dtype.name
+        # By the table, because NumPy computes the name of a dtype at each use.
+        return ELEMENT_OF[row[0].dtype].name, ELEMENT_OF[state.dtype].name
 
     def expression(self, template: Template) -> str:
         """Returns the C++ name of one instantiation, ``update<Sgd, float, float, double>``."""
@@ -255,15 +255,10 @@ def update_rows(
     rows: Sequence[Update],
     scalars: Sequence[float],
     device: Device,
-    *,
-    writer: LaunchBatch | None = None,
 ) -> None:
-    """Launches a rule once for each dtype, without validating the rows.
+    """Launches a rule once over rows of the same dtypes, without validating the rows.
 
-    ``scalars`` are the kernel's scalar arguments after ``num_written``. A ``writer`` launches
-    faster; then all rows must have the same dtypes, and are updated on the compute queue of
-    ``device``.
+    ``scalars`` are the kernel's scalar arguments after ``num_written``.
     """
-    for launched in [rows] if writer is not None else same_dtypes(rows):
-        template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
-        (writer or device).launch(kernel, template, launched, all_scalars)
+    num_written = len(rows[0]) - 1
+    device.launch(kernel, kernel.template_of(rows[0]), rows, (num_written, *scalars))

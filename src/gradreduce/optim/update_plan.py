@@ -22,14 +22,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import HostStaging
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.dry_run import DryRunDevice
-from gradreduce.device import (
-    Buffer,
-    Device,
-    LaunchBatch,
-    PackInfo,
-    by_physical,
-)
-from gradreduce.device.memory.buffer import same_dtypes
+from gradreduce.device import Buffer, Device, PackInfo, by_physical, same_dtypes
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap, device_over_processes
@@ -74,9 +67,9 @@ class Plan:
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
-        # For each physical device the indices of the copies there, and their ``LaunchBatch``.
+        # For each physical device the indices of the copies there, and whether their dtypes agree.
         self._groups = [
-            (indices, writer_of(self.devices[indices[0]], [self.written[each] for each in indices]))
+            (indices, len(same_dtypes([self.written[index] for index in indices])) == 1)
             for indices in by_physical(self.devices).values()
         ]
         self._staging = HostStaging(self._wanted)
@@ -100,9 +93,9 @@ class Plan:
             UpdateJob(
                 [self.written[index] for index in indices],
                 [gradients[index] for index in indices],
-                writer=writer,
+                are_alike=are_alike,
             )
-            for indices, writer in self._groups
+            for indices, are_alike in self._groups
         ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
@@ -149,11 +142,6 @@ def _parts_of(gradients: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def writer_of(device: Device, rows: Sequence[Sequence[Buffer]]) -> LaunchBatch | None:
-    """Returns a ``LaunchBatch`` of these rows, or None if they need more than one launch."""
-    return LaunchBatch(device, rows) if len(same_dtypes(rows)) == 1 else None
-
-
 class UpdateJob:
     """One update of the copies on one physical device, with all memory allocated.
 
@@ -161,12 +149,12 @@ class UpdateJob:
         written: for each copy of a variable, the buffers that its update writes, the variable
             first.
         gradients: the gradient of each copy, on the same physical device.
-        writer: a ``LaunchBatch`` of ``written``, or None.
+        are_alike: whether the rows of ``written`` are known to have the same dtypes.
 
     Attributes:
         device: the device of the first copy, whose compute queue launches.
         updates: the operands of the rule, a row for each copy.
-        writer: see above; None if a gradient is sparse, because ``updates`` has other rows then.
+        by_dtypes: the same rows, those of each launch.
         before: launches before the rule, which gather the rows of sparse gradients.
         after: launches after the rule, which scatter the rows back.
     """
@@ -176,9 +164,9 @@ class UpdateJob:
         written: Sequence[Sequence[Buffer]],
         gradients: Sequence[Part],
         *,
-        writer: LaunchBatch | None = None,
+        are_alike: bool = False,
     ) -> None:
-        self.device, self.writer = written[0][0].device, writer
+        self.device = written[0][0].device
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
@@ -186,10 +174,11 @@ class UpdateJob:
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         if len(self.updates) < len(pairs):
-            self.writer = None
             self._add_sparse(
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )
+        is_one = are_alike and bool(self.updates)
+        self.by_dtypes = [self.updates] if is_one else same_dtypes(self.updates)
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
         """Allocates memory for the merged rows of gradients and the rows that they update."""

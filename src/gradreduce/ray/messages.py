@@ -23,7 +23,6 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
-    LaunchBatch,
     accumulate_dtype,
     as_dtype,
     can_access,
@@ -155,7 +154,7 @@ class Layout:
         copies = {id(term): device.empty(term.shape, term.dtype) for term in away}
         accessible = [copies.get(id(term), term) for term in terms]
         launches = [
-            partial(LaunchBatch(device, [row[:1] for row in rows]).launch, ops.PACK, (to, of), rows)
+            partial(device.launch, ops.PACK, (to, of), rows)
             for (to, of, _), rows in by_template(
                 same_dtypes(zip(outs, accessible, strict=True))
             ).items()

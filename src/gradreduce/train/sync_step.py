@@ -484,7 +484,14 @@ class SyncStep(NotCopied):
         """
         totals: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(() if stale else self.devices).values():
-            pairs = [(index, replica) for index in range(len(placed)) for replica in replicas]
+            pairs = [
+                (index, replica)
+                for index, of_one in enumerate(placed)
+                for replica in replicas
+                if len(of_one[replica]) > 1
+            ]
+            if not pairs:
+                continue
             with self.devices[0].mesh_state.label_scope(self._label):
                 sums = aggregate_buffers(
                     [placed[index][replica] for index, replica in pairs],
@@ -541,7 +548,8 @@ def _validate_replica_terms(
 ) -> list[Buffer]:
     """Validates the terms of one replica for one variable, and converts them to Buffers."""
     where = f"terms of replica {replica} for {variable.name!r}"
-    shape, dtype = variable.shape, variable.dtype
+    like = variable._buffers[0]
+    shape, dtype = like.shape, like.dtype
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(
             f"{where}: expected a list of at least one gradient (or None on every replica), got "

@@ -26,7 +26,7 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.optim.optimizer import Optimizer, Scalars
-from gradreduce.optim.update_plan import UpdateJob, writer_of
+from gradreduce.optim.update_plan import UpdateJob
 
 from .sums import Sum, merge_rows
 
@@ -130,7 +130,7 @@ class PushPlan:
                 self._pulls += zip(row, first, strict=False)
         if fused:
             rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            self._jobs.append((UpdateJob(rows, totals, writer=writer_of(device, rows)), "global"))
+            self._jobs.append((UpdateJob(rows, totals), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
             ops.pack(outs, totals, divisor=self._config.period, device=device)
