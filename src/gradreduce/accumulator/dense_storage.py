@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from gradreduce import checkpoint, ops
-from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype
+from gradreduce.arrays.convert import PLAIN, is_array, kind_of, numbers, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, to_dense_n
 from gradreduce.device import (
@@ -56,8 +56,9 @@ class DenseStorage(Storage):
                 grad = IndexedSlices(grad.values, grad.indices, [each or 0 for each in required])
             shape = require_shape(grad, alone=True)
         else:
-            known = kind_of(grad) in ("native", "buffer")
-            grad = grad if is_array(grad) else numbers(grad, state.dtype)
+            is_plain = type(grad) in PLAIN
+            known = is_plain or kind_of(grad) in ("native", "buffer")
+            grad = grad if is_plain or is_array(grad) else numbers(grad, state.dtype)
             shape, dtype = (grad.shape, grad.dtype) if known else shape_and_dtype(grad)
             check_dtype(state, dtype, cast)
         if required is not None and shape != required and not compatible(shape, required):
@@ -90,7 +91,7 @@ class DenseStorage(Storage):
         The result has the same bits as if each gradient was added by its own call. New sums of one
         device and dtype are allocated back to back, so that a take need not pack them.
         """
-        fresh = [addition for addition in additions if addition.total is None]
+        fresh = []
         for addition in additions:
             device = addition.device
             gradients = [
@@ -100,6 +101,8 @@ class DenseStorage(Storage):
                 for part in addition.gradients
             ]
             addition.in_place = addition.total is not None
+            if not addition.in_place:
+                fresh.append(addition)
             num_first = 0 if addition.in_place else 1
             runs = groupby(gradients[num_first:], attrgetter("dtype"))
             addition.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]

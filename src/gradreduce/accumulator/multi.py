@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from threading import current_thread
 from typing import Any, TypeVar
 
@@ -28,7 +29,6 @@ from .state import (
     Taken,
     additions_of,
     hold_locks,
-    launch_all,
 )
 from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
@@ -87,7 +87,9 @@ def apply_grads(
         False
     """
     states = _validate_accumulators(accumulators)
-    step, cast = as_step("local_step", local_step), as_flag("cast", cast)
+    step = as_step("local_step", local_step)
+    if cast is not False:
+        cast = as_flag("cast", cast)
     grads = tuple(grads)
     if len(states) != len(grads):
         raise ValueError(
@@ -103,7 +105,9 @@ def apply_grads(
     if not dropped:
         with StreamScope():
             pending_gradients = _for_each(pending_gradient, calls, states)
-            wait_for_inputs([part.values for each in pending_gradients for part in each.parts])
+            if states[0].mesh_state.has_streams:
+                parts = [part for pending in pending_gradients for part in pending.parts]
+                wait_for_inputs([part.values for part in parts])
             dropped = not add_pending(pending_gradients, step)
     if dropped and local_step is DEFAULT_STEP:
         warn_of_default(states)
@@ -115,10 +119,10 @@ def add_pending(pending_gradients: Sequence[PendingGradient], step: int) -> bool
 
     Call it in a ``StreamScope``. Returns whether the gradients were added.
     """
-    states = [each.state for each in pending_gradients]
+    states, parts, _ = zip(*pending_gradients, strict=True)
     with DeferInterrupts():
         with hold_locks(states):
-            dropped = _drop_stale(states, [len(each.parts) for each in pending_gradients], step)
+            dropped = _drop_stale(states, map(len, parts), step)
             if not dropped:
                 _for_each(_check_sum_shape, zip(pending_gradients), states)
                 _add(pending_gradients)
@@ -128,12 +132,16 @@ def add_pending(pending_gradients: Sequence[PendingGradient], step: int) -> bool
     return not dropped
 
 
+_STEP = attrgetter("step")
+
+
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
     """Returns whether gradients of this step are stale for any of the states."""
-    return any([local_step < state.step for state in states])
+    latest: int = max(map(_STEP, states))
+    return local_step < latest
 
 
-def _drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+def _drop_stale(states: Sequence[AccumulatorState], counts: Iterable[int], local_step: int) -> bool:
     """Returns whether gradients are stale, and counts stale ones. All locks must be held.
 
     Raises:
@@ -185,10 +193,12 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     of the sums are undefined, and their devices are marked as failed.
     """
     sums, out_of_place, in_place = additions_of(pending_gradients)
-    launch_all(out_of_place)
+    for launch in out_of_place:
+        launch()
     kept = [each.device for each in sums if each.in_place]
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
-        launch_all(in_place)
+        for launch in in_place:
+            launch()
         totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
         for each in sums:
             totals[each.state][each.device_index] = each.total

@@ -152,6 +152,9 @@ def _cancel(pending_takes: Sequence[PendingTake], make_error: Callable[[], Excep
     complete_ready([state for pending_take in pending_takes for state in pending_take.states])
 
 
+_QUEUE = attrgetter("queue")
+
+
 def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) -> None:
     """Completes the takes that are ready.
 
@@ -164,7 +167,7 @@ def complete_ready(states: Sequence[AccumulatorState], *, held: bool = False) ->
         held: True if the caller holds the locks of all ``states``; takes that also need other
             states are skipped. False if it holds no lock.
     """
-    waiting = [state for state in states if state.queue]  # usually empty
+    waiting = list(filter(_QUEUE, states))  # usually empty
     while waiting:
         state = waiting.pop()
         if not state.queue:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype, to_buffer
+from gradreduce.arrays.convert import PLAIN, is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
@@ -39,12 +39,13 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
         InvalidArgumentError: rows do not fit the accumulator's shape.
         DeviceMismatchError: it is on another mesh.
     """
-    grad, storage = as_slices(grad), state.storage
+    grad, storage = grad if type(grad) in PLAIN else as_slices(grad), state.storage
     checked = [storage.validate(state, each, cast) for each in _replicas_of(state, grad)]
-    rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
-    dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
-    for dtype in dtypes - {state.dtype}:
-        storage.rehearse(state, dtype)
+    if cast:
+        rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
+        dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
+        for dtype in dtypes - {state.dtype}:
+            storage.rehearse(state, dtype)
     parts = tuple([storage.to_addend(state, each) for each in checked])
     kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
     return PendingGradient(state, parts, kind)
