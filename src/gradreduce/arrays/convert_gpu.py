@@ -183,10 +183,13 @@ def current_of(device: Device, kind: str) -> Stream:
     return _current(device.physical)
 
 
+_NOTHING = nullcontext()
+
+
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     """Context manager: CuPy uses the GPU of ``device``; no effect on simulated devices."""
     if device is None or not device.mesh_state.has_streams:
-        return nullcontext()
+        return _NOTHING
     return device._activate()
 
 

@@ -38,7 +38,7 @@ def check_float(variable: Variable) -> None:
     Raises:
         InvalidVariableError: it has another dtype.
     """
-    if str(variable.dtype) not in _FLOATS:
+    if variable.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
         raise InvalidVariableError(
             f"Invalid type {variable.dtype} of {variable!r}: allowed are {', '.join(_FLOATS)}"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -124,10 +123,13 @@ def as_index(value: Any) -> int:
 
 def as_count(where: str, number: Any) -> int:
     """Returns a non-negative integer of any library; raises ``ValueError`` otherwise."""
-    with suppress(TypeError):
-        if as_index(number) >= 0:
-            return as_index(number)
-    raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
+    try:
+        count = as_index(number)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"{where}{brief(number)} must be a non-negative integer")
+    return count
 
 
 def is_number(value: Any) -> bool:
