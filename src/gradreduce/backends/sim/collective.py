@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from gradreduce.device import Collective, CollectiveCall, Mark, accumulate_dtype
 
-from .device import SimDevice, memory_of
+from .device import memory_of
 from .fp_warnings import without_warnings
 
 _HostArrays = list[np.ndarray]
@@ -59,8 +59,9 @@ class SimCollective(Collective):
         """Runs a call when all devices' queues have reached it; they wait for it."""
         inputs, outputs = list(map(memory_of, call.inputs)), list(map(memory_of, call.outputs))
         work = partial(without_warnings, _WORK[call.name], inputs, outputs, call.root)
-        first, *others = [cast("SimDevice", buffer.device) for buffer in call.inputs]
-        queue = call.queue
+        devices: list[Any] = [buffer.device for buffer in call.inputs]
+        first, queue = devices[0], call.queue
+        others = devices[1:] if first.defers else []  # else all their work is done
 
         def command() -> None:
             for device in others:
