@@ -252,7 +252,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
         )
     physicals = tuple(dict.fromkeys(placement))
     mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
-    mesh_state.nvtx = streams.NvtxRanges()
+    mesh_state.nvtx = streams.NVTX
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
     cuda_devices = [
         cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)

@@ -118,16 +118,13 @@ class AcrossProcesses(Algorithm):
             for index, job in enumerate(jobs)
         ]
         terms = self._exchange_terms(jobs, slices, "compute")
-        copies = []
         for (index, *_), groups in terms:
             (out,) = jobs[index].outs
-            total = out
-            if out.device.physical != device.physical:
-                total = device.empty(out.shape, out.dtype)
-                copies.append((out, total))
+            is_here = out.device.physical == device.physical
+            total = out if is_here else device.empty(out.shape, out.dtype)
             self._add(total, groups, jobs[index].divisor)
-        for out, total in copies:
-            out.device.copy(out, total)
+            if not is_here:
+                out.device.copy(out, total)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""
