@@ -85,8 +85,12 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
 
 def process_groups(counts: Sequence[int]) -> ReductionGroups:
     """Returns the replicas of each process as one group; ``counts``: their numbers."""
-    ends = accumulate(counts)
-    return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
+    return tuple(
+        [
+            tuple(range(end - count, end))
+            for end, count in zip(accumulate(counts), counts, strict=True)
+        ]
+    )
 
 
 class AcrossProcesses(Algorithm):

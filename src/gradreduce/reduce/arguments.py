@@ -393,8 +393,10 @@ def validate_mesh(mesh: Any) -> Mesh | None:
 def validate_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     """Returns a list or tuple of pairs; raises ``ValueError`` otherwise."""
     if not isinstance(pairs, list | tuple):
-        kind = type(pairs).__name__
-        raise ValueError(f"value_destination_pairs must be a list or a tuple of pairs, not {kind}")
+        raise ValueError(
+            "value_destination_pairs must be a list or a tuple of pairs, not "
+            f"{type(pairs).__name__}"
+        )
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
