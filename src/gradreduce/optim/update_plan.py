@@ -22,14 +22,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import HostStaging
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.dry_run import DryRunDevice
-from gradreduce.device import (
-    Buffer,
-    Device,
-    LaunchBatch,
-    PackInfo,
-    by_physical,
-)
-from gradreduce.device.memory.buffer import same_dtypes
+from gradreduce.device import Buffer, Device, LaunchBatch, PackInfo, by_physical, same_dtypes
 from gradreduce.ops import Update
 
 from .gradient_inputs import check_no_overlap, device_over_processes
