@@ -399,9 +399,7 @@ def _validate_number(devices_per_process: int) -> int:
 
 
 def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
-    named = devices
-    if named is None:
-        named = _integer("GRADREDUCE_SIM_DEVICES", 4)
+    named = _integer("GRADREDUCE_SIM_DEVICES", 4) if devices is None else devices
     with suppress(TypeError):
         named = range(as_index(named))
     try:

@@ -452,10 +452,9 @@ def _wrap_one(
         if isinstance(value, IndexedSlices):
             part = part_on(value.device or current_device(mesh), value)
             return PerReplica.of([part], value.kind)
-        home = current_device(mesh)
         form = axis_order(value)
         lying = value if form is None else in_order(value, form)
-        return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
+        return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
     except (TypeError, ValueError) as error:
         raise about(what, error) from None
 

@@ -518,9 +518,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.mesh = validate_mesh(mesh)
 
     def _repr_fields(self) -> list[str]:
-        where, how = self.reduce_to_device, self.accumulation_fn
-        fields = {"reduce_to_device": where, "accumulation_fn": how}
-        return [f"{name}={value!r}" for name, value in fields.items() if value is not None]
+        names = ("reduce_to_device", "accumulation_fn")
+        return [f"{name}={vars(self)[name]!r}" for name in names if vars(self)[name] is not None]
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

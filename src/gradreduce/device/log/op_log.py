@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
@@ -348,10 +348,10 @@ class OpLog:
 
         def mark() -> None:
             for queue in queues:
-                try:  # a backend makes its device current: this thread has none yet
+                # A failed device cannot be queried. A backend makes its device current: this thread
+                # has none yet.
+                with suppress(Exception):
                     new_marks.append(queue.device.mesh_state.order.new_mark(queue))
-                except Exception:  # noqa: S112  # a failed device cannot be queried
-                    continue
             for device in devices:
                 device._progress()
 
