@@ -231,6 +231,7 @@ def _open_sim(
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(build, strict, workers, scheduler)
     mesh_state = _mesh_state(SIMULATION, peer_access)
+    mesh_state.on_wake.append(scheduler.wake)
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
     ]
