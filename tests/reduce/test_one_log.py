@@ -30,12 +30,12 @@ def pairs(mesh):
     return [*((value, value) for value in values[:-1]), (values[-1], ["sim:1", "sim:2"])]
 
 
-def dry_run_of(monkeypatch, ops, reduce_op, pairs):
-    """The dry run that a profile of this call compares with its journal."""
+def records_of_dry_run(monkeypatch, ops, reduce_op, pairs):
+    """The records of the dry run that a profile of this call compares with its journal."""
     runs = []
     monkeypatch.setattr(all_reduce_ops, "profile_of", lambda run, mesh, reduce: runs.append(run))
     ops.profile(reduce_op, pairs)
-    return runs[0]
+    return [record for each in runs[0].operations for record in each.records]
 
 
 def told(records):
@@ -64,7 +64,7 @@ def test_every_view_has_the_same_operations_and_labels(monkeypatch, mesh, pairs,
     with mesh.journal() as journal:
         ops.batch_reduce(MEAN, pairs)
     done = [record for record in journal.records if record.kind != "sync"]
-    assert told(done) == told(dry_run_of(monkeypatch, ops, MEAN, pairs).records)
+    assert told(done) == told(records_of_dry_run(monkeypatch, ops, MEAN, pairs))
     assert entries_since(mesh, count) == noted(journal.records)
     tensors = {tensor for record in done for tensor in record.label.tensors}
     assert tensors == set(range(len(SHAPES)))
@@ -74,7 +74,7 @@ def test_every_view_has_the_same_operations_and_labels(monkeypatch, mesh, pairs,
 
 def test_a_prepared_and_a_captured_step_repeat_them(monkeypatch, mesh, pairs):
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh)
-    planned = told(dry_run_of(monkeypatch, ops, SUM, pairs).records)
+    planned = told(records_of_dry_run(monkeypatch, ops, SUM, pairs))
     for make in (ops.prepare, ops.capture) if mesh.mesh_state.peer_access else (ops.prepare,):
         step = make(SUM, pairs)
         count = mesh.flight_record()[-1].sequence

@@ -12,8 +12,7 @@ from functools import wraps
 from types import FrameType
 from typing import Literal, ParamSpec, TypeVar
 
-from gradreduce.device import Block, Device, FreedBlock, Stream, handle_of
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device import Block, Device, FreedBlock, MeshState, Stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 _P = ParamSpec("_P")

@@ -18,8 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, as_dtype
-from gradreduce.device.memory.dtypes import BFLOAT16
+from gradreduce.device import BFLOAT16, Buffer, Device, as_dtype
 from gradreduce.errors import DeviceMismatchError, brief
 
 from .convert_gpu import (

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-from gradreduce.device import Buffer, Device, Stream, as_dtype, handle_of
-from gradreduce.device.memory.dtypes import BFLOAT16
+from gradreduce.device import BFLOAT16, Buffer, Device, Stream, as_dtype, handle_of
 from gradreduce.errors import DeviceMismatchError
 
 from .caller_streams import is_first, keep_alive, record_input

@@ -13,7 +13,7 @@ from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Device
-from gradreduce.sums.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
+from gradreduce.sums.aggregation import AGGREGATORS, AggregationMethod, aggregate, kind_of_term
 from gradreduce.sums.aggregators import MultiDeviceSum
 
 UseOrder = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
@@ -92,7 +92,7 @@ class TermAccumulator:
 
     def _add_held(self) -> None:
         """Adds the terms that were kept so far, and frees them."""
-        self._device_sum = MultiDeviceSum(aggregator_of(self._method))
+        self._device_sum = MultiDeviceSum(AGGREGATORS[self._method])
         self._kind = kind_of_term(self._held[0][1])
         while self._held:
             _, term, device = self._held.pop(0)

@@ -231,6 +231,7 @@ def _open_sim(
     scheduler = Scheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(build, strict, workers, scheduler)
     mesh_state = _mesh_state(SIMULATION, peer_access)
+    mesh_state.on_wake.append(scheduler.wake)
     made = [
         SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
     ]
@@ -252,7 +253,7 @@ def _open_cuda(devices: int | Sequence[int] | None, per_process: int | None) -> 
         )
     physicals = tuple(dict.fromkeys(placement))
     mesh_state = _mesh_state(CUDA, streams.enable_peer_access(physicals))
-    mesh_state.nvtx = streams.NvtxRanges()
+    mesh_state.nvtx = streams.NVTX
     states: dict[int, Any] = {}  # streams of each GPU, which its devices share
     cuda_devices = [
         cuda.CudaDevice(mesh_state, index, gpu, states) for index, gpu in enumerate(placement)
@@ -399,9 +400,7 @@ def _validate_number(devices_per_process: int) -> int:
 
 
 def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
-    named = devices
-    if named is None:
-        named = _integer("GRADREDUCE_SIM_DEVICES", 4)
+    named = _integer("GRADREDUCE_SIM_DEVICES", 4) if devices is None else devices
     with suppress(TypeError):
         named = range(as_index(named))
     try:

@@ -105,12 +105,15 @@ def _text(value: str) -> str:
 
 def _of_flight(content: dict[str, Any]) -> list[TraceEvent]:
     """Returns the events of a flight record; one microsecond each."""
-    events = []
-    for number, entry in enumerate(content["entries"]):
-        fields = {name: entry[name] for name in _FIELDS}
-        details = {name: entry[name] for name in _DETAILS}
-        events.append(event_of(**fields, start=number, duration=1, details=details))
-    return events
+    return [
+        event_of(
+            **{name: entry[name] for name in _FIELDS},
+            start=number,
+            duration=1,
+            details={name: entry[name] for name in _DETAILS},
+        )
+        for number, entry in enumerate(content["entries"])
+    ]
 
 
 def _of_trace(content: dict[str, Any]) -> list[TraceEvent]:

@@ -12,7 +12,15 @@ from .failure.interrupts import DeferInterrupts
 from .failure.pending_calls import Label, PackInfo, PendingCall, WaitPolicy, as_deadline
 from .failure.process_end import check_running, inside_library
 from .failure.waiting import Done, Waiters, call_under_lock, run_in_thread
-from .log.op_log import QUEUES, FlightEntry, Journal, Record, flight_path, replace_file
+from .log.op_log import (
+    QUEUES,
+    FlightEntry,
+    Journal,
+    ProfilerRanges,
+    Record,
+    flight_path,
+    replace_file,
+)
 from .log.trace import TraceEvent, event_of, trace_path, trace_text
 from .memory.buffer import (
     ALIGNMENT,

@@ -122,14 +122,12 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_usable(self)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            block = self._allocate(nbytes)
+            return Buffer(self._allocate(nbytes), 0, shape, dtype)
         except MemoryError:  # pools of other devices may hold memory of the same GPU or host
-            block = None
-        if block is None:
-            for device in self.mesh.devices:
-                device.drop_free_memory()
-            block = self._allocate(nbytes)
-        return Buffer(block, 0, shape, dtype)
+            pass
+        for device in self.mesh.devices:
+            device.drop_free_memory()
+        return Buffer(self._allocate(nbytes), 0, shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """Allocates a Buffer of zeros; the fill is queued on the compute queue.
@@ -457,9 +455,8 @@ class Device(NotCopied, Backend):
         mesh_state.check_usable(self)
         if (kernel, template) not in mesh_state.compiled:
             self._compile_kernel(kernel, template)
-            usable = [each for each in self.mesh.devices if each.physical not in mesh_state.failed]
-            for device in {each.physical: each for each in [*reversed(usable), self]}.values():
-                if device is not self:
+            for device in {each.physical: each for each in self.mesh.devices}.values():
+                if device.physical not in mesh_state.failed:
                     with suppress(BackendUnavailableError):  # this call does not need that device
                         device._compile_kernel(kernel, template)
             mesh_state.compiled[kernel, template] = None
@@ -485,11 +482,8 @@ class Device(NotCopied, Backend):
         Only ``order.py`` and backends call it.
         """
         self.mesh_state.check_usable(self)
-        waiting = self.queues[queue]
-        if mark.device.queues[mark.queue] is waiting:
-            return
         self._wait(mark, queue)
-        waiting.submitted += 1
+        self.queues[queue].submitted += 1
         command_list = self.mesh_state.thread.command_list
         if command_list is not None:
             command_list.note_wait(self, mark, queue)

@@ -38,22 +38,22 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
     def clear_failure() -> None:
         if mesh_state.reason is None:
             return
-        reported = mesh_state.failure_reported.wait(rest())
-        _need(reported, "some waiting threads have not returned")
+        _need(mesh_state.failure_reported.wait(rest()), "some waiting threads have not returned")
         _need(mesh_state.library_finished(rest()), "the communicators are not aborted yet")
-        drained: list[bool] = []
+        submits = "a call is still submitting work to the devices"
 
         def drain() -> None:  # a thread may hang in the driver, and hold only this lock
-            drained.append(call_under_lock(mesh_state.order.lock, rest(), empty_queues))
+            _need(call_under_lock(mesh_state.order.lock, rest(), empty_queues), submits)
 
-        call_under_lock(mesh_state.launch_lock, rest(), drain)
-        _need(True in drained, "a call is still submitting work to the devices")
+        _need(call_under_lock(mesh_state.launch_lock, rest(), drain), submits)
         for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
         mesh_state.clear_failure()
 
-    is_free = call_under_lock(mesh_state.reset_lock, rest(), clear_failure)
-    _need(is_free, "another thread is resetting it")
+    _need(
+        call_under_lock(mesh_state.reset_lock, rest(), clear_failure),
+        "another thread is resetting it",
+    )
 
 
 def _need(done: bool, what: str) -> None:

@@ -213,10 +213,9 @@ class MeshState:
             if self.reason is not None:
                 return
             found = list(dict.fromkeys(devices))
-            names = names_of(found)
             for device in found:
                 self.mark_failed(device.physical, f"a call failed half way: {error!r}")
-            error.add_note(f"The call failed half way: {names} cannot be used any more.")
+            error.add_note(f"The call failed half way: {names_of(found)} cannot be used any more.")
 
         return self.on_partial_failure(mark_all_failed)
 

@@ -41,8 +41,7 @@ class RowIndex:
     @classmethod
     def none(cls) -> Self:
         """Returns the index of a sum without rows."""
-        empty = np.empty(0, np.int64)
-        return cls(empty, empty, empty, ())
+        return cls.of(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @classmethod
     def of(cls, indices: np.ndarray, counts: np.ndarray) -> Self:

@@ -23,12 +23,14 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
+    FlatLayout,
     accumulate_dtype,
     as_dtype,
+    by_template,
     can_access,
     flat_layout,
+    same_dtypes,
 )
-from gradreduce.device.memory.buffer import FlatLayout, by_template, same_dtypes
 
 Spec = tuple[tuple[int, ...], DType]  # shape and dtype
 BIG = 1 << 16  # a tensor of so many bytes or more is sent alone

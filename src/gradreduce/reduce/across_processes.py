@@ -85,8 +85,12 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
 
 def process_groups(counts: Sequence[int]) -> ReductionGroups:
     """Returns the replicas of each process as one group; ``counts``: their numbers."""
-    ends = accumulate(counts)
-    return tuple([tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)])
+    return tuple(
+        [
+            tuple(range(end - count, end))
+            for end, count in zip(accumulate(counts), counts, strict=True)
+        ]
+    )
 
 
 class AcrossProcesses(Algorithm):
@@ -118,16 +122,13 @@ class AcrossProcesses(Algorithm):
             for index, job in enumerate(jobs)
         ]
         terms = self._exchange_terms(jobs, slices, "compute")
-        copies = []
         for (index, *_), groups in terms:
             (out,) = jobs[index].outs
-            total = out
-            if out.device.physical != device.physical:
-                total = device.empty(out.shape, out.dtype)
-                copies.append((out, total))
+            is_here = out.device.physical == device.physical
+            total = out if is_here else device.empty(out.shape, out.dtype)
             self._add(total, groups, jobs[index].divisor)
-        for out, total in copies:
-            out.device.copy(out, total)
+            if not is_here:
+                out.device.copy(out, total)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``."""

@@ -393,8 +393,10 @@ def validate_mesh(mesh: Any) -> Mesh | None:
 def validate_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     """Returns a list or tuple of pairs; raises ``ValueError`` otherwise."""
     if not isinstance(pairs, list | tuple):
-        kind = type(pairs).__name__
-        raise ValueError(f"value_destination_pairs must be a list or a tuple of pairs, not {kind}")
+        raise ValueError(
+            "value_destination_pairs must be a list or a tuple of pairs, not "
+            f"{type(pairs).__name__}"
+        )
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
@@ -450,10 +452,9 @@ def _wrap_one(
         if isinstance(value, IndexedSlices):
             part = part_on(value.device or current_device(mesh), value)
             return PerReplica.of([part], value.kind)
-        home = current_device(mesh)
         form = axis_order(value)
         lying = value if form is None else in_order(value, form)
-        return PerReplica.of([to_buffer(lying, home)], kind_of(value), form)
+        return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
     except (TypeError, ValueError) as error:
         raise about(what, error) from None
 

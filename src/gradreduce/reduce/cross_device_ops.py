@@ -90,11 +90,9 @@ class CheckedCall:
 
     @contextmanager
     def _running(self, name: str, seconds: float | None) -> Iterator[None]:
-        partial = _NOTHING
-        if self.outs:
-            of_mesh = self.devices[0].mesh_state
-            partial = of_mesh.on_partial_failure(lambda error: error.add_note(_PARTIAL))
-        with deadline_scope(name, seconds, self.devices), partial:
+        of_mesh = self.devices[0].mesh_state
+        partial = of_mesh.on_partial_failure(lambda error: error.add_note(_PARTIAL))
+        with deadline_scope(name, seconds, self.devices), partial if self.outs else _NOTHING:
             yield
 
     def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
@@ -138,8 +136,10 @@ def validate_call(
     if out is None:
         kinds = [request.value.kind for request in requests]
         if output_type is not None:
-            homes = [request.devices[0] for request in requests]
-            kinds = [as_result_kind(output_type, *pair) for pair in zip(kinds, homes, strict=True)]
+            kinds = [
+                as_result_kind(output_type, request.value.kind, request.devices[0])
+                for request in requests
+            ]
         return CheckedCall(requests, kinds, [])
     if output_type is not None:
         raise ValueError(
@@ -518,9 +518,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.mesh = validate_mesh(mesh)
 
     def _repr_fields(self) -> list[str]:
-        where, how = self.reduce_to_device, self.accumulation_fn
-        fields = {"reduce_to_device": where, "accumulation_fn": how}
-        return [f"{name}={value!r}" for name, value in fields.items() if value is not None]
+        names = ("reduce_to_device", "accumulation_fn")
+        return [f"{name}={vars(self)[name]!r}" for name in names if vars(self)[name] is not None]
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

@@ -185,8 +185,7 @@ class FlatBuffer:
             PerReplica.of(column, name=name) for column, name in zip(columns, names, strict=True)
         ]
         self.adopt()
-        pairs = [(value, value) for value in values]
-        step = ops.prepare(op, pairs, out=columns, deadline=deadline)
+        step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
         step.shared = self
         self.release(deadline=deadline)
         return step

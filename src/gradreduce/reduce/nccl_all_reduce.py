@@ -80,20 +80,19 @@ class Nccl(Algorithm):
 
     def all_reduce(self, jobs: Sequence[tuple[Job, Sequence[_NcclMemory]]], queue: Queue) -> Steps:
         """See ``Algorithm.all_reduce``; on one physical device reads n buffers, writes n."""
-        collective = self._collective
-        if collective is not None:
+        if self._collective is not None:
             for rank, indices in enumerate(self._sharing):
                 folded = [parts[rank].folded for _, parts in jobs]
                 _fold([job for job, _ in jobs], folded, indices)
-            with collective.group():  # each group costs a launch on every GPU and messages
+            with self._collective.group():  # each group costs a launch on every GPU and messages
                 for _, parts in jobs:
                     sources = [part.source for part in parts]
                     gathered = [part.gathered for part in parts if part.gathered is not None]
                     if gathered:
-                        collective.all_gather(gathered, sources, queue=queue)
+                        self._collective.all_gather(gathered, sources, queue=queue)
                     else:
                         outs = [part.folded for part in parts]
-                        collective.all_reduce(outs, sources=sources, queue=queue)
+                        self._collective.all_reduce(outs, sources=sources, queue=queue)
         yield
         for rank, indices in enumerate(self._sharing):
             sums = [
@@ -151,15 +150,13 @@ class Nccl(Algorithm):
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``; one broadcast for each job, all in one group call."""
-        collective = self._collective
-        if collective is None:
-            super().all_gather(jobs)
-            return
         copy_on_gpus([(job.inputs[0], job.outs) for job in jobs], self.devices)
-        with collective.group():
+        if self._collective is None:
+            return
+        with self._collective.group():
             for job in jobs:
                 first_outs = [job.outs[first] for first, *_ in self._sharing]
-                collective.broadcast(first_outs, self._rank_of(job))
+                self._collective.broadcast(first_outs, self._rank_of(job))
         received = [
             (job.outs[first], job.outs)
             for job in jobs

@@ -205,13 +205,11 @@ class DryRun:
 
     Attributes:
         plan: the plan.
-        operations: the logged operations, in order, with their operands.
-        records: the records of the operations.
+        operations: the logged operations, in order, with their operands and records.
     """
 
     plan: ReducePlan
     operations: tuple[Operation, ...]
-    records: list[Record]
 
 
 def dry_run_of(
@@ -264,7 +262,7 @@ def dry_run_of(
         exchange_bytes=sum([record.nbytes for record in exchanges]),
         names=names,
     )
-    return DryRun(plan, operations, log.records)
+    return DryRun(plan, operations)
 
 
 def _packs_of(

@@ -214,7 +214,9 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
         host_seconds=returned - start,
         memory_bandwidth=memory,
         link_bandwidth=links,
-        differences=tuple(_differences(dry_run.records, journal.records)),
+        differences=tuple(
+            _differences([x for each in dry_run.operations for x in each.records], journal.records)
+        ),
     )
 
 

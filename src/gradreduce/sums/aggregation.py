@@ -100,11 +100,6 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
         ) from None
 
 
-def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
-    """Returns the aggregator class of this method."""
-    return _AGGREGATORS[method]
-
-
 @overload
 def add_n(
     inputs: Sequence[ArrayT], name: str | None = None, *, output_type: None = None
@@ -346,7 +341,7 @@ def _aggregate(terms: list[Any], method: AggregationMethod, kind: Kind) -> Any:
 
 def _sum(terms: Sequence[Part], method: AggregationMethod, *, tree: bool) -> Buffer:
     """Checks that all terms agree, then sums them."""
-    total = MultiDeviceSum(_AGGREGATORS[method])
+    total = MultiDeviceSum(AGGREGATORS[method])
     for term in terms:
         total.check(require_shape(term, alone=len(terms) == 1), term.dtype)
     buffers = with_dense(terms)
@@ -382,7 +377,7 @@ def _aggregate_lazily(
     terms: Iterable[Any], method: AggregationMethod, output_type: OutputType | None
 ) -> Any:
     """Sums the terms of an iterator, keeping each only as long as needed."""
-    total = MultiDeviceSum(_AGGREGATORS[method])
+    total = MultiDeviceSum(AGGREGATORS[method])
     kind: Kind = "native"
     held: list[Any] = []  # the first term; or all terms, as long as all are sparse
     for term in _iterate_suspended(terms):
@@ -479,7 +474,8 @@ def _check_inputs(inputs: Any, what: str) -> None:
     )
 
 
-_AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
+# The class that adds the terms of one device by each method.
+AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
     AggregationMethod.ADD_N: AddN,
     AggregationMethod.EXPERIMENTAL_TREE: Tree,
     AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: OneBuffer,

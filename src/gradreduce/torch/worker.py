@@ -11,10 +11,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from gradreduce.device import Mesh, ModuleLock
-from gradreduce.device.failure.process_end import inside_library
-from gradreduce.device.failure.waiting import Done
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device import Done, Mesh, MeshState, ModuleLock, inside_library
 from gradreduce.errors import CollectiveError
 
 

@@ -27,8 +27,7 @@ from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
 from gradreduce.comm.description import Description
 from gradreduce.comm.replicas import Replicas, abort_others_on_error
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype
-from gradreduce.device.processes import Parcel
+from gradreduce.device import Buffer, Device, DType, Parcel, accumulate_dtype, as_dtype
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
 from gradreduce.optim.checkpoint import SlotValues

@@ -422,11 +422,9 @@ class CudaDevice(Device):
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         stream = self._stream(queue).ptr
         with self.gpu:
-            if dst.device.physical == src.device.physical:
-                kind = runtime.memcpyDeviceToDevice
-                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
-            elif recording.streams is not None:  # a graph cannot contain memcpyPeerAsync
-                kind = runtime.memcpyDefault
+            is_local = dst.device.physical == src.device.physical
+            if is_local or recording.streams is not None:  # a graph takes no memcpyPeerAsync
+                kind = runtime.memcpyDeviceToDevice if is_local else runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
                 runtime.memcpyPeerAsync(

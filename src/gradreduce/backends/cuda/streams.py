@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nvtx, runtime
 
-from gradreduce.device import Device, Stream, handle_of
+from gradreduce.device import Device, ProfilerRanges, Stream, handle_of
 from gradreduce.errors import INSTALL_CUDA, BackendUnavailableError, CaptureError, log_warning
 
 from .libcuda import has_context
@@ -21,18 +21,7 @@ from .libcuda import has_context
 _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
 
-class NvtxRanges:
-    """NVTX ranges of the calling thread, which Nsight Systems shows."""
-
-    def push(self, text: str) -> None:
-        """Begins a range inside the open one."""
-        nvtx.RangePush(text)
-
-    def pop(self) -> None:
-        """Ends the range that was begun last."""
-        nvtx.RangePop()
-
-
+NVTX = ProfilerRanges(nvtx.RangePush, nvtx.RangePop)  # Nsight Systems shows them
 OLDEST_CUPY = (14, 2)  # older ones take no bfloat16
 
 

@@ -80,8 +80,6 @@ class SimDevice(Device):
         self.scheduler = options.scheduler
         self.defers = mesh_state.order.is_needed = options.scheduler.defers
         self.compiles = options.build is not None
-        if options.scheduler.wake not in mesh_state.on_wake:
-            mesh_state.on_wake.append(options.scheduler.wake)
         self._pool = SimPool()
         self._tables = Tables(lambda words: (words.__array_interface__["data"][0], words))
 

@@ -13,13 +13,13 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gradreduce.device.failure.waiting import run_in_thread
 from gradreduce.device.memory.buffer import Mark, Queue, Row
@@ -174,14 +174,16 @@ class ThreadState(threading.local):
     compared: tuple[tuple[str, object], ...] = ()
 
 
-class ProfilerRanges(Protocol):
-    """The calling thread's ranges in a profiler, such as NVTX."""
+class ProfilerRanges(NamedTuple):
+    """The calling thread's ranges in a profiler, such as NVTX.
 
-    def push(self, text: str) -> None:
-        """Begins a range inside the open one."""
+    Attributes:
+        push: begins a range inside the open one.
+        pop: ends the range that was begun last.
+    """
 
-    def pop(self) -> None:
-        """Ends the range that was begun last."""
+    push: Callable[[str], object]
+    pop: Callable[[], object]
 
 
 _QueueOf = tuple[int, str]  # a physical device, and one of its queues
@@ -346,10 +348,10 @@ class OpLog:
 
         def mark() -> None:
             for queue in queues:
-                try:  # a backend makes its device current: this thread has none yet
+                # A failed device cannot be queried. A backend makes its device current: this thread
+                # has none yet.
+                with suppress(Exception):
                     new_marks.append(queue.device.mesh_state.order.new_mark(queue))
-                except Exception:  # noqa: S112  # a failed device cannot be queried
-                    continue
             for device in devices:
                 device._progress()
 
@@ -385,7 +387,7 @@ class PackScope:
         self._ranges = self._log.ranges
         if self._ranges is not None:
             self._ranges.push(str(self._pack_info or ""))
-        if self._marks and (thread.pending_call or thread.command_list) is not None:
+        if self._marks:
             self._mark_queues(leaves=False)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -393,8 +395,7 @@ class PackScope:
         thread.label, thread.phase = self._before
         if self._ranges is not None:
             self._ranges.pop()
-        in_use = self._marks and (thread.pending_call or thread.command_list) is not None
-        if error is None and in_use:
+        if error is None and self._marks:
             self._mark_queues(leaves=True)
 
     def _mark_queues(self, *, leaves: bool) -> None:

@@ -13,42 +13,33 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .op_log import QUEUES, Journal, OpLog, Record, ThreadState, replace_file
 
 TraceEvent = dict[str, Any]
 
 
-class TimedRecord(NamedTuple):
-    """An operation with its host times in nanoseconds, and the thread that submitted it."""
-
-    record: Record
-    start: int
-    end: int
-    thread: int
-
-
 class TimedRecords(list[Record]):
     """The records of a journal, with the times at which they were logged.
 
     Attributes:
-        timed: the same records with their times.
+        timed: each record with its begin and end on the host in nanoseconds, and the thread that
+            submitted it.
     """
 
     def __init__(self, thread: ThreadState) -> None:
         super().__init__()
-        self.timed: list[TimedRecord] = []
+        self.timed: list[tuple[Record, int, int, int]] = []
         self._thread = thread
 
     def extend(self, records: Iterable[Record]) -> None:
         """Appends records that the calling thread has just submitted."""
         end = time.perf_counter_ns()
         start, self._thread.started = self._thread.started or end, 0
-        thread = threading.get_ident()
-        made = [TimedRecord(record, start, end, thread) for record in records]
-        self.timed += made
-        super().extend([each.record for each in made])
+        made = list(records)
+        self.timed += [(record, start, end, threading.get_ident()) for record in made]
+        super().extend(made)
 
 
 def trace_path(path: str | os.PathLike[str]) -> Path:
@@ -79,24 +70,25 @@ def write_trace(log: OpLog, path: Path | None, names: Mapping[int, str]) -> Iter
             yield journal
         finally:
             if path is not None:
-                events = [_event_of(each, begin) for each in records.timed.copy()]
+                events = [_event_of(*each, begin) for each in records.timed.copy()]
                 replace_file(path, trace_text(events, names), mode=0o666)
 
 
-def _event_of(timed: TimedRecord, begin: int) -> TraceEvent:
-    record = timed.record
-    fields = {name: getattr(record, name) for name in ("kind", "name", "device", "queue")}
+def _event_of(record: Record, start: int, end: int, thread: int, begin: int) -> TraceEvent:
     return event_of(
-        **fields,
-        start=(timed.start - begin) / 1e3,
-        duration=(timed.end - timed.start) / 1e3,
+        kind=record.kind,
+        name=record.name,
+        device=record.device,
+        queue=record.queue,
+        start=(start - begin) / 1e3,
+        duration=(end - start) / 1e3,
         details={
             "source": record.source,
             "bytes": record.nbytes,
             "rows": record.num_rows,
             "tensors": "" if record.label is None else str(record.label),
             "phase": record.phase,
-            "thread": timed.thread,
+            "thread": thread,
         },
     )
 

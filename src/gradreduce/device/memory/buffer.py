@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import ref
 
@@ -339,9 +340,5 @@ def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
     """
     unit = max(1, ALIGNMENT // itemsize)
     spans = tuple(-(-size // unit) * unit for size in sizes)
-    offsets = []
-    end = 0
-    for span in spans:
-        offsets.append(end)
-        end += span
+    *offsets, end = accumulate(spans, initial=0)
     return FlatLayout(tuple(offsets), tuple(sizes), spans, end)

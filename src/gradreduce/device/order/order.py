@@ -80,8 +80,11 @@ class Work(NamedTuple):
                     parts[is_written][block].append(operand)
                 if block.shared:
                     homes.add(uses.home)
-        places = [(each, 0, END, False) for each in whole[False].values()]
-        places += [(each, 0, END, True) for each in whole[True].values()]
+        places = [
+            (each, 0, END, is_written)
+            for is_written in (False, True)
+            for each in whole[is_written].values()
+        ]
         spans = _spans(parts[False], False) | _spans(parts[True], True)
         places += [
             ([block], start, stop, written) for (block, start, stop), written in spans.items()

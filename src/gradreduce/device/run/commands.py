@@ -37,21 +37,6 @@ class Operation(NamedTuple):
     num_written: int = 0
 
 
-class _MarkAgain:
-    """Makes a mark in each replay.
-
-    Attributes:
-        mark: the mark of the last replay.
-    """
-
-    def __init__(self, mark: Mark) -> None:
-        self.mark = mark
-
-    def __call__(self) -> None:
-        device, queue, _ = self.mark
-        self.mark = Mark(device, queue, device._mark(queue))
-
-
 class CommandList:
     """The operations that a thread submitted while this was open, in order.
 
@@ -67,7 +52,8 @@ class CommandList:
         self.operations: list[Operation] = []
         self.waits = Waits()
         self.blocks: set[Block] = set()
-        self._marks: dict[int, _MarkAgain] = {}  # ``waits`` keeps the marks
+        # The id of a mark, which ``waits`` keeps -> a list of one: the mark of the last replay.
+        self._marks: dict[int, list[Mark]] = {}
 
     def add(
         self,
@@ -80,14 +66,19 @@ class CommandList:
         self.operations.append(Operation(command, records, rows, num_written))
 
     def note_mark(self, mark: Mark) -> None:
-        """Records a mark that has just been made."""
-        self._marks[id(mark)] = again = _MarkAgain(mark)
-        self.add(again)
+        """Records a mark that has just been made, and that each replay makes again."""
+        last = self._marks[id(mark)] = [mark]
+        device, queue, _ = mark
+
+        def make_again() -> None:
+            last[0] = Mark(device, queue, device._mark(queue))
+
+        self.add(make_again)
 
     def note_wait(self, device: Device, mark: Mark, queue: Queue) -> None:
         """Records a wait for a mark of this list."""
-        again = self._marks[id(mark)]
-        self.add(lambda: device._wait(again.mark, queue))
+        last = self._marks[id(mark)]
+        self.add(lambda: device._wait(last[0], queue))
 
     def run(self) -> None:
         """Submits all operations again, in order; logs nothing."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any, Self
 
-from gradreduce.device import Waiters
-from gradreduce.device.mesh_state import MeshState
+from gradreduce.device import MeshState, Waiters
 from gradreduce.errors import DeadlineExceededError, listed, log_warning
 
 
