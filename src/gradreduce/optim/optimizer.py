@@ -565,9 +565,13 @@ class Optimizer(OptimizerState):
             launch_all(job.before)
             rule = ready_python_rule(self._apply, self._slot_names, job)
             return partial(launch_all, [rule, *job.after])
-        kernel = ops.RULE_KERNELS[self._rule, variant]
         update = partial(
-            ops.update_rows, kernel, job.updates, scalars, job.device, writer=job.writer
+            ops.update_rows,
+            ops.RULE_KERNELS[self._rule, variant],
+            job.updates,
+            scalars,
+            job.device,
+            writer=job.writer,
         )
         return partial(launch_all, [*job.before, update, *job.after])
 
