@@ -273,8 +273,11 @@ class OptimizerState(NotCopied):
 
     def _no_attribute(self, name: str) -> AttributeError:
         """Returns the error for setting an unknown attribute."""
-        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
-        return no_attribute(type(self).__name__, name, known)
+        return no_attribute(
+            type(self).__name__,
+            name,
+            (*self._hyperparameters, *self._settings, "cross_device_ops"),
+        )
 
     _rule: ops.UpdateRule | None = None  # names the kernels, used instead of ``_apply``, and slots
 

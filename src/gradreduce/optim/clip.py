@@ -151,8 +151,10 @@ def _clip_mirrored(
         for device, parts in zip(first.devices, columns, strict=True)
     ]
     rows = zip(*(clipped for clipped, _ in on_each), strict=True)
-    kinds = [mirrored.kind for mirrored in present.values()]
-    made = [Mirrored.of(parts, kind) for parts, kind in zip(rows, kinds, strict=True)]
+    made = [
+        Mirrored.of(parts, mirrored.kind)
+        for parts, mirrored in zip(rows, present.values(), strict=True)
+    ]
     return made, Mirrored.of([result_norm for _, result_norm in on_each], first.kind)
 
 

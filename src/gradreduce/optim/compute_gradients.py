@@ -52,8 +52,7 @@ def ready_gradients(  # the arguments of compute_gradients
             "`loss` passed to Optimizer.compute_gradients should be a function when eager "
             f"execution is enabled: it is a {type(loss).__name__}"
         )
-    variables = _validate_variables(var_list)
-    return partial(gradients_of, loss, variables, method, grad_loss, engine)
+    return partial(gradients_of, loss, _validate_variables(var_list), method, grad_loss, engine)
 
 
 def check_outside_replica(call: str) -> None:
@@ -97,10 +96,9 @@ def gradients_of_replicas(
     for index, device in enumerate(devices[1:], 1):
         with replica_on(device, index), on_gpu_of(device):
             results.append(gradients())
-    values = [value for value, _ in results]
     by_variable = [{variable: gradient for gradient, variable in pairs} for _, pairs in results]
     variables = dict.fromkeys(variable for each in by_variable for variable in each)
-    return values, [
+    return [value for value, _ in results], [
         (_of_replicas([each.get(variable) for each in by_variable], variable, devices), variable)
         for variable in variables
     ]

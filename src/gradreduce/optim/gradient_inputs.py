@@ -173,8 +173,10 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
     if not isinstance(grad, Part):
         return grad
     home = buffer_of(grad).device
-    parts = [grad if home is device else _copy_to_device(grad, device) for device in var.devices]
-    return PerReplica.of(parts, devices=var.devices)
+    return PerReplica.of(
+        [grad if home is device else _copy_to_device(grad, device) for device in var.devices],
+        devices=var.devices,
+    )
 
 
 def _copy_to_device(grad: Part, device: Device) -> Part:
@@ -191,9 +193,9 @@ def _to_gradient_value(grad: Any, var: Variable) -> GradientValue:
     if isinstance(grad, PerReplica | Mirrored):
         grad._discard_copies()
         if set(grad.devices) != set(var.devices):
-            devices = listed(device.name for device in grad.devices)
             raise ValueError(
-                f"the gradient of {var!r} is on {devices}; it must be on the variable's devices"
+                f"the gradient of {var!r} is on {listed(device.name for device in grad.devices)}; "
+                "it must be on the variable's devices"
             )
         placed: GradientValue = grad
     else:

@@ -218,8 +218,13 @@ class AdamOptimizer(_DecayingOptimizer):
         power1, power2 = powers or (beta1, beta2)
         correction = math.sqrt(1 - power2)
         epsilon *= correction if _is_torch(self.eps_mode) else 1
-        scale = [1 - lr * each for each in weight_decay]  # AdamW has one
-        scalars = (lr * correction / (1 - power1), 1 - beta1, 1 - beta2, epsilon, *scale)
+        scalars = (
+            lr * correction / (1 - power1),
+            1 - beta1,
+            1 - beta2,
+            epsilon,
+            *[1 - lr * each for each in weight_decay],  # AdamW has one
+        )
         return scalars, (power1 * beta1, power2 * beta2)
 
 
@@ -273,8 +278,16 @@ class AdamWOptimizer(AdamOptimizer):
         lazy: bool = False,
         master_dtype: Any = None,
     ) -> None:
-        options: dict[str, Any] = {"lazy": lazy, "master_dtype": master_dtype, "eps_mode": "torch"}
-        super().__init__(learning_rate, beta1, beta2, epsilon, name=name, **options)
+        super().__init__(
+            learning_rate,
+            beta1,
+            beta2,
+            epsilon,
+            name=name,
+            lazy=lazy,
+            master_dtype=master_dtype,
+            eps_mode="torch",
+        )
         self._set_numbers(weight_decay=weight_decay)
 
 

@@ -111,8 +111,12 @@ class Slots:
 
     def make_one(self, var: Variable, name: str, value: float = 0.0) -> Variable:
         """Creates a slot of a variable, filled with ``value``, outside of ``by_name``."""
-        whole = f"{var.name}/{self.owner}{self._endings[name]}"
-        return Variable._full_like(var, whole, value, dtype=self.state_dtype(var))
+        return Variable._full_like(
+            var,
+            f"{var.name}/{self.owner}{self._endings[name]}",
+            value,
+            dtype=self.state_dtype(var),
+        )
 
     def of(self, var: Variable) -> list[Variable]:
         """Returns the existing slots of a variable."""
@@ -130,8 +134,10 @@ class Slots:
 
     def all(self) -> list[Variable]:
         """Returns every slot, sorted by name."""
-        found = [slot for by_variable in self.by_name.values() for slot in by_variable.values()]
-        return sorted(found, key=lambda slot: slot.name)
+        return sorted(
+            (slot for by_variable in self.by_name.values() for slot in by_variable.values()),
+            key=lambda slot: slot.name,
+        )
 
 
 def _copy_to_master(master: Variable, var: Variable) -> None:

@@ -243,8 +243,12 @@ def _copy_written(row: Update, device: Device) -> list[Buffer]:
     ops.pack(copies, row[:-1], device=device)
     if len(row) > 2 and copies[1].dtype != copies[0].dtype:
         zeros = device.zeros(row[0].shape, row[0].dtype)
-        sgd = ops.RULE_KERNELS[ops.RULES["sgd"], "plain"]
-        ops.update_rows(sgd, [[copies[0], copies[1], zeros]], (0.0,), device)
+        ops.update_rows(
+            ops.RULE_KERNELS[ops.RULES["sgd"], "plain"],
+            [[copies[0], copies[1], zeros]],
+            (0.0,),
+            device,
+        )
     return copies
 
 

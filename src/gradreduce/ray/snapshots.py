@@ -169,7 +169,10 @@ def _write(file: IO[bytes], state: Mapping[str, Any]) -> None:
     contents = json.dumps({"names": list(tensors), "metadata": metadata}).encode()
     file.write(bytes(_DIGEST_BYTES))
     for array in (np.frombuffer(contents, np.uint8), *tensors.values()):
-        np.lib.format.write_array(file, np.asarray(array, order="C"), (1, 0), allow_pickle=False)
+        array = np.asarray(array, order="C")
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.reshape(-1).view(np.uint8).data)  # np.save would copy it
     digest = _digest(file)
     file.seek(0)
     file.write(digest)

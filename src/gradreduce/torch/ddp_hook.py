@@ -116,7 +116,7 @@ def validate_mesh(cross_device_ops: Any) -> Any:
 def _mean_of(
     index: int,
     gradients: torch.Tensor,
-    ops: AllReduceCrossDeviceOps,
+    cross_device_ops: AllReduceCrossDeviceOps,
     deadline: float | None,
     known: _Known,
 ) -> torch.Tensor:
@@ -127,24 +127,24 @@ def _mean_of(
     Args:
         index: the number of the bucket.
         gradients: the bucket.
-        ops: see ``comm_hook``.
+        cross_device_ops: see ``comm_hook``.
         deadline: seconds for the reduction.
         known: for each bucket the memory that it had in the last backward, and its prepared step.
     """
     if gradients.is_sparse:
-        ((mean,),) = ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
+        ((mean,),) = cross_device_ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
         return mean
     out = [[gradients]]
     place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
     before, step = known.get(index, (None, None))
     if before != place:  # DDP makes new buckets after the first backward
         known[index] = place, None
-        ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
+        cross_device_ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
     elif step is not None:
         step(deadline=deadline)
     else:
-        value = PerReplica([gradients], ops.mesh, name=f"bucket {index}")
-        step = ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
+        value = PerReplica([gradients], cross_device_ops.mesh, name=f"bucket {index}")
+        step = cross_device_ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
         known[index] = place, step
     return gradients
 

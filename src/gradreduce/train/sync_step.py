@@ -382,13 +382,13 @@ class SyncStep(NotCopied):
         saved, before = loaded["accumulators"], loaded["num_replicas"]
         divide = self._shards.divide_slots if self._shards else None
         optimizer = loaded["optimizer"], self.variables, "state['optimizer']", divide
-        continues = any(each["num_accumulated"] for each in saved.values())
         loads = [
             self.optimizer._ready_state(*optimizer),
             *ready_accumulators(self.accumulators, saved, self.devices, self.num_replicas, before),
-            self._scaling.ready_state(loaded, continues=continues),
-            checkpoint.ready_values(loaded["variables"], owners),
         ]
+        continues = any(each["num_accumulated"] for each in saved.values())
+        loads.append(self._scaling.ready_state(loaded, continues=continues))
+        loads.append(checkpoint.ready_values(loaded["variables"], owners))
         with DeferInterrupts():
             for load in loads:
                 load()

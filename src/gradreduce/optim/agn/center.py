@@ -65,9 +65,12 @@ class CenterState(Center):
                 for variable in self.variables.values():
                     held[variable.devices[0]] += variable.buffers[0].nbytes
                 device = min(self.devices, key=held.__getitem__)
-                full_name = f"global_center_variable/{name}"
-                center = Variable(local.buffers[0], full_name, trainable=False, device=device)
-                self.variables[name] = center
+                center = self.variables[name] = Variable(
+                    local.buffers[0],
+                    f"global_center_variable/{name}",
+                    trainable=False,
+                    device=device,
+                )
             check_same_tensor(name, (local.shape, local.dtype), (center.shape, center.dtype))
             return center
 
@@ -76,8 +79,9 @@ class CenterState(Center):
         with self.lock:
             own, slots = optimizer._slots, self.slots
             if slots is None:
-                dtype = "float32" if own.has_masters else None
-                slots = self.slots = Slots(own.kind, own.owner, own.names, dtype)
+                slots = self.slots = Slots(
+                    own.kind, own.owner, own.names, "float32" if own.has_masters else None
+                )
             elif (own.kind, own.names, own.has_masters) != (
                 slots.kind,
                 slots.names,
@@ -127,8 +131,11 @@ class CenterState(Center):
 
     def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
         """See ``Center``."""
-        written = (*variables.centers.values(), *self.slot_variables())
-        return [copy for each in written for copy in each.buffers]
+        return [
+            copy
+            for each in (*variables.centers.values(), *self.slot_variables())
+            for copy in each.buffers
+        ]
 
     def push_scope(self) -> DeferInterrupts:
         """See ``Center``."""
@@ -170,8 +177,7 @@ class CenterState(Center):
             )
             for written, (var, total) in zip(rows, sums.items(), strict=True)
         ]
-        failed = partial(self.mark_push_failed, config.task)
-        return PushPlan(pushed, optimizer, config, failed)
+        return PushPlan(pushed, optimizer, config, partial(self.mark_push_failed, config.task))
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
@@ -249,8 +255,9 @@ class AGNCenter(NotCopied):
     _copy_hint = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
-        location = default_mesh() if mesh is None else mesh
-        self.devices: tuple[Device, ...] = as_devices(location, "mesh=")
+        self.devices: tuple[Device, ...] = as_devices(
+            default_mesh() if mesh is None else mesh, "mesh="
+        )
         check_one_process(self.devices[0], "AGNCenter")
         self._state = CenterState(self.devices)
         # Getters and optimizers use only this attribute. For a center in another process it is

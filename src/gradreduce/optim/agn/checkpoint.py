@@ -6,17 +6,19 @@ See ``gradreduce.checkpoint``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import Check, anything, equal, integer, some_of, upload_like
+from gradreduce.checkpoint import anything, equal, integer, some_of, upload_like
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import queue_slots, ready_slots, slots_schema
 from gradreduce.optim.slots import Slots
 
+from .sums import Sum
 from .worker import Worker
 
 _CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
@@ -66,11 +68,10 @@ def queue_worker(worker: Worker) -> dict[str, Any]:
         else SPARSE.save(total)
         for var, total in shared.sums.items()
     }
-    variables = checkpoint.by_name(shared.centers)
     return {
         "format": _WORKER,
         "optimizer": worker.inner._queue_state(),
-        "variables": checkpoint.queue_copies(variables),
+        "variables": checkpoint.queue_copies(checkpoint.by_name(shared.centers)),
         "sums": sums,
         "pulled": {var.name: checkpoint.queue_copy(kept) for var, kept in shared.pulled.items()},
         "local_step": shared.num_steps,
@@ -86,7 +87,7 @@ def load_worker(worker: Worker, state: Any) -> None:
         "format": equal(_WORKER),
         "optimizer": anything,
         "variables": checkpoint.arrays_of(variables),
-        "sums": some_of({name: _sum_of(var) for name, var in variables.items()}),
+        "sums": some_of({name: partial(_ready_sum, var) for name, var in variables.items()}),
         "pulled": some_of(checkpoint.arrays_of(variables)),
         "local_step": integer(0, 2**31 - 1),
         "is_due": checkpoint.flag,
@@ -105,7 +106,7 @@ def load_worker(worker: Worker, state: Any) -> None:
         values["optimizer"], list(variables.values()), "state['optimizer']"
     )
     load_values = checkpoint.ready_values(values["variables"], variables)
-    totals = {variables[name]: _upload_sum(each, variables[name]) for name, each in sums.items()}
+    totals = {variables[name]: upload() for name, upload in sums.items()}
     kept = {variables[name]: upload_like(each, variables[name]) for name, each in pulled.items()}
     with DeferInterrupts():
         load_optimizer()
@@ -114,20 +115,10 @@ def load_worker(worker: Worker, state: Any) -> None:
         shared.num_steps, worker.push_pending = values["local_step"], values["is_due"]
 
 
-def _sum_of(var: Variable) -> Check:
-    """Returns a check for a saved sum: an array, or a dict if it is sparse."""
-    dense = checkpoint.array(var.shape, var.dtype)
-
-    def check(where: str, saved: Any) -> Any:
-        if isinstance(saved, Mapping):  # any count is allowed: pushes do not use counts
-            return SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
-        return dense(where, saved)
-
-    return check
-
-
-def _upload_sum(total: Any, var: Variable) -> Any:
-    """Uploads a sum that ``_sum_of`` has checked."""
-    if callable(total):
-        return total(var.devices[0])
-    return tuple([device.upload(total) for device in var.devices])
+def _ready_sum(var: Variable, where: str, saved: Any) -> Callable[[], Sum]:
+    """Validates a saved sum, an array or a dict of rows; returns a function that uploads it."""
+    if isinstance(saved, Mapping):  # any count is allowed: pushes do not use counts
+        load = SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
+        return partial(load, var.devices[0])
+    host = checkpoint.array(var.shape, var.dtype)(where, saved)
+    return lambda: tuple([device.upload(host) for device in var.devices])

@@ -40,8 +40,8 @@ def plan_fused_step(
     first = plan.variables[0] not in sums
     if first:  # the launch writes gradients to the sums and does not add
         sums = {**sums, **plan.totals} if sums else plan.totals
-    local = (int(first), *scalars)
-    return [optimizer._ready(job, local, "local") for job in plan.jobs(gradients)], sums
+    jobs = plan.jobs(gradients)
+    return [optimizer._ready(job, (int(first), *scalars), "local") for job in jobs], sums
 
 
 def local_step(

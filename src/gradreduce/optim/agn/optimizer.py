@@ -125,8 +125,12 @@ class AGNOptimizer(Optimizer):
 
     def _no_attribute(self, name: str) -> AttributeError:
         inner = self._inner
-        known = (*inner._hyperparameters, *inner._settings)
-        return no_attribute(type(self).__name__, name, known, "its inner optimizer")
+        return no_attribute(
+            type(self).__name__,
+            name,
+            (*inner._hyperparameters, *inner._settings),
+            "its inner optimizer",
+        )
 
     def __repr__(self) -> str:
         return (
@@ -161,8 +165,9 @@ class AGNOptimizer(Optimizer):
 
     def variables(self) -> list[Variable]:
         """Returns the slots of worker and center variables, sorted by name."""
-        found = [*self._inner.variables(), *self._center.slot_variables()]
-        return sorted(found, key=lambda each: each.name)
+        return sorted(
+            [*self._inner.variables(), *self._center.slot_variables()], key=lambda each: each.name
+        )
 
     @StreamScope()
     def apply_gradients(
@@ -278,8 +283,13 @@ class AGNOptimizer(Optimizer):
             array([3.], dtype=float32)
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
-        task = as_integer("task_index", task_index, least=0)
-        return AGNHook(self._center.registry, start, task, self._num_worker, limit)
+        return AGNHook(
+            self._center.registry,
+            start,
+            as_integer("task_index", task_index, least=0),
+            self._num_worker,
+            limit,
+        )
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
@@ -298,8 +308,7 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
         """
-        download = downloader(as_deadline(deadline), output_type)
-        return download(queue_worker(self._worker))
+        return downloader(as_deadline(deadline), output_type)(queue_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None

@@ -205,8 +205,8 @@ def _is_in_reach(pushed: PushedVariable) -> bool:
     """Whether a push of a variable needs no temporary memory, if its rule is compiled."""
     if not isinstance(pushed.total, tuple) or not pushed.pulled:
         return False
-    used = (pushed.total[0], *pushed.pulled[0])
-    return all(can_access(pushed.written[0].device, each) for each in used)
+    device = pushed.written[0].device
+    return all(can_access(device, each) for each in (pushed.total[0], *pushed.pulled[0]))
 
 
 def _take_rows(whole: Buffer, indices: ops.Indices) -> Buffer:

@@ -155,13 +155,12 @@ class AGNCustomGetter(NotCopied):
                 _sharing.add(self)
         else:
             self.center = center
-        home = self.center.devices[0]
-        for device in self.devices:
-            if device.mesh_state is not home.mesh_state:
-                raise DeviceMismatchError(
-                    f"{device.name} of the worker and {home.name} of the center belong "
-                    "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
-                )
+        own, home = self.devices[0], self.center.devices[0]
+        if own.mesh_state is not home.mesh_state:
+            raise DeviceMismatchError(
+                f"{own.name} of the worker and {home.name} of the center belong "
+                "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
+            )
         self._shared = WorkerVariables()
         self._accumulations: dict[Variable, Accumulation] = {}
         self._made: dict[str, Variable] = {}
@@ -189,8 +188,9 @@ class AGNCustomGetter(NotCopied):
         """
         before = self._made.get(name)
         if reuse:
-            shape, dtype = options.get("shape"), options.get("dtype")
-            return validate_reuse(before, name, initial_value, shape, dtype)
+            return validate_reuse(
+                before, name, initial_value, options.get("shape"), options.get("dtype")
+            )
         if trainable and before is not None and before.trainable:
             raise ValueError(
                 f"this getter has already created a variable named {name!r}; pass "

@@ -203,8 +203,9 @@ class Worker:
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
         check_unread(self.variables.centers)
-        end = partial(self._end_period, self.variables.pulled)
-        self._center.pull(self.inner, self.variables, end)
+        self._center.pull(
+            self.inner, self.variables, partial(self._end_period, self.variables.pulled)
+        )
 
 
 # Names of slots that hold momentum.
