@@ -6,42 +6,15 @@ import numpy as np
 import pytest
 from support import meshes
 from support.exact_data import exact_data, same
-from support.meshes import MeshCase, hierarchical_sum, launches_of, owned, refused, unchanged
+from support.meshes import MeshCase, hierarchical_sum, launches_of, refused, unchanged
 
 import gradreduce as gr
-from gradreduce.device import Buffer
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 mesh = meshes.mesh
 numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-
-
-def arrays_of(replica):
-    return [
-        exact_data((3, 4), "float32", seed=replica),
-        exact_data((4,), "bfloat16", seed=replica),
-        exact_data((), "float64", seed=replica),
-    ]
-
-
-def sums(num_replicas, divisor=1):
-    replicas = [arrays_of(replica) for replica in range(num_replicas)]
-    return [hierarchical_sum(of_one, divisor) for of_one in zip(*replicas, strict=True)]
-
-
-def test_buffers_come_back_as_buffers(mesh):
-    grads = [
-        [owned(device, array) for array in arrays_of(replica)]
-        for replica, device in enumerate(mesh)
-    ]
-    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
-    for entry, device in zip(results, mesh, strict=True):
-        for buffer, wanted in zip(entry, sums(len(mesh)), strict=True):
-            assert isinstance(buffer, Buffer)
-            assert buffer.device is device
-            assert same(buffer.numpy(), wanted)
 
 
 def test_the_one_line_call(monkeypatch):

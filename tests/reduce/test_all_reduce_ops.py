@@ -12,23 +12,19 @@ from support.meshes import (
     check_mirrored,
     expected_of,
     num_grown,
-    owned,
     per_replica,
     placement_of,
-    unchanged,
 )
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
 
-mesh = meshes.mesh
 numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
-# num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group; test_values.py draws others
-SETTINGS = [(0,), (3,), (0, 64, 2)]
+
 BATCH = [
     ((3,), "float32"), ((), "float16"), ((0, 4), "float32"), ((5, 7), "bfloat16"),
     ((70,), "float32"), ((2, 2), "complex64"), ((9,), "float64"), ((4,), "float16"),
@@ -50,19 +46,6 @@ def pairs(values):
     return [(value, value) for value in values]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("packing", SETTINGS, ids=str)
-def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(mesh, packing, algorithm):
-    values, arrays = random_batch(mesh)
-    op = (SUM, MEAN)[(SETTINGS.index(packing) + list(ALGORITHMS).index(algorithm)) % 2]
-    ops = gr.AllReduceCrossDeviceOps(algorithm, *packing)
-    with unchanged(*(array for replicas in arrays for array in replicas)):
-        results = ops.batch_reduce(op, pairs(values))
-    divisor = len(mesh) if op is MEAN else 1
-    for result, replicas in zip(results, arrays, strict=True):
-        check_mirrored(result, expected_of(algorithm, replicas, placement_of(mesh), divisor))
-
-
 def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
     count = len(numpy_mesh)
     parts = [numpy_mesh[:1], numpy_mesh, numpy_mesh[-1:], numpy_mesh[count // 2 :]]
@@ -72,55 +55,6 @@ def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
         for part, result in zip(parts, results, strict=True):
             assert result.devices == part.devices
             check_mirrored(result, np.full(2, len(part), np.float32))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("num_packs", [0, 3])
-def test_inputs_of_every_kind_are_never_written(numpy_mesh, num_packs, algorithm):
-    shapes = [(4,), (3,), (5, 2)]
-    flat = numpy_mesh.flat_buffer(shapes, "float32")
-    for replica, buffer in enumerate(flat.buffers):
-        buffer.device.upload(random_data((buffer.size,), "float32", seed=replica), out=buffer)
-    owned_ones = [gr.PerReplica(views) for views in zip(*flat.views, strict=True)]
-    arrays = [random_data((4, 6), "float32", seed=replica) for replica in range(len(numpy_mesh))]
-    for array in arrays:
-        array.flags.writeable = False
-    adopted_ones = [
-        gr.PerReplica(arrays, numpy_mesh),
-        gr.PerReplica([array[:, ::2] for array in arrays], numpy_mesh),
-        gr.PerReplica([array[1] for array in arrays], numpy_mesh),
-    ]
-    watched = [buffer.device._array_of(buffer) for buffer in flat.buffers]
-    for values in (owned_ones, adopted_ones, owned_ones + adopted_ones):
-        with unchanged(*watched, *arrays):
-            results = gr.AllReduceCrossDeviceOps(algorithm, num_packs).batch_reduce(
-                MEAN, pairs(values)
-            )
-        for result in results:
-            for array in map(np.asarray, gr.Mirrored.of(result.buffers, "numpy").values):
-                assert array.flags.writeable
-                assert not any(np.shares_memory(array, other) for other in (*watched, *arrays))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("num_packs", [0, 1, 2])
-def test_the_same_memory_may_be_given_many_times(numpy_mesh, num_packs, algorithm):
-    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
-    block = random_data((64,), "float32", seed=5)
-    with unchanged(block):
-        everywhere = gr.PerReplica(
-            [block] * len(numpy_mesh), numpy_mesh
-        )  # replicas in the same memory
-        shifted = gr.PerReplica(
-            [block[r : r + 8] for r in range(len(numpy_mesh))], numpy_mesh
-        )  # overlapping
-        buffers = per_replica(numpy_mesh, lambda replica: block, owned)
-        parts = gr.PerReplica([buffer.view(8, (8,)) for buffer in buffers.buffers])
-        values = [everywhere, shifted, everywhere, buffers, parts, buffers]
-        results = ops.batch_reduce(SUM, pairs(values))
-    for value, result in zip(values, results, strict=True):
-        arrays = [buffer.numpy() for buffer in value.buffers]
-        check_mirrored(result, expected_of(algorithm, arrays, placement_of(numpy_mesh), 1))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

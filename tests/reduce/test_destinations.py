@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from support import meshes
-from support.exact_data import exact_data, random_data, same
+from support.exact_data import exact_data, random_data
 from support.meshes import (
     MeshCase,
     adopted,
@@ -209,46 +209,6 @@ def test_one_device_adds_left_to_right_and_rounds_once(numpy_mesh, dtype, op):
             found = gr.ReductionToOneDevice().reduce(op, value, f"sim:{place}")
         assert found.devices == (numpy_mesh.devices[place],)
         check_mirrored(found, expected)
-
-
-def test_each_pair_of_a_batch_may_have_another_destination(mesh):
-    arrays = [data(replica) for replica in range(4)]
-    value = gr.PerReplica(arrays, mesh)
-    half = gr.PerReplica(arrays[:2], devices=mesh.devices[2:])
-    destinations = [value, "sim:1", mesh, ["sim:3", "sim:2"], half]
-    values = [value, value, half, half, value]
-    found = gr.HierarchicalCopyAllReduce(mesh=mesh).batch_reduce(
-        SUM, list(zip(values, destinations, strict=True))
-    )
-    assert [[device.index for device in each.devices] for each in found] == [
-        [0, 1, 2, 3], [1], [0, 1, 2, 3], [2, 3], [2, 3],
-    ]  # fmt: skip
-    expected = [
-        hierarchical_sum(arrays), one_device_sum(arrays), one_device_sum(arrays[:2]),
-        hierarchical_sum(arrays[:2]), one_device_sum(arrays),
-    ]  # fmt: skip
-    for each, numbers in zip(found, expected, strict=True):
-        check_mirrored(each, numbers)
-
-
-@pytest.mark.parametrize("destination", ["sim:0", "sim:1", ["sim:2", "sim:0"], "all"])
-def test_the_result_is_new_memory_everywhere(mesh, destination):
-    buffers = [owned(device, exact_data(SHAPE, "float32", seed=k)) for k, device in enumerate(mesh)]
-    before = [buffer.numpy() for buffer in buffers]
-    value = gr.PerReplica(buffers)
-    ops = gr.AllReduceCrossDeviceOps()
-    target = mesh if destination == "all" else destination
-    first = ops.reduce(SUM, value, target)
-    kept = [buffer.numpy() for buffer in first.buffers]
-    alone = ops.reduce(SUM, buffers[0], target)
-    spread = ops.broadcast(buffers[0], target)
-    blocks = {id(b.block) for b in (*first.buffers, *alone.buffers, *spread.buffers)}
-    assert not blocks & {id(buffer.block) for buffer in buffers}
-    ops.reduce(SUM, first.buffers[0], target)
-    assert all(map(same, kept, [buffer.numpy() for buffer in first.buffers]))
-    assert all(map(same, before, [buffer.numpy() for buffer in buffers]))
-    for made in (alone, spread):
-        check_mirrored(made, before[0])
 
 
 def test_the_copies_of_a_mirrored_value_have_a_mean_and_no_sum(mesh):

@@ -21,9 +21,6 @@ from gradreduce.device import Block
 from gradreduce.device.memory.external import ExternalBuffers
 from gradreduce.device.memory.freed import DeferredFree
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
-from gradreduce.reduce.pack_buffers import lay_out
-from gradreduce.reduce.packing import plan_packing
 
 SHAPES = [(100, 180), (7,), (), (0, 3), (5, 900)]  # more than 64 KiB: a slice on each device
 KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
@@ -98,21 +95,6 @@ def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
         del row, reduced, array
         grown.append(num_grown(mesh))
     assert grown[0] == grown[2]
-
-
-@pytest.mark.parametrize("peer_access", [True, False])
-def test_arrays_and_views_are_the_same_to_a_plan(peer_access):
-    with MeshCase((0, 1, 1), peer_access).open() as mesh:
-        flat = mesh.flat_buffer(SHAPES, "float32")
-        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce):
-            ops = make(mesh=mesh)
-            plans = []
-            copies = [[array.copy() for array in row] for row in flat.arrays()]
-            for rows in (flat.arrays(), flat.views, copies):
-                values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
-                plans.append(ops.plan(SUM, [(value, value) for value in values]))
-            assert plans[0] == plans[1]
-            assert plans[0].launches < plans[2].launches  # plans[2] packs first
 
 
 def test_any_view_of_an_array_is_recognized(mesh, kind):
@@ -258,21 +240,6 @@ def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
     wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
     for result, expected in zip(results, wanted, strict=True):
         assert same(np.asarray(result.primary), expected)
-
-
-def test_only_padding_is_written_between_tensors(mesh):
-    """In place a whole flat buffer is written, gaps too: part of a tensor leaves no gap behind."""
-    flat = mesh.flat_buffer([(3,), (8,), (2, 2)], "float32")
-    whole, floats = flat.arrays(), (np.dtype("float32"),) * 2
-    for cut, in_place in ((slice(None), True), (slice(5), False)):
-        rows = [[first, second[cut], third] for first, second, third in whole]
-        given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
-        plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
-        (laid,) = lay_out(plans, given, HierarchicalCopy(mesh.devices), targets=given)
-        assert plans[0].has_gaps
-        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
-            assert (out.block is buffer.block) == (moved is None) == in_place
-        assert all(moved is None for moved in laid.filling)  # reading past a tensor is harmless
 
 
 def test_zero_waits_for_readers_of_a_flat_buffer():

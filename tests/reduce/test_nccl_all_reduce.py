@@ -105,16 +105,6 @@ def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
     assert [len(group) for group in spy.groups] == [calls] * (len(numpy_mesh.by_physical) > 1)
 
 
-@pytest.mark.parametrize("divisor", [1, 8])
-def test_one_physical_device_calls_no_collective(make_jobs, divisor):
-    with MeshCase((0,) * 8).open() as mesh:
-        jobs = make_jobs(mesh, [[np.ones(40, np.float32)] * 8] * 3, divisor)
-        journal, groups = run(mesh, jobs)
-    assert groups == []
-    (launch,) = journal.records
-    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 3)
-
-
 @pytest.mark.parametrize(
     ("placement", "in_place", "divisor", "launches"),
     [

@@ -8,7 +8,7 @@ import pytest
 from support import meshes
 from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
-from support.meshes import adopted, launches_of, owned
+from support.meshes import adopted, owned
 
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
@@ -61,23 +61,6 @@ def test_gaps_between_packed_tensors_are_zeros(mesh):
         content = flat.numpy()
         assert content.size == 16
         assert not content[[3, 10, 11, 13, 14, 15]].any()
-
-
-def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
-    dtypes = ["float32", "float16", "float32", "int32", "float16"]
-    buffers, _ = gradients_of(mesh, [(3,)] * 5, dtypes, adopted)
-    plans = plans_of(buffers, 2)
-    with mesh.journal() as journal:
-        pack(plans, buffers, mesh.devices, consume=False)
-    launches = launches_of(journal, "pack")
-    assert journal.launches == len(journal.records) == len(launches)
-    found = sorted((record.device, record.num_rows) for record in launches)
-    assert found == sorted(
-        (places[0], num_tensors * len(places))
-        for places in mesh.by_physical.values()
-        for num_tensors in (2, 2, 1)
-    )
-    assert journal.bytes == 0
 
 
 def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(mesh):

@@ -16,16 +16,6 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 numpy_mesh = meshes.numpy_mesh
 
-SETTINGS = {
-    "one pack": {},
-    "three packs": {"num_packs": 3},
-    "more packs than elements": {"num_packs": 1000},
-    "no packs": {"num_packs": 0},
-    "small together": {
-        "num_packs": 0, "agg_small_grads_max_bytes": 40, "agg_small_grads_max_group": 2,
-    },
-}  # fmt: skip
-
 
 def ops_of(algorithm, mesh, **settings):
     return gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **settings)
@@ -79,20 +69,6 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
             )
             assert {ways[tensors] for tensors in reduced} == {algorithm}
             assert {ways[place,] for place in alone} == {"one device"}
-
-
-def test_it_says_which_tensors_are_packed_together():
-    with MeshCase((0, 0, 1, 1)).open() as mesh:
-        values = [dense(mesh, (size,), "float32") for size in (1000, 3, 500, 7)]
-        pairs = [(value, value) for value in values]
-        two = ops_of("hierarchical_copy", mesh, num_packs=2).plan(SUM, pairs)
-        small = SETTINGS["small together"]
-        grouped = ops_of("hierarchical_copy", mesh, **small).plan(SUM, pairs)
-    assert [pack.tensors for pack in two.packs] == [(0,), (0, 1, 2, 3)]
-    assert [pack.nbytes for pack in two.packs] == [3024, 3024]  # 1000 + 4 + 500 + 8 floats
-    assert [pack.tensors for pack in grouped.packs] == [(0,), (1, 3), (2,)]
-    assert [pack.nbytes for pack in grouped.packs] == [4000, 48, 2000]
-    assert {pack.devices for pack in (*two.packs, *grouped.packs)} == {(0, 1, 2, 3)}
 
 
 def test_tensors_in_a_flat_buffer_are_not_packed():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,42 +32,6 @@ def directions(journal):
     return [(record.source, record.device) for record in journal.of("copy")]
 
 
-@pytest.mark.parametrize("placement", [(0,), (0, 0), (3, 3, 3), (0,) * 8], ids=str)
-@pytest.mark.parametrize("peer_access", [True, False])
-def test_colocated_replicas_need_one_launch_and_no_copy(make_jobs, placement, peer_access):
-    journal = journal_on(placement, make_jobs, [SMALL, LARGE, 1], peer_access=peer_access)
-    (launch,) = journal.records
-    assert (launch.name, launch.device, launch.num_rows, launch.nbytes) == ("all_sum", 0, 3, 0)
-
-
-@pytest.mark.parametrize(
-    ("placement", "crossing"),
-    # The main device reads and writes the memory of every replica that is not on it.
-    [((0, 1), 2), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 6), ((0, 1, 1, 2, 0), 6)],
-    ids=str,
-)
-def test_a_small_pack_is_one_launch_of_one_device(make_jobs, placement, crossing):
-    journal = journal_on(placement, make_jobs, [SMALL], peer_access=True)
-    (launch,) = journal.records
-    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 1)
-    assert launch.nbytes == crossing * 4 * SMALL
-
-
-@pytest.mark.parametrize("size", [SLICE_BYTES // 4, LARGE])
-def test_a_large_pack_is_one_launch_of_every_physical_device(make_jobs, size):
-    journal = journal_on((0, 1, 1, 2, 0), make_jobs, [size], peer_access=True)
-    assert [(r.name, r.device, r.num_rows) for r in journal.records] == [
-        ("all_sum", 0, 1), ("all_sum", 1, 1), ("all_sum", 3, 1),
-    ]  # fmt: skip
-    units = size // 4
-    cuts = [0, units // 3 * 4, units * 2 // 3 * 4, size]
-    sizes = [stop - start for start, stop in pairwise(cuts)]
-    # Three replicas lie on other devices than 0 and 1, four on others than 2.
-    assert [r.nbytes for r in journal.records] == [
-        2 * 3 * 4 * sizes[0], 2 * 3 * 4 * sizes[1], 2 * 4 * 4 * sizes[2],
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_many_packs_are_one_launch_of_each_main_device(make_jobs, placement):
     sizes = [SMALL, LARGE, 1, SMALL, 3 * LARGE, 7, 8, 9, 10, 11, 12]
@@ -82,11 +45,6 @@ def test_many_packs_are_one_launch_of_each_main_device(make_jobs, placement):
         2 * 4 * (part.stop - part.start) * sum(p != placement[part.main] for p in placement)
         for part in slices
     )
-
-
-def test_small_packs_rotate_over_the_physical_devices(make_jobs):
-    journal = journal_on((0, 0, 1, 2), make_jobs, [SMALL] * 7, peer_access=True)
-    assert [(r.device, r.num_rows) for r in journal.records] == [(0, 3), (2, 2), (3, 2)]
 
 
 def test_each_dtype_is_a_launch_of_its_own(make_jobs):
