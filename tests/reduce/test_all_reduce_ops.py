@@ -1,4 +1,4 @@
-"""reduce and batch_reduce: the right values in the right order on every device."""
+"""reduce and batch_reduce: parts of a mesh, memory of many calls, and threads."""
 
 from __future__ import annotations
 
@@ -7,39 +7,26 @@ import threading
 import numpy as np
 import pytest
 from support import meshes
-from support.exact_data import random_data, same
-from support.meshes import (
-    check_mirrored,
-    expected_of,
-    num_grown,
-    per_replica,
-    placement_of,
-)
+from support.exact_data import random_data
+from support.meshes import check_mirrored, expected_of, num_grown, per_replica, placement_of
+from support.threads import in_threads
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+BATCH = [((40, 500), "float32"), ((), "float16"), ((0, 4), "float32"), ((2, 2), "complex64"),
+         ((9,), "float64"), ((4,), "float16"), ((), "float32")]  # fmt: skip
 
 
-BATCH = [
-    ((3,), "float32"), ((), "float16"), ((0, 4), "float32"), ((5, 7), "bfloat16"),
-    ((70,), "float32"), ((2, 2), "complex64"), ((9,), "float64"), ((4,), "float16"),
-    ((), "float32"),
-]  # fmt: skip
-
-
-def random_batch(mesh, batch=BATCH, seed=0):
-    """PerReplicas of random data, and the arrays in them."""
-    arrays = [
-        [random_data(shape, as_dtype(dtype), seed=seed + 100 * place + replica)
-         for replica in range(len(mesh))]
-        for place, (shape, dtype) in enumerate(batch)
-    ]  # fmt: skip
-    return [gr.PerReplica(replicas, mesh) for replicas in arrays], arrays
+def random_arrays(count, seed=0):
+    """``[tensor][replica]``."""
+    return [
+        [random_data(shape, dtype, seed=seed + 100 * place + replica) for replica in range(count)]
+        for place, (shape, dtype) in enumerate(BATCH)
+    ]
 
 
 def pairs(values):
@@ -61,9 +48,8 @@ def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
 @pytest.mark.parametrize("num_packs", [0, 2])
 def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
-    values, _ = random_batch(numpy_mesh, [((40, 500), "float32"), *BATCH])
-    kept = None
-    for turn in range(23):
+    values = [gr.PerReplica(replicas, numpy_mesh) for replicas in random_arrays(len(numpy_mesh))]
+    for turn in range(9):
         if turn == 3:
             grown = num_grown(numpy_mesh)
         kept = ops.batch_reduce(MEAN, pairs(values))  # results stay valid during the next call
@@ -73,24 +59,16 @@ def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_threads_share_a_mesh(numpy_mesh, algorithm):
-    ops = gr.AllReduceCrossDeviceOps(algorithm, 2)
-    together, wrong = threading.Barrier(4, timeout=60), []
+    ops, count = gr.AllReduceCrossDeviceOps(algorithm, 2), len(numpy_mesh)
+    together = threading.Barrier(4, timeout=60)
 
     def work(seed):
-        values, arrays = random_batch(numpy_mesh, seed=10_000 * seed)
-        wanted = [
-            expected_of(algorithm, replicas, placement_of(numpy_mesh), len(numpy_mesh))
-            for replicas in arrays
-        ]
+        arrays = random_arrays(count, 10_000 * seed)
+        values = [gr.PerReplica(replicas, numpy_mesh) for replicas in arrays]
+        sums = [expected_of(algorithm, each, placement_of(numpy_mesh), count) for each in arrays]
         together.wait()
         for _ in range(5):
-            for result, array in zip(ops.batch_reduce(MEAN, pairs(values)), wanted, strict=True):
-                wrong.extend(found for found in result.values if not same(found, array))
+            for result, wanted in zip(ops.batch_reduce(MEAN, pairs(values)), sums, strict=True):
+                check_mirrored(result, wanted)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert wrong == []
+    in_threads(*[lambda seed=seed: work(seed) for seed in range(4)])

@@ -76,18 +76,22 @@ def test_arrays_share_the_memory_of_the_views(mesh, kind, dtype):
     assert isinstance(flat.arrays()[0][0], np.ndarray)
 
 
-def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
+@pytest.mark.parametrize("form", ["all_reduce", "prepare"])
+def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind, form):
     flat = mesh.flat_buffer(SHAPES, "float32")
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     arrays = flat.arrays(kind)
+    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
+    step = ops.prepare(SUM, [(value, value) for value in values])
     grown = []
     for seed in (1, 2, 3):
         fill(arrays, seed)
         with mesh.journal() as journal:
-            reduced = ops.all_reduce(arrays, SUM)
-        launches = [(record.name, record.device) for record in journal.records]
-        physicals = len(mesh.by_physical)
-        assert [name for name, _ in launches] == ["all_sum"] * physicals  # and no other launch
+            if form == "prepare":
+                reduced = [list(row) for row in zip(*[each.values for each in step()], strict=True)]
+            else:
+                reduced = ops.all_reduce(arrays, SUM)
+        assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
         for row in reduced:
             assert [kind_of(array) for array in row] == [kind_of(each) for each in arrays[0]]
             for array, expected in zip(row, sums(len(mesh), seed), strict=True):
@@ -211,68 +215,33 @@ def test_zero_is_one_fill_on_each_device(mesh, kind):
     mesh.flat_buffer([], "float32").zero()
 
 
-def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
-    for seed in range(4):
-        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            arrays = flat.arrays()
-            fill(arrays, 4)
-            reduced = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(
-                arrays, SUM, output_type="buffer"
-            )
-            fill(arrays, 9)  # allowed: the call has read them
-            for array, expected in zip(reduced[2], sums(3, 4), strict=True):
-                assert same(array.numpy(), expected)
-            flat.zero()
-            assert not any(array.any() for row in arrays for array in row)
-
-
-def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
-    flat = mesh.flat_buffer(SHAPES, "float32")
-    arrays = flat.arrays(kind)
-    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
-    pairs = [(value, value) for value in values if value.buffers[0].size]
-    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, pairs)
-    fill(arrays, 6)
-    with mesh.journal() as journal:
-        results = step()
-    assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
-    wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
-    for result, expected in zip(results, wanted, strict=True):
-        assert same(np.asarray(result.primary), expected)
-
-
-def test_zero_waits_for_readers_of_a_flat_buffer():
-    for seed in range(4):
-        with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:
-            device, other = mesh.devices
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            fill(flat.arrays(), 4)
-            read = other.empty(SHAPES[0], "float32")
-            other.copy(read, flat.views[0][0])
-            flat.zero()
-            assert (read.numpy() == 4).all()
-            assert not device.download(flat.buffers[0]).any()
-
-
-def test_a_prepared_step_reads_what_was_filled_and_released_is_read():
-    for seed in range(4):
-        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
-            arrays = flat.arrays()
-            step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
-                SUM, [(value, value) for value in values]
-            )
-            for turn in (3, 8):
-                flat.release()
-                fill(arrays, turn)
-                flat.adopt()
-                results = step()
+@pytest.mark.parametrize("seed", range(4))
+def test_deferred_work_sees_what_was_filled_before_the_call(seed):
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        flat = mesh.flat_buffer(SHAPES, "float32")
+        arrays = flat.arrays()
+        fill(arrays, 4)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        reduced = ops.all_reduce(arrays, SUM, output_type="buffer")
+        fill(arrays, 9)  # allowed: the call has read them
+        for array, expected in zip(reduced[2], sums(3, 4), strict=True):
+            assert same(array.numpy(), expected)
+        read = mesh.devices[2].empty(SHAPES[0], "float32")
+        mesh.devices[2].copy(read, flat.views[0][0])
+        flat.zero()  # waits for the copy
+        assert (read.numpy() == 9).all()
+        assert not any(array.any() for row in arrays for array in row)
+        values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+        step = ops.prepare(SUM, [(value, value) for value in values])
+        for turn in (3, 8):
             flat.release()
-            fill(arrays, 99)
-            for result, expected in zip(results, sums(3, 8), strict=True):
-                assert same(result.buffers[2].numpy(), expected)
+            fill(arrays, turn)
+            flat.adopt()
+            results = step()
+        flat.release()
+        fill(arrays, 99)
+        for result, expected in zip(results, sums(3, 8), strict=True):
+            assert same(result.buffers[2].numpy(), expected)
 
 
 def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
