@@ -171,13 +171,11 @@ def test_external_memory_is_found_by_all_of_its_bytes(mesh):
     low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)
     external.add(high)
     external.add(low)
-    assert [external.find(at, 8) for at in (99, 100, 142, 143, 199, 200, 201)] == [
-        None, low, low, None, None, high, None,
-    ]  # fmt: skip
+    for block, places in ((low, (100, 142)), (high, (200,)), (None, (99, 143, 199, 201))):
+        assert all(external.find(at, 8) is block for at in places)
     assert external.find(150, 0) is external.find(120, 0) is None
-    del low
+    del low, block
     assert external.find(100, 8) is None
-    assert external.find(200, 8) is high
     other = block_at(mesh.devices[0], 90, 60)
     external.add(other)
     assert external.find(100, 50) is other
@@ -294,7 +292,7 @@ def test_gradients_of_pytorch_accumulate_in_it_and_are_not_packed(mesh):
 
 
 def a_model(mesh, seed: int = 0):
-    """Equal layers on each device, an attached flat buffer of their gradients, and a step."""
+    """Equal layers on each device, and an attached flat buffer of their gradients."""
     torch = importlib.import_module("torch")
     torch.manual_seed(seed)
     models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
@@ -433,8 +431,6 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
     torch, models, parameters, flat = a_model(mesh)
     steps = [*steps_of(mesh, flat), flat.zero]
     replaced = parameters[0][0].grad = torch.ones_like(parameters[0][0])
-    wide = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.float64))
-    wide.grad = torch.ones_like(wide)
 
     def swap(parameter):  # as model.double() does: the same tensors, of other memory
         models[-1].double()
@@ -448,10 +444,7 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
 
     at = len(mesh) - 1
     for change, why in (
-        (
-            grow,
-            rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is float32",
-        ),
+        (grow, rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is fl"),
         (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has layout torch.sparse_coo"),
         (swap, rf"parameters\[{at}\]\[.\] is float64.*make a new flat buffer or DataParallel"),
     ):
@@ -476,18 +469,9 @@ def test_a_refused_attach_keeps_the_existing_gradients(mesh):
     for given, kind, why in (
         (others[:-1], ValueError, r"parameters must have 4 for each of .* it has \["),
         ([row[:3] for row in others], ValueError, r"must have 4 for each of .* it has \[3"),
-        (
-            [shared, *others[1:]],
-            ValueError,
-            r"parameters\[0\]\[3\] is the same tensor as parameters\[0\]\[1\], which",
-        ),
+        ([shared, *others[1:]], ValueError, r"0\]\[3\] is the same tensor as .*0\]\[1\], which"),
         ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
         ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], but its view"),
-        (
-            [[np.ones(4)] * 4, *others[1:]],
-            TypeError,
-            r"parameters\[0\]\[0\] is ndarray; pass a PyTorch",
-        ),
         (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str; pass a PyTorch"),
         ([3], TypeError, r"parameters\[0\] is int; pass the module, the parameters or the named_p"),
         ([torch.nn.ReLU()], ValueError, r"parameters must have 4 for each of .* it has \[0\]"),
