@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from support.implementations import accumulate_dtype_of
 from support.update_operands import UpdateBody, changed
 
@@ -15,9 +14,3 @@ class TestLocalUpdate(UpdateBody):
         *_, total, grad = row
         wide = grad.astype(accumulate_dtype_of(grad.dtype))
         return [*changed(case, row, wide, scalars), wide if lead else total + wide]
-
-    def test_the_first_step_does_not_read_the_sum(self, device):
-        case = ("sgd", "float32", False)
-        row = self.row(case, 40)
-        row[1][:] = np.nan
-        self.check(device, case, [row], lead=1)

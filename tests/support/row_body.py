@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.exact_data import same
+from support.exact_data import DTYPES, same
 from support.exhaustive import examples
 from support.implementations import (
     INLINE_ROWS,
@@ -21,17 +22,23 @@ from support.implementations import (
     start_patterns,
 )
 
+from gradreduce.device import as_dtype
+
+DRAWN = 40_003
+
 
 class RowBody:
     """Compares a launcher with a plain reference, bit by bit, in every implementation.
 
     Attributes:
+        name: the name of the kernel.
         cases: the dtypes, or what else a row is made for.
         few: cases for rows that need much time.
         sized: cases for rows of every size.
         groups: arguments of ``row``; each group of rows needs a launch of its own.
     """
 
+    name: str
     cases: Sequence[Any]
     few: Sequence[Any]
     sized: Sequence[Any] = ()  # all
@@ -39,7 +46,7 @@ class RowBody:
 
     def name_of(self, case):
         """The name of the kernel."""
-        raise NotImplementedError
+        return self.name
 
     def row(self, case, size, seed=0):
         """The values of all operands. Those that are written come first."""
@@ -106,7 +113,11 @@ class RowBody:
             self.check(geometric_device, case, rows, [starts] * len(rows))
 
     def test_large_rows_are_spread_over_threads(self, device, few_case):
-        rows = [self.row(few_case, size) for size in (SPLIT_SIZE, SPLIT_SIZE // 2, 5)]
+        drawn = self.row(few_case, DRAWN)  # repeated: drawing as many would take most of the time
+        rows = [
+            [np.resize(values, values.size + size - DRAWN) for values in drawn]
+            for size in (SPLIT_SIZE, SPLIT_SIZE // 2, 5)
+        ]
         with counted_threads(device) as num_jobs:
             self.check(device, few_case, rows[:1], [range(len(rows[0]))])
             self.check(device, few_case, rows)
@@ -144,6 +155,19 @@ class RowBody:
             (starts[number:] + starts[:number])[: len(row)] for number, row in enumerate(rows)
         ]
         self.check(device, case, rows, places)
+
+
+class SumBody(RowBody):
+    """Launchers that add terms of one dtype."""
+
+    cases = DTYPES
+    few = tuple(map(as_dtype, ("float16", "complex64", "uint8")))
+    groups = ({"case": "float32"}, {"case": "float32", "num_inputs": 3}, {"case": "float16"},
+              {"case": "int32"})  # fmt: skip
+
+    def test_every_number_of_inputs(self, device, case):
+        for num_inputs in range(1, 21):
+            self.check(device, case, [self.row(case, 1003, num_inputs, num_inputs)])
 
 
 def case_id(case) -> str:
