@@ -32,18 +32,19 @@ def test_a_process_that_opens_no_mesh_tells_the_others_why():
         assert f"process 0: opens no mesh: ValueError: {own}" in text
 
 
-def test_an_interrupted_comparison_is_seen_at_once():
+@pytest.mark.parametrize("method", ["departure_reason", "next_tag"])
+def test_an_interrupted_comparison_is_seen_at_once(method):
     def work(group):
         def interrupted(*arguments):
             raise KeyboardInterrupt
 
         mesh, ops = opened(group)
         if group.rank == 1:
-            group.departure_reason = interrupted
+            setattr(group, method, interrupted)
         error = KeyboardInterrupt if group.rank == 1 else CollectiveError
         with pytest.raises(error) as found:
             ops.all_reduce([[np.ones(3)]])
-        vars(group).pop("departure_reason", None)
+        vars(group).pop(method, None)
         mesh.close()
         return str(found.value)
 

@@ -27,12 +27,10 @@ def reference(values, gamma=GAMMA):
 
 
 class TestDistanceScale(RowBody):
+    name = "distance_scale"
     cases = FLOATS
     few = FLOATS[:2]
     groups = tuple({"case": dtype} for dtype in FLOATS)
-
-    def name_of(self, case):
-        return "distance_scale"
 
     def row(self, case, size, seed=0):
         """The operands: out, sum, center, pulled."""

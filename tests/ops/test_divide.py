@@ -17,7 +17,6 @@ from support.row_body import RowBody
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import divide
-from gradreduce.ops.divide import DIVIDE
 
 LONG = [dtype for dtype in INTEGERS if dtype.itemsize == 8]
 
@@ -47,12 +46,10 @@ def extremes(dtype):
 
 
 class TestDivide(RowBody):
+    name = "divide"
     cases = INTEGERS
     few = tuple(map(as_dtype, ("int8", "uint16", "int64")))
     groups = ({"case": "int8"}, {"case": "uint8"}, {"case": "int64"}, {"case": "uint16"})
-
-    def name_of(self, case):
-        return "divide"
 
     def row(self, case, size, seed=0):
         return [blank_values(size, out_of(as_dtype(case))), random_data((size,), case, seed=seed)]
@@ -94,27 +91,6 @@ def test_the_ends_of_the_range_are_rounded_once(device, dtype, divisor):
         assert out.contained()
 
 
-@pytest.mark.parametrize("bits", [8, 16, 32, 64])
-def test_signed_integers_are_divided_by_their_value(device, bits):
-    """The same bytes have two different means."""
-    signed, unsigned = np.array([-1, 5], f"int{bits}"), np.array([-1, 5], f"int{bits}")
-    unsigned = unsigned.view(f"uint{bits}")
-    out = blank(device, 2, out_of(signed.dtype))
-    divide([out.buffer], [device.adopt(signed)], 4)
-    assert out.array.tolist() == [-0.25, 1.25]
-    divide([out.buffer], [device.adopt(unsigned)], 4)
-    assert out.array.tolist() == [float(out.array.dtype.type(2**bits - 1)) / 4, 1.25]
-
-
-def test_zeros_have_signs_and_zero_by_zero_is_nan(device):
-    out, term = blank(device, 4, "float64"), Operand(device, np.array([0, 0, 1, -1], "int32"))
-    divide([out.buffer], [term.buffer], -2)
-    assert np.signbit(out.array).tolist() == [True, True, True, False]
-    divide([out.buffer], [term.buffer], -0.0)
-    assert np.isnan(out.array[:2]).all()
-    assert out.array[2:].tolist() == [-np.inf, np.inf]
-
-
 @pytest.mark.parametrize("dtype", LONG, ids=str)
 def test_in_place(device, dtype):
     """The mean may overwrite its sum if they have the same size."""
@@ -124,11 +100,6 @@ def test_in_place(device, dtype):
             divide([memory.buffer.view(0, (size,), as_dtype("float64"))], [memory.buffer], 3)
             assert same(memory.array.view("float64"), reference(memory.values))
             assert memory.contained()
-
-
-def test_there_is_a_template_for_every_integer_and_no_other():
-    expected = [(out_of(dtype).name, dtype.name) for dtype in INTEGERS]
-    assert sorted(DIVIDE.templates) == sorted(expected)
 
 
 def test_equal_dtypes_are_one_launch_whichever_their_objects(device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.implementations import Operand, accumulate_dtype_of
+from support.implementations import accumulate_dtype_of
 from support.update_formulas import FORMULAS
 from support.update_operands import UpdateBody, changed
 
@@ -30,19 +30,27 @@ class TestUpdate(UpdateBody):
             if scalar == "lr" or abs(value) <= 1 or np.isnan(value):
                 self.check(device, case, rows, **{scalar: value})
 
-    def test_a_master_keeps_the_bits_that_half_precision_rounds_away(self, device):
-        """Steps too small for float16: each alone is rounded away, but a master adds them up."""
-        half, grad = np.ones(40, np.float16), np.ones(40, np.float16)
-        alone, kept = Operand(device, half), Operand(device, half)
-        master = Operand(device, half.astype(np.float32))
-        given = Operand(device, grad).buffer
-        for _ in range(100):
-            rows = [[alone.buffer, given], [kept.buffer, master.buffer, given]]
-            self.launch(device, rows, name="sgd", lr=2.0**-13)
-        assert (alone.array == 1).all()
-        assert (master.array == 1 - 100 * 2.0**-13).all()
-        assert (kept.array == np.float16(1 - 100 * 2.0**-13)).all()
-        kept.array[:20] = 5  # assigned to
-        self.launch(device, [[kept.buffer, master.buffer, given]], name="sgd", lr=2.0**-13)
-        assert (master.array[:20] == 5 - 2.0**-13).all()
-        assert (master.array[20:] == 1 - 101 * 2.0**-13).all()
+
+class TestGlobalUpdate(UpdateBody):
+    """AGN's push, global update and pull."""
+
+    variant = "global"
+    leads = 1, 10  # period
+
+    def written(self, case, row, scalars, lead):
+        total = row[-1]
+        new = changed(case, row, total / total.dtype.type(lead), scalars)
+        has_master = case[2]
+        return [*new, *new[: 1 + has_master]]
+
+
+class TestLocalUpdate(UpdateBody):
+    """AGN's local update."""
+
+    variant = "local"
+    leads = 1, 0  # first
+
+    def written(self, case, row, scalars, lead):
+        *_, total, grad = row
+        wide = grad.astype(accumulate_dtype_of(grad.dtype))
+        return [*changed(case, row, wide, scalars), wide if lead else total + wide]

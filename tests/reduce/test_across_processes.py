@@ -4,68 +4,47 @@ import json
 import re
 import threading
 from contextlib import suppress
+from itertools import chain
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from comm.processes.test_values import cases
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.exact_data import same
+from support.exhaustive import examples
 from support.hanging_devices import clock
+from support.process_cases import LAYOUTS, WAYS, check, counts_of, results_of
 from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
+from gradreduce.reduce import pipeline
 from gradreduce.reduce.across_processes import Term, plan_terms
 
 __all__ = ["clock"]
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64, np.complex64]
+NO_TORCH = [way for way in WAYS if way != "attached"]
 
 
-def random_array(random, shape, dtype):
-    if np.dtype(dtype).kind in "iu":
-        return random.integers(-100, 100, shape).astype(dtype)
-    return (random.standard_normal(shape) * 100).astype(dtype)
-
-
-def reduce_together(counts, grads, op, num_packs, groups):
-    """Returns ``[replica][tensor]`` of all processes; ``grads`` too are of all processes."""
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@settings(max_examples=examples(80), deadline=None, phases=[Phase.generate])  # others may wait
+@given(st.data())
+def test_several_processes_give_the_bits_of_one(data):
+    """Calls of every kind, as in comm/processes/test_values.py, where the processes are real."""
+    size = data.draw(st.integers(2, 4))
+    case = data.draw(cases(size))
+    groups = data.draw(st.sampled_from([case["groups"], None, "processes", "nccl"]))
+    case |= {"way": data.draw(st.sampled_from(NO_TORCH)), "groups": groups}
+    counts, (_, seed) = counts_of(case["layout"], size), LAYOUTS[case["layout"]]
 
     def work(mesh, replicas):
         assert mesh.num_replicas == sum(counts)
-        assert sum(counts[: mesh.process_index]) == replicas[0]
-        ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", num_packs, mesh=mesh, reduction_groups=groups
-        )
-        mine = grads[replicas[0] : replicas[-1] + 1]
-        return [[np.array(each) for each in row] for row in ops.all_reduce(mine, op)]
+        return results_of(case, mesh, size)
 
-    return [row for rows in run_replicas(counts, work) for row in rows]
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_several_processes_give_the_bits_of_one(data):
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
-    n = sum(counts)
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
-    shapes = [data.draw(st.sampled_from([(), (0,), (5,), (2, 3), (20000,)])) for _ in dtypes]
-    num_packs = data.draw(st.integers(0, 3))
-    groups = None
-    if data.draw(st.booleans()):
-        order = data.draw(st.permutations(range(n)))
-        cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
-        groups = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
-    op = data.draw(st.sampled_from(list(gr.ReduceOp)))
-    random = np.random.default_rng(data.draw(st.integers(0, 99)))
-    grads = [
-        [random_array(random, *each) for each in zip(shapes, dtypes, strict=True)] for _ in range(n)
-    ]
-    alone = reduce_together([n], grads, op, num_packs, groups)
-    together = reduce_together(counts, grads, op, num_packs, groups)
-    for wanted, found in zip(alone, together, strict=True):
-        assert all(map(same, wanted, found))
+    with pytest.MonkeyPatch.context() as patch:
+        (wanted,) = run_replicas([sum(counts)], work)
+        patch.setattr(pipeline, "STAGE_BYTES", data.draw(st.sampled_from([1024, 1 << 23])))
+        check(case, wanted, list(chain(*run_replicas(counts, work, schedule_seed=seed))))
 
 
 def test_only_replicas_at_the_start_of_a_group_are_added_before_they_are_sent():
@@ -130,36 +109,6 @@ def test_groups_of_processes_send_the_bytes_of_a_ring():
         assert abs(sent - 2 * 2 / 3 * 120000) <= 4 * 16
         assert num_exchanges == 2
     assert alone("processes", 5) == alone([range(5)], 5)
-
-
-@pytest.mark.parametrize(
-    ("differs", "message"),
-    [
-        ("shape", r"tensor 1 is float32\[4\] in process 0, float32\[5\] in process 1"),
-        ("dtype", r"tensor 1 is float32\[4\] in process 0, float64\[4\] in process 1"),
-        ("count", r"2 in process 0, 3 in process 1"),
-        ("op", r"divisor is 1 in process 0, 2 in process 1"),
-        ("num_packs", r"num_packs is 1 in process 0, 2 in process 1"),
-    ],
-)
-def test_a_call_that_differs_between_processes_raises_in_both(differs, message):
-    def work(group):
-        mesh = gr.open_mesh(1, backend="sim", process_group=group)
-        other = differs if group.rank == 1 else ""
-        size = 5 if other == "shape" else 4
-        grads = [np.ones(3, np.float32), np.ones(size, "f8" if other == "dtype" else "f4")]
-        grads += [grads[0]] * (other == "count")
-        op = gr.ReduceOp.MEAN if other == "op" else gr.ReduceOp.SUM
-        num_packs = 2 if other == "num_packs" else 1
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
-        with pytest.raises(ValueError) as error:
-            ops.all_reduce([grads], op)
-        mesh.close()
-        return str(error.value)
-
-    first, second = run_processes(2, work)
-    assert __import__("re").search(message, first)
-    assert "process 1" in second and "process 0" in second
 
 
 def test_calls_that_were_forgotten_are_compared_again(monkeypatch):
@@ -285,39 +234,6 @@ def test_arrays_of_another_axis_order_are_summed_by_index(num_packs):
         assert copied.tolist() == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_processes_with_other_numbers_of_physical_devices_exchange_the_same_packs(
-    seed, monkeypatch
-):
-    monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1024)
-    grads = [np.full(size, 1.0, np.float32) for size in (400, 800, 20000)]
-
-    def work(group):
-        count = 1 + 2 * group.rank
-        mesh = gr.open_mesh(count, backend="sim", process_group=group, schedule_seed=seed)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 3, mesh=mesh)
-        (found, *_) = [ops.all_reduce([grads] * count, gr.ReduceOp.SUM) for _ in range(2)][1]
-        values = [np.array(each) for each in found]
-        mesh.close()
-        return values
-
-    for values in run_processes(2, work):
-        assert all((each == 4.0).all() for each in values)
-
-
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_mean_and_sum_differ_where_the_sums_are_divided_later(is_sparse):
-    def work(group):
-        mesh, ops = mesh_and_ops(group)
-        op = (gr.ReduceOp.SUM, gr.ReduceOp.MEAN)[group.rank]
-        rows = gr.IndexedSlices(np.ones((1, 2)), np.array([0]))
-        value = gr.PerReplica([[np.ones(3, np.int32)], [rows]][is_sparse], mesh)
-        with pytest.raises(ValueError, match=("mean of integers is", "op is")[is_sparse]):
-            ops.reduce(op, value, value)
-
-    run_processes(2, work)
-
-
 def test_a_prepared_step_waits_for_its_own_deadline_only(clock):
     def work(group):
         mesh, ops = mesh_and_ops(group)
@@ -392,24 +308,6 @@ def test_a_process_that_hangs_in_its_call_is_named_when_the_deadline_passes():
             mesh.close()
 
     run_processes(2, work)
-
-
-def test_a_process_that_stops_tells_the_others_why():
-    def work(group):
-        def next_tag():
-            raise KeyboardInterrupt
-
-        mesh, ops = mesh_and_ops(group)
-        if group.rank == 1:
-            group.next_tag = next_tag
-        error = KeyboardInterrupt if group.rank == 1 else gr.errors.CollectiveError
-        with pytest.raises(error) as found:
-            ops.all_reduce([[np.ones(3)]], deadline=0.3)
-        mesh.close()
-        return str(found.value)
-
-    first, _ = run_processes(2, work)
-    assert "process 1: stopped in call 0 (reduction, tensors: float64[3]): Keyboard" in first
 
 
 def test_leaving_by_an_error_waits_for_nobody_and_is_seen_at_once():

@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
-from support import meshes
-from support.exact_data import exact_data, same
-from support.meshes import MeshCase, hierarchical_sum, launches_of, owned, refused, unchanged
+from support.exact_data import exact_data, random_data, same
+from support.meshes import (
+    MeshCase,
+    check_mirrored,
+    expected_of,
+    hierarchical_sum,
+    launches_of,
+    num_grown,
+    per_replica,
+    placement_of,
+    refused,
+    unchanged,
+)
+from support.threads import in_threads
 
 import gradreduce as gr
-from gradreduce.device import Buffer
 from gradreduce.reduce.algorithms import ALGORITHMS
-
-mesh = meshes.mesh
-numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
-def arrays_of(replica):
-    return [
-        exact_data((3, 4), "float32", seed=replica),
-        exact_data((4,), "bfloat16", seed=replica),
-        exact_data((), "float64", seed=replica),
-    ]
-
-
-def sums(num_replicas, divisor=1):
-    replicas = [arrays_of(replica) for replica in range(num_replicas)]
-    return [hierarchical_sum(of_one, divisor) for of_one in zip(*replicas, strict=True)]
-
-
-def test_buffers_come_back_as_buffers(mesh):
-    grads = [
-        [owned(device, array) for array in arrays_of(replica)]
-        for replica, device in enumerate(mesh)
-    ]
-    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
-    for entry, device in zip(results, mesh, strict=True):
-        for buffer, wanted in zip(entry, sums(len(mesh)), strict=True):
-            assert isinstance(buffer, Buffer)
-            assert buffer.device is device
-            assert same(buffer.numpy(), wanted)
-
-
 def test_the_one_line_call(monkeypatch):
-    grads = [{"w": np.full(2, replica, np.float32)} for replica in range(4)]
+    grads = [{"w": np.float32([1.0, 2.0**-20]) + replica} for replica in range(4)]
     with MeshCase((0, 1, 1, 2)).open() as mesh:
         results = gr.all_reduce(grads, mesh=mesh)
-        assert all(same(entry["w"], np.full(2, 1.5, np.float32)) for entry in results)
+        assert all(same(entry["w"], np.float32([2.5, 1.5 + 2.0**-20])) for entry in results)
+        (results, *_) = gr.all_reduce(grads, mesh=mesh, wire_dtype="float16")
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="float16")
+        assert same(results["w"], ops.all_reduce(grads)[0]["w"])
+        assert results["w"].tolist() == [2.5, 1.5]
+        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
+            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
         monkeypatch.setattr("gradreduce.backends._default", [mesh])
         results = gr.all_reduce(grads, SUM)
-        assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
+        assert all(same(entry["w"], np.float32([10, 6 + 2.0**-18])) for entry in results)
 
 
 def test_tensors_without_a_gradient_stay_none(mesh):
@@ -71,18 +60,6 @@ def test_tensors_without_a_gradient_stay_none(mesh):
         why = r"^grads\[0, 1, 2, 3, 4 and \d more\]\[0\] is None, but grads\[6\]\[0\] is not: pass"
         with refused(mesh, ValueError, why):
             ops.all_reduce(some)
-
-
-def test_the_wire_of_the_one_line_call():
-    with MeshCase((0, 1)).open() as mesh:
-        grads = [[np.float32([1.0, 2.0**-20]) + replica] for replica in range(2)]
-        for wire in (None, "float16"):
-            wanted = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire).all_reduce(grads)
-            found = gr.all_reduce(grads, mesh=mesh, wire_dtype=wire)
-            assert same(found[0][0], wanted[0][0])
-        assert found[0][0][1] == 0.5
-        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
-            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
 
 
 # Three tensors of float32 and two of float16, in one batch: launches by kernel, and collectives.
@@ -124,26 +101,26 @@ def channels(replica):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dense_arrays_of_the_same_strides_are_reduced_in_memory_order(mesh, algorithm):
     """Results have these strides too, also in place; no array is copied."""
-    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-    grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
-             range(len(mesh))]  # fmt: skip
-    wanted = hierarchical_sum([entry["x"] for entry in grads], len(mesh))
-    with unchanged(*(entry["x"] for entry in grads)):
-        found = ops.all_reduce(grads)
+    ops, count = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh), len(mesh)
+    grads = [{"x": channels(k), "y": np.ones((3, 4), "f2", order="F")} for k in range(count)]
     out = [
         {"x": with_axis_order(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T}
         for _ in mesh
     ]
-    plain = [[{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
-             for rows in (grads, out)]  # fmt: skip
-    for given, into in ((grads, out), (grads, grads)):
+    wanted = hierarchical_sum([entry["x"] for entry in grads], count)
+    with unchanged(*(entry["x"] for entry in grads)):
+        found = ops.all_reduce(grads)
+    for into in (out, grads):
+        plain, plain_out = (
+            [{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
+            for rows in (grads, out)
+        )
         with mesh.journal() as journal:
-            assert ops.all_reduce(given, out=into) is into
+            assert ops.all_reduce(grads, out=into) is into
         with mesh.journal() as in_order:
-            ops.all_reduce(plain[0], out=plain[0] if into is grads else plain[1])
-        assert [record.name for record in journal.records] == [
-            record.name for record in in_order.records
-        ]
+            ops.all_reduce(plain, out=plain if into is grads else plain_out)
+        names = [[record.name for record in each.records] for each in (journal, in_order)]
+        assert names[0] == names[1]
     for entry in (*found, *out, *grads):
         assert same(np.ascontiguousarray(entry["x"]), np.ascontiguousarray(wanted))
         assert entry["x"].strides == channels(0).strides
@@ -153,40 +130,91 @@ def test_dense_arrays_of_the_same_strides_are_reduced_in_memory_order(mesh, algo
 
 def test_a_value_in_another_memory_order_has_parts_of_its_own_shape(numpy_mesh):
     arrays = [channels(replica) for replica in range(len(numpy_mesh))]
+    strides, wanted = arrays[0].strides, np.ascontiguousarray(hierarchical_sum(arrays))
     value = gr.PerReplica(arrays, numpy_mesh)
-    assert "float32[2, 3, 4, 5]" in repr(value)
     assert all(same(one, other) for one, other in zip(value.values, arrays, strict=True))
-    assert value[0].strides == arrays[0].strides
+    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
     ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
     (total,) = ops.batch_reduce(SUM, [(value, value)])
-    wanted = np.ascontiguousarray(hierarchical_sum(arrays))
-    assert total.primary.strides == arrays[0].strides
-    assert "float32[2, 3, 4, 5]" in repr(total)
-    assert same(total.buffers[-1].numpy(), wanted)
-    assert same(np.ascontiguousarray(total.primary), wanted)
-    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
+    assert value[0].strides == total.primary.strides == strides
+    assert "float32[2, 3, 4, 5]" in repr(value) and "float32[2, 3, 4, 5]" in repr(total)
     (again,) = ops.batch_reduce(SUM, [(value, value)], output_type="buffer")
-    assert same(again.primary.numpy(), wanted)
-    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
-    for array in arrays:
-        array[...] = 2
-    (found,) = step()
-    assert found.values[-1] is not None
-    assert (found.values[-1] == 2 * len(arrays)).all()
-    assert (arrays[0] == 2 * len(arrays)).all()
-    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
-    assert copy.primary.strides == arrays[0].strides
-    assert (copy.primary == arrays[0]).all()
-    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
-    ops.broadcast(arrays[0], numpy_mesh, out=into)
-    assert all((each == arrays[0]).all() for each in into)
-
-
-def test_sums_of_another_memory_order_keep_their_shape(numpy_mesh):
-    value = gr.PerReplica([channels(replica) for replica in range(len(numpy_mesh))], numpy_mesh)
+    for found in (total.buffers[-1].numpy(), np.ascontiguousarray(total.primary),
+                  again.primary.numpy()):  # fmt: skip
+        assert same(found, wanted)
     to_one = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
     (one,) = to_one.batch_reduce(SUM, [(value, numpy_mesh.devices[0])])
     assert one.primary.shape == (2, 3, 4, 5)
     accumulator = gr.ConditionalAccumulator("float32", (2, 3, 4, 5), device=numpy_mesh)
     accumulator.apply_grad(value)
     assert accumulator.take_grad(1).primary.shape == (2, 3, 4, 5)
+    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
+    for array in arrays:
+        array[...] = 2
+    (found,) = step()
+    assert all((array == 2 * len(arrays)).all() for array in (found.values[-1], arrays[0]))
+    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
+    assert copy.primary.strides == strides
+    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
+    ops.broadcast(arrays[0], numpy_mesh, out=into)
+    assert all((each == arrays[0]).all() for each in (copy.primary, *into))
+
+
+# -- reduce and batch_reduce -----------------------------------------------------------------------
+
+
+BATCH = [((40, 500), "float32"), ((), "float16"), ((0, 4), "float32"), ((2, 2), "complex64"),
+         ((9,), "float64"), ((4,), "float16"), ((), "float32")]  # fmt: skip
+
+
+def random_arrays(count, seed=0):
+    """``[tensor][replica]``."""
+    return [
+        [random_data(shape, dtype, seed=seed + 100 * place + replica) for replica in range(count)]
+        for place, (shape, dtype) in enumerate(BATCH)
+    ]
+
+
+def pairs(values):
+    return [(value, value) for value in values]
+
+
+def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
+    count = len(numpy_mesh)
+    parts = [numpy_mesh[:1], numpy_mesh, numpy_mesh[-1:], numpy_mesh[count // 2 :]]
+    values = [per_replica(part, lambda replica: np.ones(2, np.float32)) for part in parts]
+    for algorithm in ALGORITHMS:
+        results = gr.AllReduceCrossDeviceOps(algorithm).batch_reduce(SUM, pairs(values))
+        for part, result in zip(parts, results, strict=True):
+            assert result.devices == part.devices
+            check_mirrored(result, np.full(2, len(part), np.float32))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_packs", [0, 2])
+def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
+    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    values = [gr.PerReplica(replicas, numpy_mesh) for replicas in random_arrays(len(numpy_mesh))]
+    for turn in range(9):
+        if turn == 3:
+            grown = num_grown(numpy_mesh)
+        kept = ops.batch_reduce(MEAN, pairs(values))  # results stay valid during the next call
+    assert num_grown(numpy_mesh) == grown
+    assert len(kept) == len(values)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_threads_share_a_mesh(numpy_mesh, algorithm):
+    ops, count = gr.AllReduceCrossDeviceOps(algorithm, 2), len(numpy_mesh)
+    together = threading.Barrier(4, timeout=60)
+
+    def work(seed):
+        arrays = random_arrays(count, 10_000 * seed)
+        values = [gr.PerReplica(replicas, numpy_mesh) for replicas in arrays]
+        sums = [expected_of(algorithm, each, placement_of(numpy_mesh), count) for each in arrays]
+        together.wait()
+        for _ in range(5):
+            for result, wanted in zip(ops.batch_reduce(MEAN, pairs(values)), sums, strict=True):
+                check_mirrored(result, wanted)
+
+    in_threads(*[lambda seed=seed: work(seed) for seed in range(4)])

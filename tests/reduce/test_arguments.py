@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import get_args
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase, owned, per_replica, refused, unchanged
+from support import meshes
+from support.meshes import MeshCase, owned, per_replica, refused
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
@@ -17,11 +19,7 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture(params=ALGORITHMS)
@@ -34,19 +32,16 @@ def value(mesh):
     return per_replica(mesh, lambda replica: np.full(4, replica, np.float32))
 
 
-@pytest.mark.parametrize("name", ["NCCL", "", "ring", None, 0])
-def test_an_unknown_algorithm(name):
-    with pytest.raises(ValueError, match=r"all_reduce_alg=.* is not one of \['nccl', 'hierarch"):
-        gr.AllReduceCrossDeviceOps(name)
-
-
-@pytest.mark.parametrize("number", [-1, True, np.True_, False, 1.0, "1", None])
-@pytest.mark.parametrize(
-    "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
-)
-def test_a_number_that_is_not_a_non_negative_integer(name, number):
-    with pytest.raises(ValueError, match=f"{name}={number!r} must be a non-negative integer"):
-        gr.AllReduceCrossDeviceOps(**{name: number})
+def test_wrong_options_are_refused_at_construction():
+    for name in ("NCCL", "", "ring", None, 0):
+        text = r"all_reduce_alg=.* is not one of \['nccl', 'hierarch"
+        with pytest.raises(ValueError, match=text):
+            gr.AllReduceCrossDeviceOps(name)
+    for name in ("num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"):
+        for number in (-1, True, np.True_, False, 1.0, "1", None):
+            text = f"{name}={number!r} must be a non-negative integer"
+            with pytest.raises(ValueError, match=text):
+                gr.AllReduceCrossDeviceOps(**{name: number})
 
 
 @pytest.mark.parametrize(
@@ -71,38 +66,33 @@ def test_what_packs_overrule_is_warned_of_where_it_is_passed(numbers, text):
         gr.AllReduceCrossDeviceOps("hierarchical_copy", *silent)  # a warning would be an error
 
 
-@pytest.mark.parametrize("preset", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce])
-def test_presets_check_their_number_too(preset, value):
-    with pytest.raises(ValueError, match="num_packs=-2"):
-        preset(-2)
-    assert preset().num_packs == 1
-    assert preset(0).num_packs == 0
-    assert preset(3).reduce(SUM, value, value).values[1][0] == 3
-
-
-def test_the_type_of_the_argument_names_all_algorithms():
-    assert get_args(AllReduceAlg) == tuple(ALGORITHMS)
-
-
-def test_presets_choose_the_algorithm():
-    assert gr.NcclAllReduce().all_reduce_alg == "nccl"
-    assert gr.HierarchicalCopyAllReduce().all_reduce_alg == "hierarchical_copy"
-    assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
-    assert isinstance(gr.NcclAllReduce(), gr.CrossDeviceOps)
-
-
-@pytest.mark.parametrize("given", [3, "sim:0", [0, 1], "device"], ids=repr)
-def test_an_invalid_mesh(mesh, given):
-    wrong = mesh.devices[0] if given == "device" else given
-    for make in (
-        gr.AllReduceCrossDeviceOps,
-        gr.NcclAllReduce,
-        gr.HierarchicalCopyAllReduce,
-        gr.ReductionToOneDevice,
-        lambda mesh: gr.all_reduce([[1.0]] * 3, mesh=mesh),
+def test_presets_choose_the_algorithm_and_check_their_number(value):
+    for preset, name in (
+        (gr.NcclAllReduce, "nccl"),
+        (gr.HierarchicalCopyAllReduce, "hierarchical_copy"),
     ):
-        with refused(mesh, ValueError, "^mesh=.* must be a Mesh; gr.open_mesh"):
-            make(mesh=wrong)
+        with pytest.raises(ValueError, match="num_packs=-2"):
+            preset(-2)
+        assert (preset().all_reduce_alg, preset().num_packs, preset(0).num_packs) == (name, 1, 0)
+        assert preset(3).reduce(SUM, value, value).values[1][0] == 3
+    assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
+    assert isinstance(preset(), gr.CrossDeviceOps)
+    assert get_args(AllReduceAlg) == tuple(ALGORITHMS)
+    with pytest.raises(TypeError, match="abstract"):
+        gr.CrossDeviceOps()
+
+
+def test_an_invalid_mesh(mesh):
+    for wrong in (3, "sim:0", [0, 1], mesh.devices[0]):
+        for make in (
+            gr.AllReduceCrossDeviceOps,
+            gr.NcclAllReduce,
+            gr.HierarchicalCopyAllReduce,
+            gr.ReductionToOneDevice,
+            partial(gr.all_reduce, [[1.0]] * 3),
+        ):
+            with refused(mesh, ValueError, "^mesh=.* must be a Mesh; gr.open_mesh"):
+                make(mesh=wrong)
 
 
 ONES, THREE = np.ones(2), [[np.ones(2)]] * 3
@@ -238,24 +228,18 @@ def test_arguments_that_do_not_fit_each_other_are_refused(mesh, ops, value):
                 call()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "text"),
-    [
+def test_replicas_that_differ(mesh, ops, value):
+    for shape, dtype, text in (
         ((4, 1), "float32", r"float32\[4, 1\]"),
         ((), "float32", r"float32\[\]"),
         ((4,), "float16", r"float16\[4\]"),
-    ],
-)
-def test_replicas_that_differ(mesh, ops, value, shape, dtype, text):
-    arrays = [np.ones(4, np.float32), np.ones(4, np.float32), np.ones(shape, dtype)]
-    odd = gr.PerReplica(arrays, mesh)
-    with (
-        unchanged(*arrays),
-        refused(mesh, ValueError, rf"value 1: replica 2 is {text}, replica 0 is float32\[4\]"),
     ):
-        ops.batch_reduce(SUM, [(value, value), (odd, value)])
-    with refused(mesh, ValueError, rf"grads\[2\]\[0\] is {text}, grads\[0\]\[0\] is float32\[4\]"):
-        ops.all_reduce([[array] for array in arrays])
+        arrays = [np.ones(4, np.float32), np.ones(4, np.float32), np.ones(shape, dtype)]
+        odd = gr.PerReplica(arrays, mesh)
+        with refused(mesh, ValueError, rf"value 1: replica 2 is {text}, replica 0 is float32\[4\]"):
+            ops.batch_reduce(SUM, [(value, value), (odd, value)])
+        with refused(mesh, ValueError, rf"grads\[2\]\[0\] is {text}, grads\[0\]\[0\] is float32"):
+            ops.all_reduce([[array] for array in arrays])
 
 
 UNFIT = {
@@ -300,19 +284,19 @@ def test_an_error_of_a_class_that_is_not_ours_keeps_its_text():
     assert (type(named), str(named)) == (DeviceMismatchError, "value 1: elsewhere")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_closed_mesh(algorithm):
-    with MeshCase((0, 1)).open() as mesh:
-        value = per_replica(mesh, lambda replica: np.ones(2, np.float32))
-        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+def test_a_closed_mesh(mesh, ops, value):
+    with MeshCase((0, 1)).open() as closed:
+        late = per_replica(closed, lambda replica: np.ones(2, np.float32))
+    of_closed = gr.AllReduceCrossDeviceOps(ops.all_reduce_alg, mesh=closed)
     for call in (
-        lambda: ops.reduce(SUM, value, value),
-        lambda: ops.reduce(SUM, value, "sim:1"),
-        lambda: ops.all_reduce([[np.ones(2)]] * 2),
-        lambda: ops.plan(SUM, [(value, value)]),
-        lambda: ops.broadcast(value.parts[0], mesh),
-        lambda: ops.broadcast(np.ones(2), "sim:1"),
-        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value),
+        lambda: of_closed.reduce(SUM, late, late),
+        lambda: of_closed.reduce(SUM, late, "sim:1"),
+        lambda: of_closed.all_reduce([[np.ones(2)]] * 2),
+        lambda: of_closed.plan(SUM, [(late, late)]),
+        lambda: of_closed.broadcast(late.parts[0], closed),
+        lambda: of_closed.broadcast(np.ones(2), "sim:1"),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, late, late),
+        lambda: ops.batch_reduce(SUM, [(value, value), (late, late)]),
     ):
         with refused(mesh, BackendUnavailableError, "was closed"):
             call()
@@ -341,13 +325,6 @@ def test_a_failed_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lo
     assert (ops.reduce(SUM, near, near).buffers[0].numpy() == 1).all()
 
 
-def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value):
-    with MeshCase((0, 1)).open() as other:
-        late = per_replica(other, lambda replica: np.ones(2, np.float32))
-    with refused(mesh, BackendUnavailableError, "was closed"):
-        ops.batch_reduce(SUM, [(value, value), (late, late)])
-
-
 @pytest.mark.parametrize("name", ["tensor", "", 3, "cupy"])
 def test_an_unavailable_output_type(mesh, ops, value, name, monkeypatch):
     if name == "cupy":  # also if it is installed: simulated devices are host memory
@@ -361,8 +338,3 @@ def test_an_unavailable_output_type(mesh, ops, value, name, monkeypatch):
     ):
         with refused(mesh, ValueError, f"output_type={name!r}"):
             call()
-
-
-def test_the_base_class_reduces_nothing():
-    with pytest.raises(TypeError, match="abstract"):
-        gr.CrossDeviceOps()

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from support import meshes
-from support.exact_data import exact_data, random_data, same
+from support.exact_data import exact_data, random_data
 from support.meshes import (
     MeshCase,
     adopted,
@@ -16,6 +16,7 @@ from support.meshes import (
     one_device_sum,
     owned,
     per_replica,
+    refused,
     unchanged,
 )
 
@@ -25,13 +26,7 @@ from gradreduce.backends.device_names import as_device
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPE = (3, 5)
 
-numpy_mesh = meshes.numpy_mesh
-
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1, 1), strict=True)
 
 
 def data(replica: int, dtype="float32") -> np.ndarray:
@@ -42,13 +37,20 @@ NAMES = ["sim:2", "SIM:2", "gpu:2", "/gpu:2", "cuda:2", "/device:GPU:2", "device
          "/job:worker/replica:0/task:3/device:GPU:2", "/replica:0/task:0/gpu:2"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_a_device(mesh, name):
-    assert as_device(name, "", mesh) is mesh.devices[2]
-    assert as_device(name, "", mesh[0:1]) is mesh.devices[2]  # of the whole mesh
+def test_a_name_is_a_device(mesh):
     value = per_replica(mesh, data)
-    found = gr.HierarchicalCopyAllReduce().reduce(SUM, value, name)
-    assert found.devices == (mesh.devices[2],)
+    for name in NAMES:
+        assert as_device(name, "", mesh) is mesh.devices[2]
+        assert as_device(name, "", mesh[0:1]) is mesh.devices[2]  # of the whole mesh
+        found = gr.HierarchicalCopyAllReduce().reduce(SUM, value, name)
+        assert found.devices == (mesh.devices[2],)
+    # A torch.device means the first logical device of its GPU, a name a logical device.
+    assert as_device(TorchDevice("cuda:1"), "", mesh) is mesh.devices[2]
+    assert as_device("cuda:1", "", mesh) is mesh.devices[1]
+    for wrong in map(TorchDevice, ("cpu", "cuda", "cuda:9", "mps:0")):
+        text = re.escape(f"device={wrong!r} is not a device of {mesh}")
+        with pytest.raises(ValueError, match=text):
+            as_device(wrong, "device=", mesh)
 
 
 class TorchDevice:
@@ -118,58 +120,28 @@ def test_a_name_is_a_device_wherever_one_is_taken(default, spelt):
         assert variable.devices == (there,)
 
 
-def test_a_torch_device_is_a_gpu_and_a_name_a_logical_device(mesh):
-    """A torch.device means the first logical device of its GPU, a name a logical device."""
-    assert as_device(TorchDevice("cuda:1"), "", mesh) is mesh.devices[2]
-    assert as_device("cuda:1", "", mesh) is mesh.devices[1]
-
-
-@pytest.mark.parametrize("wrong", ["gpu:9", "sim:3", "gpu", "", "cpu", "cuda:-1"])
-def test_a_device_outside_the_mesh_is_named_with_its_argument(default, wrong):
-    text = re.escape(repr(wrong))
-    getter = gr.AGNCustomGetter
-    calls = {
-        "device=": lambda name: gr.Variable(1.0, device=name),
-        " device=": lambda name: gr.ConditionalAccumulator("float32", device=name),
-        "worker_device=": getter,
-        "mesh=": gr.AGNCenter,
-        "devices[1]=": lambda name: gr.PerReplica([1.0, 2.0], devices=["sim:0", name]),
-        "  device=": gr.Mirrored([1.0] * 3, default).get,
-    }
-    for label, call in calls.items():
-        with pytest.raises(ValueError, match=re.escape(label.strip()) + text):
-            call(wrong)
-
-
-@pytest.mark.parametrize("wrong", ["cpu", "cuda", "cuda:9", "mps:0"])
-def test_other_torch_devices_are_no_devices_of_a_mesh(mesh, wrong):
-    given = TorchDevice(wrong)
-    with pytest.raises(ValueError, match=re.escape(f"device={given!r} is not a device of {mesh}")):
-        as_device(given, "device=", mesh)
-
-
-@pytest.mark.parametrize("wrong", [0, 1.0, [], b"sim:0", object(), np.int64(1)], ids=type)
-def test_invalid_devices_are_refused(mesh, wrong):
+def test_a_device_that_is_none_of_the_mesh_is_named_with_its_argument(default):
     end = 'a Device, the name of one such as "gpu:1", or a torch.device'
-    for call, label in [
-        (lambda: gr.Variable(1.0, device=wrong), f"device={wrong!r} is not a Mesh, {end}"),
-        (lambda: gr.ConditionalAccumulator("float32", device=wrong), f"device={wrong!r}"),
-        (lambda: gr.AGNCustomGetter(wrong), f"worker_device={wrong!r} is not a Mesh, {end}"),
-        (lambda: gr.AGNCenter(wrong), f"mesh={wrong!r} is not a Mesh, {end}"),
-        (lambda: gr.PerReplica([1.0], mesh, devices=[wrong]), f"devices[0]={wrong!r} is not {end}"),
-        (lambda: gr.Mirrored([1.0] * 4, mesh).get(wrong), f"device={wrong!r} is not {end}"),
-    ]:
-        with pytest.raises(TypeError, match=f"^{re.escape(label)}"):
-            call()
+    for label, more, call in (
+        ("device=", "a Mesh, ", lambda wrong: gr.Variable(1.0, device=wrong)),
+        ("device=", "", lambda wrong: gr.ConditionalAccumulator("float32", device=wrong)),
+        ("worker_device=", "a Mesh, ", gr.AGNCustomGetter),
+        ("mesh=", "a Mesh, ", gr.AGNCenter),
+        ("devices[1]=", "", lambda wrong: gr.PerReplica([1.0] * 2, devices=["sim:0", wrong])),
+        ("device=", "", gr.Mirrored([1.0] * 3, default).get),
+    ):
+        for wrong in ("gpu:9", "sim:3", "gpu", "", "cpu", "cuda:-1"):
+            with pytest.raises(ValueError, match=re.escape(f"{label}{wrong!r}")):
+                call(wrong)
+        for wrong in (0, 1.0, [], b"sim:0", object(), np.int64(1)):
+            text = re.escape(f"{label}{wrong!r} is not {more}")
+            with pytest.raises(TypeError, match=f"^{text}.*{end}"):
+                call(wrong)
 
 
 DESTINATIONS = {
-    "per replica": lambda mesh, places: gr.PerReplica(
-        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
-    ),
-    "mirrored": lambda mesh, places: gr.Mirrored(
-        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
-    ),
+    "per replica": lambda mesh, places: gr.PerReplica([np.zeros(1)] * len(places), mesh[places]),
+    "mirrored": lambda mesh, places: gr.Mirrored([np.zeros(1)] * len(places), mesh[places]),
     "variable": lambda mesh, places: gr.Variable(np.zeros(1), device=mesh[places]),
     "mesh": lambda mesh, places: mesh[places],
     "devices": lambda mesh, places: tuple(mesh.devices[p] for p in places),
@@ -181,6 +153,7 @@ DESTINATIONS = {
 @pytest.mark.parametrize("name", DESTINATIONS)
 @pytest.mark.parametrize("places", [[0], [3], [2, 1], [3, 1, 0], [1, 0, 3, 2], [0, 1, 2, 3]])
 def test_anything_that_names_devices_is_a_destination(mesh, name, places):
+    """The destination's mesh has priority over the default one; a name alone has no mesh."""
     arrays = [data(replica) for replica in range(4)]
     value = gr.PerReplica(arrays, mesh)
     destination = DESTINATIONS[name](mesh, places)
@@ -190,65 +163,14 @@ def test_anything_that_names_devices_is_a_destination(mesh, name, places):
     wanted = range(4) if matches else places  # in the value's order if the devices match
     assert found.devices == tuple(mesh.devices[place] for place in wanted)
     check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
+    table = gr.IndexedSlices(arrays[0], [0, 1, 0], (2, 5))
+    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
+        ops = make(mesh=mesh if name == "names" else None)
+        for one in (arrays[0], table):
+            for found in (ops.reduce(SUM, one, destination), ops.broadcast(one, destination)):
+                assert found.devices == tuple(mesh.devices[place] for place in places)
     if isinstance(destination, gr.Variable):
         assert destination.numpy() == [0]
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "complex64", "float64", "int8", "uint64"]
-)
-def test_one_device_adds_left_to_right_and_rounds_once(numpy_mesh, dtype, op):
-    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
-    value = gr.PerReplica(arrays, numpy_mesh)
-    if op is MEAN and dtype in ("int8", "uint64"):
-        op = SUM
-    expected = one_device_sum(arrays, len(arrays) if op is MEAN else 1)
-    for place in {0, len(arrays) // 2, len(arrays) - 1}:
-        with unchanged(*arrays):
-            found = gr.ReductionToOneDevice().reduce(op, value, f"sim:{place}")
-        assert found.devices == (numpy_mesh.devices[place],)
-        check_mirrored(found, expected)
-
-
-def test_each_pair_of_a_batch_may_have_another_destination(mesh):
-    arrays = [data(replica) for replica in range(4)]
-    value = gr.PerReplica(arrays, mesh)
-    half = gr.PerReplica(arrays[:2], devices=mesh.devices[2:])
-    destinations = [value, "sim:1", mesh, ["sim:3", "sim:2"], half]
-    values = [value, value, half, half, value]
-    found = gr.HierarchicalCopyAllReduce(mesh=mesh).batch_reduce(
-        SUM, list(zip(values, destinations, strict=True))
-    )
-    assert [[device.index for device in each.devices] for each in found] == [
-        [0, 1, 2, 3], [1], [0, 1, 2, 3], [2, 3], [2, 3],
-    ]  # fmt: skip
-    expected = [
-        hierarchical_sum(arrays), one_device_sum(arrays), one_device_sum(arrays[:2]),
-        hierarchical_sum(arrays[:2]), one_device_sum(arrays),
-    ]  # fmt: skip
-    for each, numbers in zip(found, expected, strict=True):
-        check_mirrored(each, numbers)
-
-
-@pytest.mark.parametrize("destination", ["sim:0", "sim:1", ["sim:2", "sim:0"], "all"])
-def test_the_result_is_new_memory_everywhere(mesh, destination):
-    buffers = [owned(device, exact_data(SHAPE, "float32", seed=k)) for k, device in enumerate(mesh)]
-    before = [buffer.numpy() for buffer in buffers]
-    value = gr.PerReplica(buffers)
-    ops = gr.AllReduceCrossDeviceOps()
-    target = mesh if destination == "all" else destination
-    first = ops.reduce(SUM, value, target)
-    kept = [buffer.numpy() for buffer in first.buffers]
-    alone = ops.reduce(SUM, buffers[0], target)
-    spread = ops.broadcast(buffers[0], target)
-    blocks = {id(b.block) for b in (*first.buffers, *alone.buffers, *spread.buffers)}
-    assert not blocks & {id(buffer.block) for buffer in buffers}
-    ops.reduce(SUM, first.buffers[0], target)
-    assert all(map(same, kept, [buffer.numpy() for buffer in first.buffers]))
-    assert all(map(same, before, [buffer.numpy() for buffer in buffers]))
-    for made in (alone, spread):
-        check_mirrored(made, before[0])
 
 
 def test_the_copies_of_a_mirrored_value_have_a_mean_and_no_sum(mesh):
@@ -263,9 +185,8 @@ def test_the_copies_of_a_mirrored_value_have_a_mean_and_no_sum(mesh):
         for mirrored in (gr.Mirrored(arrays, mesh), gr.Mirrored(tables, mesh)):
             for target in (mesh, "sim:2"):
                 ops.reduce(MEAN, mirrored, target)
-                with mesh.journal() as journal, pytest.raises(ValueError, match=text):
+                with refused(mesh, ValueError, text):
                     ops.batch_reduce(SUM, [(alone, alone), (mirrored, target)])
-                assert not journal.records
         check_mirrored(ops.reduce(MEAN, gr.Mirrored(arrays, mesh), mesh), arrays[0])
         check_mirrored(ops.reduce(SUM, alone, "sim:1"), arrays[0])
 
@@ -323,20 +244,6 @@ def test_an_array_is_its_own_only_replica(mesh):
         assert not any(np.may_share_memory(each, array) for each in found.values)
 
 
-@pytest.mark.parametrize("name", DESTINATIONS)
-def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
-    """The destination's mesh has priority over the default one; a name alone has no mesh."""
-    destination = DESTINATIONS[name](mesh, [2, 1])
-    array = exact_data(SHAPE, "float32")
-    table = gr.IndexedSlices(array, [0, 1, 0], (2, 5))
-    names = name == "names"
-    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
-        ops = make(mesh=mesh if names else None)
-        for value in (array, table):
-            for found in (ops.reduce(SUM, value, destination), ops.broadcast(value, destination)):
-                assert found.devices == (mesh.devices[2], mesh.devices[1])
-
-
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
 @pytest.mark.parametrize("place", [owned, adopted])
 @pytest.mark.parametrize(
@@ -368,20 +275,18 @@ def test_memory_of_peers_is_read_directly_and_other_memory_is_copied(
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
 def test_rows_are_read_in_place_too(peers):
     """IndexedSlices alone are concatenated; among dense arrays they become dense in place."""
+    ops, rows = gr.ReductionToOneDevice(), [np.full((2, 5), k, np.float32) for k in range(3)]
     with MeshCase((0, 1, 2), peers).open() as mesh:
         tables = [
-            gr.IndexedSlices(
-                owned(device, np.full((2, 5), device.index, np.float32)), [0, 2], (3, 5)
-            )
-            for device in mesh
+            gr.IndexedSlices(owned(device, array), [0, 2], (3, 5))
+            for device, array in zip(mesh, rows, strict=True)
         ]
         arrays = [owned(device, data(device.index)) for device in mesh]
         with mesh.journal() as journal:
-            rows = gr.ReductionToOneDevice().reduce(SUM, gr.PerReplica(tables), "sim:1")
+            found = ops.reduce(SUM, gr.PerReplica(tables), "sim:1")
         assert journal.copies == 2 * (not peers)
-        assert rows.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert found.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
         with mesh.journal() as journal:
-            mixed = gr.PerReplica([arrays[0], arrays[1], tables[2]])
-            total = gr.ReductionToOneDevice().reduce(SUM, mixed, "sim:0")
+            total = ops.reduce(SUM, gr.PerReplica([*arrays[:2], tables[2]]), "sim:0")
         assert journal.copies == 2 * (not peers)
         check_mirrored(total, one_device_sum([data(0), data(1), tables[2].to_dense().numpy()]))

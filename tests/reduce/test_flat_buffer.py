@@ -21,9 +21,6 @@ from gradreduce.device import Block
 from gradreduce.device.memory.external import ExternalBuffers
 from gradreduce.device.memory.freed import DeferredFree
 from gradreduce.errors import BackendUnavailableError
-from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
-from gradreduce.reduce.pack_buffers import lay_out
-from gradreduce.reduce.packing import plan_packing
 
 SHAPES = [(100, 180), (7,), (), (0, 3), (5, 900)]  # more than 64 KiB: a slice on each device
 KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
@@ -79,18 +76,22 @@ def test_arrays_share_the_memory_of_the_views(mesh, kind, dtype):
     assert isinstance(flat.arrays()[0][0], np.ndarray)
 
 
-def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
+@pytest.mark.parametrize("form", ["all_reduce", "prepare"])
+def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind, form):
     flat = mesh.flat_buffer(SHAPES, "float32")
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     arrays = flat.arrays(kind)
+    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
+    step = ops.prepare(SUM, [(value, value) for value in values])
     grown = []
     for seed in (1, 2, 3):
         fill(arrays, seed)
         with mesh.journal() as journal:
-            reduced = ops.all_reduce(arrays, SUM)
-        launches = [(record.name, record.device) for record in journal.records]
-        physicals = len(mesh.by_physical)
-        assert [name for name, _ in launches] == ["all_sum"] * physicals  # and no other launch
+            if form == "prepare":
+                reduced = [list(row) for row in zip(*[each.values for each in step()], strict=True)]
+            else:
+                reduced = ops.all_reduce(arrays, SUM)
+        assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
         for row in reduced:
             assert [kind_of(array) for array in row] == [kind_of(each) for each in arrays[0]]
             for array, expected in zip(row, sums(len(mesh), seed), strict=True):
@@ -98,21 +99,6 @@ def test_arrays_filled_by_other_libraries_are_reduced_in_place(mesh, kind):
         del row, reduced, array
         grown.append(num_grown(mesh))
     assert grown[0] == grown[2]
-
-
-@pytest.mark.parametrize("peer_access", [True, False])
-def test_arrays_and_views_are_the_same_to_a_plan(peer_access):
-    with MeshCase((0, 1, 1), peer_access).open() as mesh:
-        flat = mesh.flat_buffer(SHAPES, "float32")
-        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce):
-            ops = make(mesh=mesh)
-            plans = []
-            copies = [[array.copy() for array in row] for row in flat.arrays()]
-            for rows in (flat.arrays(), flat.views, copies):
-                values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
-                plans.append(ops.plan(SUM, [(value, value) for value in values]))
-            assert plans[0] == plans[1]
-            assert plans[0].launches < plans[2].launches  # plans[2] packs first
 
 
 def test_any_view_of_an_array_is_recognized(mesh, kind):
@@ -185,13 +171,11 @@ def test_external_memory_is_found_by_all_of_its_bytes(mesh):
     low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)
     external.add(high)
     external.add(low)
-    assert [external.find(at, 8) for at in (99, 100, 142, 143, 199, 200, 201)] == [
-        None, low, low, None, None, high, None,
-    ]  # fmt: skip
+    for block, places in ((low, (100, 142)), (high, (200,)), (None, (99, 143, 199, 201))):
+        assert all(external.find(at, 8) is block for at in places)
     assert external.find(150, 0) is external.find(120, 0) is None
-    del low
+    del low, block
     assert external.find(100, 8) is None
-    assert external.find(200, 8) is high
     other = block_at(mesh.devices[0], 90, 60)
     external.add(other)
     assert external.find(100, 50) is other
@@ -229,83 +213,33 @@ def test_zero_is_one_fill_on_each_device(mesh, kind):
     mesh.flat_buffer([], "float32").zero()
 
 
-def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
-    for seed in range(4):
-        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            arrays = flat.arrays()
-            fill(arrays, 4)
-            reduced = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(
-                arrays, SUM, output_type="buffer"
-            )
-            fill(arrays, 9)  # allowed: the call has read them
-            for array, expected in zip(reduced[2], sums(3, 4), strict=True):
-                assert same(array.numpy(), expected)
-            flat.zero()
-            assert not any(array.any() for row in arrays for array in row)
-
-
-def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
-    flat = mesh.flat_buffer(SHAPES, "float32")
-    arrays = flat.arrays(kind)
-    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
-    pairs = [(value, value) for value in values if value.buffers[0].size]
-    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, pairs)
-    fill(arrays, 6)
-    with mesh.journal() as journal:
-        results = step()
-    assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
-    wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
-    for result, expected in zip(results, wanted, strict=True):
-        assert same(np.asarray(result.primary), expected)
-
-
-def test_only_padding_is_written_between_tensors(mesh):
-    """In place a whole flat buffer is written, gaps too: part of a tensor leaves no gap behind."""
-    flat = mesh.flat_buffer([(3,), (8,), (2, 2)], "float32")
-    whole, floats = flat.arrays(), (np.dtype("float32"),) * 2
-    for cut, in_place in ((slice(None), True), (slice(5), False)):
-        rows = [[first, second[cut], third] for first, second, third in whole]
-        given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
-        plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1, 0, 0)
-        (laid,) = lay_out(plans, given, HierarchicalCopy(mesh.devices), targets=given)
-        assert plans[0].has_gaps
-        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.targets, strict=True):
-            assert (out.block is buffer.block) == (moved is None) == in_place
-        assert all(moved is None for moved in laid.filling)  # reading past a tensor is harmless
-
-
-def test_zero_waits_for_readers_of_a_flat_buffer():
-    for seed in range(4):
-        with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:
-            device, other = mesh.devices
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            fill(flat.arrays(), 4)
-            read = other.empty(SHAPES[0], "float32")
-            other.copy(read, flat.views[0][0])
-            flat.zero()
-            assert (read.numpy() == 4).all()
-            assert not device.download(flat.buffers[0]).any()
-
-
-def test_a_prepared_step_reads_what_was_filled_and_released_is_read():
-    for seed in range(4):
-        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
-            flat = mesh.flat_buffer(SHAPES, "float32")
-            values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
-            arrays = flat.arrays()
-            step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
-                SUM, [(value, value) for value in values]
-            )
-            for turn in (3, 8):
-                flat.release()
-                fill(arrays, turn)
-                flat.adopt()
-                results = step()
+@pytest.mark.parametrize("seed", range(4))
+def test_deferred_work_sees_what_was_filled_before_the_call(seed):
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        flat = mesh.flat_buffer(SHAPES, "float32")
+        arrays = flat.arrays()
+        fill(arrays, 4)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        reduced = ops.all_reduce(arrays, SUM, output_type="buffer")
+        fill(arrays, 9)  # allowed: the call has read them
+        for array, expected in zip(reduced[2], sums(3, 4), strict=True):
+            assert same(array.numpy(), expected)
+        read = mesh.devices[2].empty(SHAPES[0], "float32")
+        mesh.devices[2].copy(read, flat.views[0][0])
+        flat.zero()  # waits for the copy
+        assert (read.numpy() == 9).all()
+        assert not any(array.any() for row in arrays for array in row)
+        values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+        step = ops.prepare(SUM, [(value, value) for value in values])
+        for turn in (3, 8):
             flat.release()
-            fill(arrays, 99)
-            for result, expected in zip(results, sums(3, 8), strict=True):
-                assert same(result.buffers[2].numpy(), expected)
+            fill(arrays, turn)
+            flat.adopt()
+            results = step()
+        flat.release()
+        fill(arrays, 99)
+        for result, expected in zip(results, sums(3, 8), strict=True):
+            assert same(result.buffers[2].numpy(), expected)
 
 
 def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
@@ -358,7 +292,7 @@ def test_gradients_of_pytorch_accumulate_in_it_and_are_not_packed(mesh):
 
 
 def a_model(mesh, seed: int = 0):
-    """Equal layers on each device, an attached flat buffer of their gradients, and a step."""
+    """Equal layers on each device, and an attached flat buffer of their gradients."""
     torch = importlib.import_module("torch")
     torch.manual_seed(seed)
     models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
@@ -497,8 +431,6 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
     torch, models, parameters, flat = a_model(mesh)
     steps = [*steps_of(mesh, flat), flat.zero]
     replaced = parameters[0][0].grad = torch.ones_like(parameters[0][0])
-    wide = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.float64))
-    wide.grad = torch.ones_like(wide)
 
     def swap(parameter):  # as model.double() does: the same tensors, of other memory
         models[-1].double()
@@ -512,10 +444,7 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
 
     at = len(mesh) - 1
     for change, why in (
-        (
-            grow,
-            rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is float32",
-        ),
+        (grow, rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is fl"),
         (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has layout torch.sparse_coo"),
         (swap, rf"parameters\[{at}\]\[.\] is float64.*make a new flat buffer or DataParallel"),
     ):
@@ -540,18 +469,9 @@ def test_a_refused_attach_keeps_the_existing_gradients(mesh):
     for given, kind, why in (
         (others[:-1], ValueError, r"parameters must have 4 for each of .* it has \["),
         ([row[:3] for row in others], ValueError, r"must have 4 for each of .* it has \[3"),
-        (
-            [shared, *others[1:]],
-            ValueError,
-            r"parameters\[0\]\[3\] is the same tensor as parameters\[0\]\[1\], which",
-        ),
+        ([shared, *others[1:]], ValueError, r"0\]\[3\] is the same tensor as .*0\]\[1\], which"),
         ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
         ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], but its view"),
-        (
-            [[np.ones(4)] * 4, *others[1:]],
-            TypeError,
-            r"parameters\[0\]\[0\] is ndarray; pass a PyTorch",
-        ),
         (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str; pass a PyTorch"),
         ([3], TypeError, r"parameters\[0\] is int; pass the module, the parameters or the named_p"),
         ([torch.nn.ReLU()], ValueError, r"parameters must have 4 for each of .* it has \[0\]"),

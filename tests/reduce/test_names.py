@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase
+from support import meshes
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -15,11 +15,7 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 NAMES = ("layers.0.weight", "layers.0.bias", "head.weight")
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 def named(mesh, names=NAMES, dtype=np.float32):
@@ -173,6 +169,18 @@ def reduced(make):
     return lambda mesh, rank: gr.all_reduce([make(rank)], mesh=mesh)
 
 
+def divided(*replicas):
+    """A sum in process 0, and a mean in process 1, of the same value."""
+    return lambda mesh, rank: gr.NcclAllReduce(mesh=mesh).reduce(
+        (SUM, MEAN)[rank], gr.PerReplica(replicas, mesh), mesh
+    )
+
+
+def shared(mesh, rank):
+    ops = gr.NcclAllReduce(mesh=mesh)
+    (ops.reduce_scatter, ops.all_gather)[rank]([[np.ones(4)]])
+
+
 def stepped(*missing):
     """A step in which the process of rank r has no gradient of variable ``missing[r]``."""
 
@@ -228,6 +236,15 @@ DIFFERENCES = {
     "a variable less": (
         stepped(None, 1), "2 in process 0, 1 in process 1 (bias only in process 0)",
     ),
+    "an op": (divided(np.ones(3)), "divisor is 1 in process 0, 2 in process 1"),
+    "an op of integers": (divided(np.ones(3, int)), "mean of integers is"),
+    "an op of rows": (divided(gr.IndexedSlices(np.ones((1, 2)), [0])), "op is"),
+    "num_packs": (
+        lambda mesh, rank: gr.NcclAllReduce(1 + rank, mesh=mesh).all_reduce([[np.ones(3)]]),
+        "num_packs is 1 in process 0, 2 in process 1",
+    ),
+    "a call": (shared, "call is reduce_scatter in process 0, all_gather in process 1"),
+    "all_reduce": (called("all_reduce"), DTYPES),
     "reduce_scatter": (called("reduce_scatter"), DTYPES),
     "all_gather": (called("all_gather"), DTYPES),
     "broadcast": (spread, DTYPES),
@@ -237,7 +254,9 @@ DIFFERENCES = {
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_processes_name_what_differs(what):
     differ, text = DIFFERENCES[what]
-    assert text in messages_of(differ)[0]
+    first, second = messages_of(differ)
+    assert text in first
+    assert "process 0" in second and "process 1" in second
 
 
 def test_names_of_variables_may_differ_between_processes_but_are_reported():

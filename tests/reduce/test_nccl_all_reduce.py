@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.all_reduce_jobs import reduce_jobs
+from support.all_reduce_jobs import make_jobs, reduce_jobs
 from support.exact_data import exact_data, same
 from support.meshes import MeshCase, launches_of
 
@@ -60,7 +60,7 @@ def check_outs(jobs, expected):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, make_jobs, half):
+def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, half):
     half = as_dtype(half)
     replicas = [exact_data((67,), half, num_terms=9, seed=s).astype("float32") for s in
                 range(len(mesh))]  # fmt: skip
@@ -70,49 +70,30 @@ def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, make_jobs, half
     assert all(b.dtype == "float32" for group in groups for call in group for b in call)
 
 
-def test_one_group_for_small_packs_and_one_rank_for_each_physical_device(numpy_mesh, make_jobs):
-    dtypes = ["float32", "float16", "int32"]
-    packs = [[np.ones(40, dtype)] * len(numpy_mesh) for dtype in dtypes]
-    journal, groups = run(numpy_mesh, make_jobs(numpy_mesh, packs))
-    ranks = [places[0] for places in numpy_mesh.by_physical.values()]
-    if len(ranks) == 1:
-        assert groups == []
-        assert journal.of("collective") == []
-        return
-    assert [[[b.device.index for b in call] for call in group] for group in groups] == [[ranks] * 3]
-    # The link carries no more bytes than the tensor has.
-    assert [record.nbytes for record in journal.of("collective")] == [
-        nbytes for nbytes in (160, 80, 160) for _ in ranks
-    ]
-    assert journal.copies == 0
-    assert all(record.nbytes == 0 for record in journal.of("launch"))
-
-
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
-    """All packs of all dtypes share one group."""
+    """All packs of all dtypes share one group, with a rank for each physical device."""
     ops = gr.NcclAllReduce(num_packs, mesh=numpy_mesh)
     grads = [
         [np.ones(size, dtype) for dtype in ("float32", "bfloat16") for size in (300, 5, 40)]
         for _ in numpy_mesh
     ]
     spy = Spy(numpy_mesh.collective)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, numpy_mesh.journal() as journal:
         patch.setattr(numpy_mesh.devices[0].mesh, "_make_collective", lambda: spy)
         reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
     assert all((array == len(numpy_mesh)).all() for row in reduced for array in row)
-    calls = {0: 6}.get(num_packs, 2 * num_packs)
-    assert [len(group) for group in spy.groups] == [calls] * (len(numpy_mesh.by_physical) > 1)
-
-
-@pytest.mark.parametrize("divisor", [1, 8])
-def test_one_physical_device_calls_no_collective(make_jobs, divisor):
-    with MeshCase((0,) * 8).open() as mesh:
-        jobs = make_jobs(mesh, [[np.ones(40, np.float32)] * 8] * 3, divisor)
-        journal, groups = run(mesh, jobs)
-    assert groups == []
-    (launch,) = journal.records
-    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 3)
+    ranks = [places[0] for places in numpy_mesh.by_physical.values()]
+    calls = {0: 6}.get(num_packs, 2 * num_packs) * (len(ranks) > 1)
+    assert [[b.device.index for b in call] for group in spy.groups for call in group] == (
+        [ranks] * calls
+    )
+    assert len(spy.groups) == (len(ranks) > 1)
+    assert journal.copies == 0
+    assert all(record.nbytes == 0 for record in journal.of("launch"))
+    if num_packs == 0 and calls:  # the link carries no more bytes than the tensor has
+        sent = [record.nbytes for record in journal.of("collective")]
+        assert sent == [nbytes for nbytes in (1200, 20, 160, 600, 10, 80) for _ in ranks]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +110,7 @@ def test_one_physical_device_calls_no_collective(make_jobs, divisor):
     ],
     ids=str,
 )
-def test_colocated_replicas_are_summed_in_one_launch(
-    make_jobs, placement, in_place, divisor, launches
-):
+def test_colocated_replicas_are_summed_in_one_launch(placement, in_place, divisor, launches):
     with MeshCase(placement).open() as mesh:
         packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
         journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
@@ -157,9 +136,7 @@ def test_colocated_replicas_are_summed_in_one_launch(
     ],
     ids=str,
 )
-def test_the_memory_and_collectives_of_gathering(
-    make_jobs, monkeypatch, placement, launches, in_place
-):
+def test_the_memory_and_collectives_of_gathering(monkeypatch, placement, launches, in_place):
     sizes, gathered = [40, 1, 1003], []
     empty = Device.allocate
 
@@ -185,7 +162,7 @@ def test_the_memory_and_collectives_of_gathering(
     assert len(groups) == (len(ranks) > 1)
 
 
-def test_gathered_packs_share_the_group_of_the_others(make_jobs):
+def test_gathered_packs_share_the_group_of_the_others():
     with MeshCase((0, 1, 1)).open() as mesh:
         dtypes = ("float32", "int16", "int32", "uint16")
         jobs = make_jobs(mesh, [[np.full(9, 3, dtype)] * 3 for dtype in dtypes])

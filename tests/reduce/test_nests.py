@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase, refused
+from support import meshes
+from support.meshes import refused
 
 import gradreduce as gr
 
@@ -19,10 +20,7 @@ class Layer(NamedTuple):
     bias: Any
 
 
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture
@@ -204,13 +202,10 @@ def test_a_step_takes_terms_by_the_names_of_its_variables(mesh, ops):
     variables = [gr.Variable(np.zeros(2), name, device=mesh) for name in ("w", "bias", "unused")]
     step = gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), ops)
     terms = [
-        {
-            "bias": [np.full(2, 6.0), None],
-            "unused": None,
-            "w": [np.ones(2), np.full(2, float(replica))],
-        }
+        {"bias": [np.full(2, 6.0), None], "unused": None,
+         "w": [np.ones(2), np.full(2, float(replica))]}
         for replica in range(3)
-    ]
+    ]  # fmt: skip
     assert step([*terms[:2], OrderedDict(terms[2])])
     assert [each.numpy().tolist() for each in variables] == [[-2, -2], [-6, -6], [0, 0]]
     for change, text in (

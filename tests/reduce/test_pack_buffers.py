@@ -5,152 +5,100 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support import meshes
 from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
-from support.meshes import adopted, launches_of, owned
+from support.meshes import adopted
 
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
 
-mesh = meshes.mesh
 
-# Shapes of a batch: a scalar, an empty one, and sizes just below and above a vector.
-SHAPES = [(3,), (), (0, 4), (5, 7), (16,), (1,), (2, 2, 2)]
-
-
-def gradients_of(mesh, shapes, dtypes, place):
-    """``gradients[tensor][replica]``, and the arrays in them."""
-    arrays = [
-        [random_data(shape, dtype, seed=97 * tensor + replica) for replica in range(len(mesh))]
-        for tensor, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    ]
-    buffers = [
-        [place(device, array) for device, array in zip(mesh, replicas, strict=True)]
-        for replicas in arrays
-    ]
-    return buffers, arrays
-
-
-def plans_of(buffers, num_packs, *small, out_dtypes=None):
-    dtypes = [replicas[0].dtype for replicas in buffers]
-    return plan_packing(
+def packed_of(mesh, buffers, num_packs=1):
+    """Packs ``buffers[tensor][replica]``; returns the flat buffers and the journal."""
+    plans = plan_packing(
         tuple(replicas[0].size for replicas in buffers),
-        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-        num_packs,
-        *(small or (0, 0)),
-    )
+        tuple((replicas[0].dtype,) * 2 for replicas in buffers),
+        num_packs, 0, 0,
+    )  # fmt: skip
+    with mesh.journal() as journal:
+        return pack(plans, buffers, [each.device for each in buffers[0]], consume=False), journal
 
 
-def check_round_trip(mesh, packed, arrays):
-    """Unpacking what was packed gives every array back."""
+def check_packed(mesh, buffers, num_launches, num_packs=1):
+    """Checks the number of launches, and that unpacking gives every array back."""
+    arrays = [
+        [random_data(buffer.shape, "float32", seed=place + 10 * k)
+         for place, buffer in enumerate(replicas)]
+        for k, replicas in enumerate(buffers)
+    ]  # fmt: skip
+    for replicas, contents in zip(buffers, arrays, strict=True):
+        for buffer, content in zip(replicas, contents, strict=True):
+            buffer.device.upload(content, out=buffer)
+    packed, journal = packed_of(mesh, buffers, num_packs)
+    assert journal.launches == num_launches
     back = unpack(
         [replace(flat, results=flat.inputs) for flat in packed], [of[0].shape for of in arrays]
     )
     for replicas, expected in zip(back, arrays, strict=True):
         assert [buffer.device for buffer in replicas] == list(mesh.devices)
-        for buffer, array in zip(replicas, expected, strict=True):
-            assert same(buffer.numpy(), array)
+        assert all(map(same, [buffer.numpy() for buffer in replicas], expected))
+    return packed
 
 
-def test_gaps_between_packed_tensors_are_zeros(mesh):
-    buffers, _ = gradients_of(mesh, [(3,), (6,), (1,)], ["float32"] * 3, owned)
-    (packed,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
-    for flat in packed.inputs:
+def flat_columns(mesh, shapes):
+    """A flat buffer, and its views by tensor and replica."""
+    flat = mesh.flat_buffer(shapes, "float32")
+    return flat, [list(replicas) for replicas in zip(*flat.views, strict=True)]
+
+
+def test_gaps_between_packed_tensors_are_zeros(numpy_mesh):
+    buffers = [[device.empty((size,), "float32") for device in numpy_mesh] for size in (3, 6, 1)]
+    for flat in check_packed(numpy_mesh, buffers, len(numpy_mesh.by_physical))[0].inputs:
         content = flat.numpy()
         assert content.size == 16
         assert not content[[3, 10, 11, 13, 14, 15]].any()
 
 
-def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
-    dtypes = ["float32", "float16", "float32", "int32", "float16"]
-    buffers, _ = gradients_of(mesh, [(3,)] * 5, dtypes, adopted)
-    plans = plans_of(buffers, 2)
-    with mesh.journal() as journal:
-        pack(plans, buffers, mesh.devices, consume=False)
-    launches = launches_of(journal, "pack")
-    assert journal.launches == len(journal.records) == len(launches)
-    found = sorted((record.device, record.num_rows) for record in launches)
-    assert found == sorted(
-        (places[0], num_tensors * len(places))
-        for places in mesh.by_physical.values()
-        for num_tensors in (2, 2, 1)
-    )
-    assert journal.bytes == 0
-
-
-def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
-    views = mesh[-1:].flat_buffer(SHAPES, "float32").views
-    buffers = [[view] for view in views[0][:4]]
-    with mesh.journal() as journal:
-        pack(plans_of(buffers, 1), buffers, mesh.devices[-1:], consume=False)
+def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(numpy_mesh):
+    views = numpy_mesh[-1:].flat_buffer([(3,), (), (0, 4), (5, 7), (16,)], "float32").views
+    _, journal = packed_of(numpy_mesh, [[view] for view in views[0][:4]])
     assert journal.records == []
 
 
-@pytest.mark.parametrize("change", ["swapped", "one replaced", "the middle one left out"])
-def test_tensors_in_another_layout_are_moved(mesh, change):
-    shapes = [(3,), (3,), (5,)]
-    flat = mesh.flat_buffer(shapes, "float32")
-    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
-    if change == "swapped":
-        buffers[0], buffers[1] = buffers[1], buffers[0]
-    elif change == "one replaced":
-        buffers[1] = [device.empty((3,), "float32") for device in mesh]
-    else:
-        buffers = [buffers[0], buffers[2]]
-    arrays = [
-        [
-            random_data(buffer.shape, "float32", seed=place + 10 * k)
-            for place, buffer in enumerate(r)
-        ]
-        for k, r in enumerate(buffers)
-    ]
-    for replicas, contents in zip(buffers, arrays, strict=True):
-        for buffer, content in zip(replicas, contents, strict=True):
-            buffer.device.upload(content, out=buffer)
-    with mesh.journal() as journal:
-        packed = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
-    assert journal.launches == len(mesh.by_physical)
-    check_round_trip(mesh, packed, arrays)
+def test_tensors_in_another_layout_are_moved(numpy_mesh):
+    _, (first, second, third) = flat_columns(numpy_mesh, [(3,), (3,), (5,)])
+    other = [device.empty((3,), "float32") for device in numpy_mesh]
+    for buffers in ([second, first, third], [first, other, third], [first, third]):
+        check_packed(numpy_mesh, buffers, len(numpy_mesh.by_physical))
+    start_off_a_vector = [device.zeros((12,), "float32").view(1, (8,)) for device in numpy_mesh]
+    for num_packs, launches in ((1, len(numpy_mesh.by_physical)), (0, 0)):  # alone: no alignment
+        check_packed(numpy_mesh, [start_off_a_vector], launches, num_packs)
 
 
-def test_tensors_that_start_off_a_vector_boundary_are_moved(mesh):
-    arrays = [[random_data((8,), "float32", seed=replica) for replica in range(len(mesh))]]
-    blocks = [device.zeros((12,), "float32") for device in mesh]
-    buffers = [[block.view(1, (8,)) for block in blocks]]
-    for buffer, array in zip(buffers[0], arrays[0], strict=True):
-        buffer.device.upload(array, out=buffer)
-    for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone: no alignment
-        with mesh.journal() as journal:
-            packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
-        assert journal.launches == launches
-        check_round_trip(mesh, packed, arrays)
-
-
-def test_only_the_replicas_in_another_layout_are_moved(mesh):
-    flat = mesh.flat_buffer([(4,), (4,)], "float32")
-    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
-    buffers[0][-1] = mesh.devices[-1].zeros((4,), "float32")
-    with mesh.journal() as journal:
-        (packed,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
-    assert [(r.device, r.num_rows) for r in journal.records] == [(len(mesh) - 1, 2)]
+def test_only_the_replicas_in_another_layout_are_moved(numpy_mesh):
+    flat, buffers = flat_columns(numpy_mesh, [(4,), (4,)])
+    buffers[0][-1] = numpy_mesh.devices[-1].zeros((4,), "float32")
+    (packed,), journal = packed_of(numpy_mesh, buffers)
+    assert [(r.device, r.num_rows) for r in journal.records] == [(len(numpy_mesh) - 1, 2)]
     kept = [a.block is b.block for a, b in zip(packed.inputs, flat.buffers, strict=True)]
-    assert kept == [True] * (len(mesh) - 1) + [False]
+    assert kept == [True] * (len(numpy_mesh) - 1) + [False]
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_peer_reads_no_memory_that_is_not_mapped(mesh, mapped):
-    buffers, arrays = gradients_of(mesh, [(4,), (8,)], ["float32"] * 2, adopted)
+def test_a_peer_reads_no_memory_that_is_not_mapped(numpy_mesh, mapped):
+    buffers = [
+        [adopted(device, random_data((size,), "float32")) for device in numpy_mesh]
+        for size in (4, 8)
+    ]
     for buffer in [each for replicas in buffers for each in replicas]:
         buffer.block.peer_mapped = mapped
-    reads_peers = HierarchicalCopy(mesh.devices).reads_peers
-    assert reads_peers == (len(mesh.by_physical) > 1 and bool(mesh.mesh_state.peer_access))
+    reads_peers = HierarchicalCopy(numpy_mesh.devices).reads_peers
+    physicals = len(numpy_mesh.by_physical)
+    assert reads_peers == (physicals > 1 and bool(numpy_mesh.mesh_state.peer_access))
     packs_all = reads_peers and not mapped
     for num_packs in (0, 1):
-        with mesh.journal() as journal:
-            packed = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        launches = physicals if packs_all or num_packs else 0
+        packed = check_packed(numpy_mesh, buffers, launches, num_packs)
         if packs_all:
             assert all(buffer.block.owned for flat in packed for buffer in flat.inputs)
-        assert journal.launches == (len(mesh.by_physical) if packs_all or num_packs else 0)
-        check_round_trip(mesh, packed, arrays)

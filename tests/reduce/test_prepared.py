@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
-from support import meshes
 from support.exact_data import random_data, same
 from support.meshes import MeshCase, num_grown, refused
 from support.reduction_calls import dense
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
@@ -19,8 +20,6 @@ from gradreduce.errors import BackendUnavailableError
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "int16"),
           ((30_000,), "float32"), ((5,), "complex64"), ((33,), "bfloat16")]  # fmt: skip
-
-numpy_mesh = meshes.numpy_mesh
 
 
 def values_of(mesh, seed=0):
@@ -122,26 +121,17 @@ def test_what_it_reads_stays_alive(numpy_mesh):
 
 def test_threads_take_turns():
     with MeshCase((0, 1, 1)).open() as mesh:
-        values = values_of(mesh)
-        pairs = [(value, value) for value in values]
+        pairs = [(value, value) for value in values_of(mesh)]
         ops = gr.HierarchicalCopyAllReduce()
-        steps = [ops.prepare(SUM, pairs), ops.prepare(MEAN, pairs)]
-        barrier, failed = threading.Barrier(6), []
+        steps = [ops.prepare(op, pairs) for op in (SUM, MEAN)]
+        together = threading.Barrier(6, timeout=60)
 
         def work(step):
-            try:
-                barrier.wait(10)
-                for _ in range(50):
-                    step()
-            except BaseException as error:
-                failed.append(error)
+            together.wait()
+            for _ in range(50):
+                step()
 
-        threads = [threading.Thread(target=work, args=(steps[k % 2],)) for k in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert not failed
+        in_threads(*[partial(work, step) for step in steps * 3])
         for step, op in zip(steps, (SUM, MEAN), strict=True):
             assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
@@ -161,8 +151,8 @@ def test_a_failed_device_or_a_closed_mesh_stops_it(form):
 def test_a_replay_that_fails_leaves_no_label_behind(monkeypatch):
     """Later operations must not have its label in the flight record."""
     with gr.open_mesh([0, 1], backend="sim") as mesh:
-        value = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
-        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
+        value = dense(mesh, (4,), "float32", 1)
+        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
 
         def fails(*_arguments):
             raise MemoryError("no more")

@@ -1,15 +1,11 @@
 """Reduce-scatter and all-gather, in one process and over several (threads in these tests)."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.exact_data import DTYPES, exact_data, random_data, same
-from support.thread_group import run_processes
+from support.thread_group import run_replicas
 
 import gradreduce as gr
-from gradreduce.errors import CollectiveError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -160,57 +156,13 @@ def test_what_cannot_be_shared_raises():
         assert not journal.launches and not journal.copies
 
 
-def over_processes(counts, work):
-    """Runs ``work(mesh, first)`` in each process; returns the concatenated lists."""
-    starts = np.cumsum([0, *counts])
-
-    def run(group):
-        with gr.open_mesh(counts[group.rank], backend="sim", process_group=group) as mesh:
-            return work(mesh, int(starts[group.rank]), group)
-
-    return run_processes(len(counts), run)
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.data())
-def test_several_processes_give_the_bits_of_one(data):
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
-    n = sum(counts)
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))
-    op = data.draw(st.sampled_from([SUM, MEAN]))
-    options = {"num_packs": data.draw(st.integers(0, 3))}
-    grads = make_grads(n, dtypes)
-    if data.draw(st.booleans()):
-        order = data.draw(st.permutations(range(n)))
-        cut = data.draw(st.integers(0, n))
-        options["reduction_groups"] = [list(order[:cut]), list(order[cut:])]
-    if data.draw(st.booleans()):
-        options["wire_dtype"] = ml_dtypes.bfloat16
-    with gr.open_mesh(n, backend="sim") as alone:
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone, **options)
-        shares = ops.reduce_scatter(grads, op)
-        whole = ops.all_gather(shares)
-        check_shares(ops.all_reduce(grads, op), shares, whole)
-
-    def work(mesh, first, _):
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
-        mine = written(ops.reduce_scatter, grads[first : first + len(mesh)], op)
-        return mine, written(ops.all_gather, mine)
-
-    found = over_processes(counts, work)
-    for number, wanted in enumerate((shares, whole)):
-        rows = [row for rows in found for row in rows[number]]
-        for row, other in zip(wanted, rows, strict=True):
-            for a, b in zip(row, other, strict=True):
-                assert same(a, b)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_terms_of_an_owner_and_no_sums_cross_processes(algorithm):
     counts, size = (2, 1, 2), 5 * 16
     groups = "processes" if algorithm == "hierarchical_copy" else None
 
-    def work(mesh, first, group):
+    def work(mesh, _):
+        group = mesh.mesh_state.processes
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, reduction_groups=groups)
         ops.all_gather(ops.reduce_scatter([[np.ones((0, 2))]] * len(mesh)))
         with mesh.journal() as journal:
@@ -224,28 +176,8 @@ def test_only_the_terms_of_an_owner_and_no_sums_cross_processes(algorithm):
         return scattered, dict(group.sent)
 
     share = size // sum(counts) * 4
-    for rank, (scattered, gathered) in enumerate(over_processes(counts, work)):
+    for rank, (scattered, gathered) in enumerate(run_replicas(counts, work)):
         others = [other for other in range(3) if other != rank]
         # one term, already added, for each share of the other; and its own shares to all others
         assert scattered == {other: counts[other] * share for other in others}
         assert gathered == {other: counts[rank] * share for other in others}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("shape", r"tensor 1 is float32\[4, 2\] in process 0, float32\[4, 3\] in process 1"),
-     ("call", "call is reduce_scatter in process 0, all_gather in process 1")],
-)  # fmt: skip
-def test_a_call_that_differs_between_processes_raises_in_both(name, message):
-    def work(mesh, first, group):
-        is_other = group.rank == 1
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        width = 3 if is_other and name == "shape" else 2
-        call = ops.all_gather if is_other and name == "call" else ops.reduce_scatter
-        with pytest.raises((ValueError, CollectiveError)) as error:
-            call([[np.ones(4, np.float32), np.ones((4, width), np.float32)]])
-        return str(error.value)
-
-    first, second = over_processes((1, 1), work)
-    assert __import__("re").search(message, first)
-    assert "process 0" in second and "process 1" in second

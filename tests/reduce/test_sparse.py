@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from support import meshes
 from support.exact_data import exact_data, random_data, same
-from support.meshes import MeshCase, check_mirrored, hierarchical_sum, refused
+from support.meshes import check_mirrored, hierarchical_sum, owned, refused
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype, mean_dtype
+from gradreduce.device import accumulate_dtype, as_dtype, mean_dtype
 from gradreduce.errors import InvalidArgumentError
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 ROWS = 10
-
-numpy_mesh = meshes.numpy_mesh
 
 MAKERS = {
     "nccl": lambda mesh: gr.NcclAllReduce(mesh=mesh),
@@ -23,11 +23,7 @@ MAKERS = {
     "one device": lambda mesh: gr.ReductionToOneDevice(mesh=mesh),
 }
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS)
@@ -50,13 +46,6 @@ def value_of(mesh, dtype="float32"):
     return gr.PerReplica([slices_of(replica, dtype) for replica in range(len(mesh))], mesh)
 
 
-def divided(rows, count):
-    made = mean_dtype(rows.dtype)
-    wide = accumulate_dtype(made)
-    with np.errstate(all="ignore"):
-        return (rows.astype(wide) / wide.type(count)).astype(made)
-
-
 def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
     assert isinstance(part, gr.IndexedSlices)
     assert part.indices.tolist() == list(indices)
@@ -64,64 +53,51 @@ def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
     return same(part.values.numpy() if hasattr(part.values, "numpy") else part.values, rows)
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
+def merged(rows, indices):
+    """Adds rows of the same index in their order: in the accumulate type; integers wrap."""
+    wide, sums = accumulate_dtype(rows.dtype), {}
+    for index, row in zip(indices, rows.astype(wide), strict=True):
+        sums[index] = sums[index] + row if index in sums else row
+    return np.array([sums[index] for index in sorted(sums)], wide).reshape(-1, 3), sorted(sums)
+
+
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "uint32"]
 )
-def test_rows_are_concatenated_in_replica_order(numpy_mesh, ops, dtype, op):
+def test_rows_of_all_replicas_are_in_their_order(numpy_mesh, ops, dtype):
     count = len(numpy_mesh)
     all_rows = [rows_of(replica, dtype) for replica in range(count)]
-    rows = np.concatenate([rows for rows, _ in all_rows])
-    indices = np.concatenate([indices for _, indices in all_rows])
-    expected = rows if op is SUM else divided(rows, count)
+    joined = tuple(np.concatenate(each) for each in zip(*all_rows, strict=True))
     value = value_of(numpy_mesh, dtype)
-    for destination in (numpy_mesh, "sim:0", [f"sim:{count - 1}"]):
-        found = ops.reduce(op, value, destination)
-        assert len(found.devices) == (count if destination is numpy_mesh else 1)
-        assert all(same_rows(part, expected, indices) for part in found.parts)
-        assert all(same_rows(part, expected, indices) for part in found.values)
+    dense = [exact_data((2, 2), "float32", seed=replica) for replica in range(count)]
+    plain = gr.PerReplica(dense, numpy_mesh)
+    for op, coalesce in product((SUM, MEAN), (False, True)):
+        with np.errstate(all="ignore"):
+            rows, indices = merged(*joined) if coalesce else joined
+            made = as_dtype(dtype)
+            if op is MEAN:
+                made = mean_dtype(made)
+                wide = accumulate_dtype(made)
+                rows = rows.astype(wide) / wide.type(count)
+            expected = rows.astype(made)
+        for destination in (numpy_mesh, "sim:0", [f"sim:{count - 1}"]):
+            pairs = [(plain, plain), (value, destination)]
+            added, found = ops.batch_reduce(op, pairs, coalesce=coalesce)
+            check_mirrored(added, hierarchical_sum(dense, count if op is MEAN else 1))
+            assert len(found.devices) == (count if destination is numpy_mesh else 1)
+            for part in (*found.parts, *found.values):
+                assert same_rows(part, expected, indices)
     assert all(map(same, [part.values.numpy() for part in value.parts], [r for r, _ in all_rows]))
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-def test_coalesce_adds_rows_of_the_same_index_in_replica_order(numpy_mesh, ops, op):
-    value = value_of(numpy_mesh, "float16")
-    found = ops.reduce(op, value, numpy_mesh, coalesce=True)
-    plain = ops.reduce(SUM, value, numpy_mesh).values[0]
-    indices = sorted(set(plain.indices.tolist()))
-    sums = []
-    with np.errstate(all="ignore"):
-        for index in indices:
-            total, *others = plain.values[plain.indices == index].astype(np.float32)
-            for row in others:
-                total = total + row
-            sums.append(total / np.float32(len(numpy_mesh)) if op is MEAN else total)
-        expected = np.array(sums).astype(np.float16)
-    assert all(same_rows(part, expected, indices) for part in found.parts)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "uint32"])
-def test_integers_of_the_same_index_wrap_and_are_then_divided(numpy_mesh, ops, dtype):
-    arrays = [exact_data((2, 3), dtype, seed=replica) for replica in range(len(numpy_mesh))]
-    value = gr.PerReplica([gr.IndexedSlices(rows, [2, 2], (4, 3)) for rows in arrays], numpy_mesh)
-    total = np.sum(np.concatenate(arrays), axis=0, dtype=dtype, keepdims=True)
-    for op, wanted in ((SUM, total), (MEAN, divided(total, len(numpy_mesh)))):
-        found = ops.reduce(op, value, numpy_mesh, coalesce=True)
-        assert all(same_rows(part, wanted, [2], (4, 3)) for part in found.parts)
 
 
 def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
     """Also if one replica has all rows, and if rows are only copied."""
     mesh, kept = numpy_mesh, []
     for rich in {0, len(mesh) - 1}:
-        rows = [
-            device.upload(random_data((3 if device is mesh.devices[rich] else 0, 2), "float32"))
-            for device in mesh
-        ]
-        before = [buffer.numpy() for buffer in rows]
-        value = gr.PerReplica(
-            [gr.IndexedSlices(b, [1, 0, 1][: b.shape[0]], (4, 2)) for b in rows], mesh
-        )
+        counts = [3 if replica == rich else 0 for replica in range(len(mesh))]
+        arrays = [random_data((count, 2), "float32") for count in counts]
+        rows = list(map(owned, mesh, arrays))
+        value = gr.PerReplica([gr.IndexedSlices(b, [1, 0, 1][: b.shape[0]], (4, 2)) for b in rows])
         found = [
             ops.reduce(op, value, destination, coalesce=coalesce)
             for op in (SUM, MEAN)
@@ -129,38 +105,23 @@ def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
             for coalesce in (False, True)
         ]
         found += [ops.broadcast(value.parts[rich], mesh), ops.reduce(SUM, value.parts[rich], mesh)]
-        blocks = [id(part.values.block) for each in found for part in each.parts]
-        assert len({*blocks, *(id(buffer.block) for buffer in rows)}) == len(blocks) + len(rows)
-        assert all(same(buffer.numpy(), array) for buffer, array in zip(rows, before, strict=True))
         parts = [part.values for each in found for part in each.parts]
+        assert len({part.block for part in [*parts, *rows]}) == len(parts) + len(rows)
+        assert all(map(same, [buffer.numpy() for buffer in rows], arrays))
         kept += [(part, part.numpy()) for part in parts]
     assert all(same(part.numpy(), array) for part, array in kept)
 
 
-def test_a_batch_of_dense_and_sparse_values_keeps_its_order(numpy_mesh, ops):
-    dense = [exact_data((2, 2), "float32", seed=replica) for replica in range(len(numpy_mesh))]
-    plain = gr.PerReplica(dense, numpy_mesh)
-    sparse = value_of(numpy_mesh)
-    found = ops.batch_reduce(SUM, [(sparse, sparse), (plain, plain), (sparse, plain)])
-    assert [isinstance(each.parts[0], gr.IndexedSlices) for each in found] == [True, False, True]
-    check_mirrored(found[1], hierarchical_sum(dense))
-    assert same(found[0].parts[0].values.numpy(), found[2].parts[0].values.numpy())
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("case", meshes.cases(meshes.PLACEMENTS[1:], implementations=("numpy",)))
-def test_sparse_and_dense_replicas_make_a_dense_sum(case, maker):
-    with case.open() as mesh:
-        for sparse_replica in (0, 1):
-            parts = [exact_data((ROWS, 3), "float32", seed=k) for k in range(len(mesh))]
-            table = gr.IndexedSlices(
-                exact_data((4, 3), "float32", seed=77), [1, 9, 1, 0], (ROWS, 3)
-            )
-            wanted = [part.copy() for part in parts]
-            wanted[sparse_replica] = table.to_dense()
-            parts[sparse_replica] = table
-            found = MAKERS[maker](mesh).reduce(MEAN, gr.PerReplica(parts, mesh), mesh)
-            check_mirrored(found, hierarchical_sum(wanted, len(wanted)))
+def test_sparse_and_dense_replicas_make_a_dense_sum(numpy_mesh, ops):
+    if len(numpy_mesh) == 1:
+        return
+    arrays = [exact_data((ROWS, 3), "float32", seed=k) for k in range(len(numpy_mesh))]
+    table = gr.IndexedSlices(exact_data((4, 3), "float32", seed=77), [1, 9, 1, 0], (ROWS, 3))
+    for sparse_replica in (0, 1):
+        parts, wanted = arrays.copy(), arrays.copy()
+        parts[sparse_replica], wanted[sparse_replica] = table, table.to_dense()
+        found = ops.reduce(MEAN, gr.PerReplica(parts, numpy_mesh), numpy_mesh)
+        check_mirrored(found, hierarchical_sum(wanted, len(wanted)))
 
 
 def test_all_reduce_takes_them_in_its_nests(mesh):
@@ -186,18 +147,16 @@ def test_the_dense_shape_is_that_of_the_first_replica(mesh, dense_shape):
 
 
 def test_a_single_one_is_its_own_replica(mesh):
-    table = slices_of(2)
-    for given in (
-        table,
-        gr.IndexedSlices(mesh.devices[0].put(table.values), table.indices, (10, 3)),
-    ):
-        found = gr.NcclAllReduce(mesh=mesh).reduce(MEAN, given, ["sim:2", "sim:0"])
-        assert all(same_rows(part, table.values, table.indices) for part in found.parts)
-        spread = gr.NcclAllReduce(mesh=mesh).broadcast(given, mesh)
+    table, ops = slices_of(2), gr.NcclAllReduce(mesh=mesh)
+    on_device = gr.IndexedSlices(mesh.devices[0].put(table.values), table.indices, (ROWS, 3))
+    for given in (table, on_device):
+        found = ops.reduce(MEAN, given, ["sim:2", "sim:0"])
+        spread = ops.broadcast(given, mesh)
         assert len(spread.parts) == 3
+        parts = [*found.parts, *spread.parts]
+        assert all(same_rows(part, table.values, table.indices) for part in parts)
         kind = type(given.values)  # an array or a Buffer, and so are the results
         assert all(type(each.values) is kind for each in (*found.values, *spread.values))
-        assert all(same_rows(part, table.values, table.indices) for part in spread.parts)
 
 
 def test_a_value_of_slices_shows_them(mesh):
@@ -212,35 +171,20 @@ def test_a_value_of_slices_shows_them(mesh):
         _ = value.buffers
 
 
-MISFITS = {
-    "dtype": (
-        slices_of(1, "float64"),
-        r"replica 1 is float64\[3\] rows, replica 0 is float32\[3\]",
-    ),
-    "row": (
-        gr.IndexedSlices(np.ones((1, 4), np.float32), [0]),
-        r"replica 1 is float32\[4\] rows, replica 0 is float32\[3\] rows",
-    ),
-    "index": (
-        gr.IndexedSlices(np.ones((1, 3), np.float32), [ROWS]),
-        r"replica 1: indices\[0\] = 10 is not below dense_shape\[0\] = 10",
-    ),
-    "dense": (np.ones((ROWS, 4), np.float32), r"replica 1 is float32\[10, 4\], replica 0 is"),
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
-def test_replicas_that_differ(mesh, name):
-    odd, text = MISFITS[name]
-    value = gr.PerReplica([slices_of(0), odd, slices_of(2)], mesh)
+def test_replicas_that_differ(mesh):
     good = value_of(mesh)
-    for ops in (gr.NcclAllReduce(), gr.ReductionToOneDevice()):
-        error = InvalidArgumentError if name == "index" else ValueError  # as of IndexedSlices
-        with refused(mesh, error, "value 1: " + text):
-            ops.batch_reduce(SUM, [(good, good), (value, mesh)])
-
-
-def test_dense_and_sparse_of_unknown_shape(mesh):
-    parts = [np.ones((ROWS, 3), np.float32), slices_of(1, dense_shape=None), slices_of(2)]
-    with refused(mesh, ValueError, r"replica 1 is float32\[\?\] rows of an array, replica 0 is"):
-        gr.NcclAllReduce().reduce(SUM, gr.PerReplica(parts, mesh), mesh)
+    wide = gr.IndexedSlices(np.ones((1, 4), np.float32), [0])
+    for odd, error, text in (
+        (slices_of(1, "float64"), ValueError, r"is float64\[3\] rows, replica 0 is float32\[3\]"),
+        (wide, ValueError, r"is float32\[4\] rows, replica 0 is float32\[3\] rows"),
+        (gr.IndexedSlices(np.ones((1, 3), np.float32), [ROWS]), InvalidArgumentError,
+         r": indices\[0\] = 10 is not below dense_shape\[0\] = 10"),
+        (np.ones((ROWS, 4), np.float32), ValueError, r"is float32\[10, 4\], replica 0 is"),
+        (np.ones((ROWS, 3), np.float32), ValueError,
+         r"is float32\[10, 3\], replica 0 is float32\[\?\] rows of an array"),
+    ):  # fmt: skip
+        first = slices_of(0, dense_shape=None if "?" in text else (ROWS, 3))
+        value = gr.PerReplica([first, odd, slices_of(2)], mesh)
+        for ops in (gr.NcclAllReduce(), gr.ReductionToOneDevice()):
+            with refused(mesh, error, f"value 1: replica 1 ?{text}"):
+                ops.batch_reduce(SUM, [(good, good), (value, mesh)])

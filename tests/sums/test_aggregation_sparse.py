@@ -62,21 +62,22 @@ def test_add_n_makes_sparse_terms_dense():
     assert same(gr.add_n([ones, one]), np.array([[1, 1], [5, 7], [1, 1]], "float32"))
 
 
-def test_add_n_needs_to_know_how_large_they_are(mesh):
+def test_what_does_not_take_sparse_terms_says_so(mesh):
+    ones = np.ones((3, 2), "float32")
     for dense_shape in (None, (-1, 2)):
         unknown = small([1], [[5, 6]], dense_shape)
         with refused(mesh, ValueError, "dense_shape of .* is unknown"):
             gr.add_n([unknown])
-        for terms in ([unknown, np.ones((3, 2), "float32")], [unknown, unknown]):
+        for terms in ([unknown, ones], [unknown, unknown]):
             with refused(mesh, TypeError, "dense_shape of .* is unknown"):
                 gr.add_n(terms)
-
-
-def test_accumulate_n_refuses_sparse_terms(mesh):
-    sparse, dense = small([1], [[5, 6]], (3, 2)), np.ones((3, 2), "float32")
-    for inputs in ([sparse], [sparse, sparse], [dense, sparse], (sparse, dense)):
+    sparse = small([1], [[5, 6]], (3, 2))
+    for terms in ([sparse], [sparse, sparse], [ones, sparse], (sparse, ones)):
         with refused(mesh, ValueError, "accumulate_n does not accept IndexedSlices"):
-            gr.accumulate_n(inputs)
+            gr.accumulate_n(terms)
+    for terms in ([sparse], [sparse, ones]):
+        with refused(mesh, ValueError, "Invalid aggregation_method"):
+            gr.aggregate(terms, 3)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -170,13 +171,13 @@ def test_the_device_work_of_each_call(mesh):
     device = mesh.devices[0]
     sparse = [placed(device, slices_of([1, 2, 1], seed=seed)) for seed in range(4)]
     dense = placed(device, dense_of())
-    costs = {}
-    for name, terms in {"joined": sparse, "mixed": [*sparse, dense]}.items():
+    for terms, names in (
+        (sparse, ["pack"]),
+        ([*sparse, dense], ["fill"] * 4 + ["upload", "segment_sum", "add_n"]),
+    ):
         with mesh.journal() as journal:
             gr.aggregate(terms)
-        costs[name] = [record.name or record.kind for record in journal.records]
-    assert costs["joined"] == ["pack"]
-    assert costs["mixed"] == ["fill"] * 4 + ["upload", "segment_sum", "add_n"]
+        assert [record.name or record.kind for record in journal.records] == names
 
 
 def test_the_array_type_is_that_of_the_first_term(mesh):
@@ -209,59 +210,34 @@ def test_results_share_no_memory_and_inputs_are_not_written():
 # -- what does not fit ----------------------------------------------------------------------------
 
 
-def others(dtype="float32", dense_shape=(ROWS, WIDTH), indices=(1,)):
-    """Terms that cannot be added to ``slices_of([1])``."""
-    return gr.IndexedSlices(np.ones((len(indices), WIDTH), dtype), list(indices), dense_shape)
+def test_terms_that_do_not_fit_are_refused(mesh):
+    def other(dtype="float32", dense_shape=(ROWS, WIDTH), indices=(1,), width=WIDTH):
+        return gr.IndexedSlices(np.ones((len(indices), width), dtype), list(indices), dense_shape)
 
-
-# what -> the other term, with all sparse; the error; its text
-UNLIKE = {
-    "another dtype": (others("float64"), TypeError, "that don't all match: .* input 1 is float64"),
-    "an index too large": (
-        others(dense_shape=(9, WIDTH), indices=(0, 8)), ValueError,
-        r"indices\[2\] = 8 is not below dense_shape\[0\] = 7",
-    ),
-    "other rows": (
-        gr.IndexedSlices(np.ones((1, 4), "float32"), [0]), ValueError,
-        r"rows of the same shape\. Input 0: \[5\] != input 1: \[4\]",
-    ),
-}  # fmt: skip
-# what -> a dense or sparse term beside a dense one; the error; its text
-UNLIKE_DENSE = {
-    "another dtype": (others("float64"), TypeError, "that don't all match: .* input 1 is float64"),
-    "another shape": (
-        others(dense_shape=(9, WIDTH)), ValueError,
-        r"Input 0: \[7, 5\] != input 1: \[9, 5\]",
-    ),
-    "an unknown shape": (others(dense_shape=None), TypeError, "dense_shape of .* is unknown"),
-    "half of it unknown": (others(dense_shape=(-1, WIDTH)), TypeError, "is unknown"),
-    "no array": (object(), TypeError, "object is not an array"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", UNLIKE.values(), ids=UNLIKE)
-def test_sparse_terms_that_do_not_fit_change_nothing(mesh, case):
-    other, error, text = case
-    for form in (list, iter):
-        for terms in ([slices_of([1]), other], [None, slices_of([1]), other, slices_of([2])]):
-            with refused(mesh, error, text):
-                gr.aggregate(form(terms))
-
-
-@pytest.mark.parametrize("case", UNLIKE_DENSE.values(), ids=UNLIKE_DENSE)
-def test_mixed_terms_that_do_not_fit_change_nothing(mesh, case):
-    other, error, text = case
+    wide = other("float64")
+    for odd, error, text in (
+        (wide, TypeError, "that don't all match: .* input 1 is float64"),
+        (other(dense_shape=(9, WIDTH), indices=(0, 8)), ValueError,
+         r"indices\[2\] = 8 is not below dense_shape\[0\] = 7"),
+        (other(dense_shape=None, width=4), ValueError,
+         r"rows of the same shape\. Input 0: \[5\] != input 1: \[4\]"),
+    ):  # fmt: skip
+        for form in (list, iter):
+            for terms in ([slices_of([1]), odd], [None, slices_of([1]), odd, slices_of([2])]):
+                with refused(mesh, error, text):
+                    gr.aggregate(form(terms))
     dense = dense_of()
-    for call in (gr.add_n, gr.aggregate, lambda terms: gr.aggregate(iter(terms))):
-        with refused(mesh, error, text):
-            call([dense, other])
-    for call in (gr.add_n, gr.aggregate):
-        with refused(mesh, error, text):
-            call([slices_of([1]), other, dense])
+    for odd, error, text in (
+        (wide, TypeError, "that don't all match: .* input 1 is float64"),
+        (other(dense_shape=(9, WIDTH)), ValueError, r"Input 0: \[7, 5\] != input 1: \[9, 5\]"),
+        (other(dense_shape=None), TypeError, "dense_shape of .* is unknown"),
+        (other(dense_shape=(-1, WIDTH)), TypeError, "is unknown"),
+        (object(), TypeError, "object is not an array"),
+    ):
+        for call in (gr.add_n, gr.aggregate, lambda terms: gr.aggregate(iter(terms))):
+            with refused(mesh, error, text):
+                call([dense, odd])
+        for call in (gr.add_n, gr.aggregate):
+            with refused(mesh, error, text):
+                call([slices_of([1]), odd, dense])
     assert same(dense, dense_of())
-
-
-@pytest.mark.parametrize("terms", [[slices_of([1])], [slices_of([1]), dense_of()]])
-def test_the_method_is_checked_first(mesh, terms):
-    with refused(mesh, ValueError, "Invalid aggregation_method"):
-        gr.aggregate(terms, 3)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.exact_data import same
+from support.exact_data import DTYPES, same
 from support.exhaustive import examples
 from support.implementations import (
     INLINE_ROWS,
@@ -17,21 +18,29 @@ from support.implementations import (
     Operand,
     buffers,
     counted_threads,
+    operands,
+    random_terms,
     recorded,
     start_patterns,
 )
+
+from gradreduce.device import as_dtype
+
+DRAWN = 40_003
 
 
 class RowBody:
     """Compares a launcher with a plain reference, bit by bit, in every implementation.
 
     Attributes:
+        name: the name of the kernel.
         cases: the dtypes, or what else a row is made for.
         few: cases for rows that need much time.
         sized: cases for rows of every size.
         groups: arguments of ``row``; each group of rows needs a launch of its own.
     """
 
+    name: str
     cases: Sequence[Any]
     few: Sequence[Any]
     sized: Sequence[Any] = ()  # all
@@ -39,7 +48,7 @@ class RowBody:
 
     def name_of(self, case):
         """The name of the kernel."""
-        raise NotImplementedError
+        return self.name
 
     def row(self, case, size, seed=0):
         """The values of all operands. Those that are written come first."""
@@ -106,7 +115,11 @@ class RowBody:
             self.check(geometric_device, case, rows, [starts] * len(rows))
 
     def test_large_rows_are_spread_over_threads(self, device, few_case):
-        rows = [self.row(few_case, size) for size in (SPLIT_SIZE, SPLIT_SIZE // 2, 5)]
+        drawn = self.row(few_case, DRAWN)  # repeated: drawing as many would take most of the time
+        rows = [
+            [np.resize(values, values.size + size - DRAWN) for values in drawn]
+            for size in (SPLIT_SIZE, SPLIT_SIZE // 2, 5)
+        ]
         with counted_threads(device) as num_jobs:
             self.check(device, few_case, rows[:1], [range(len(rows[0]))])
             self.check(device, few_case, rows)
@@ -144,6 +157,33 @@ class RowBody:
             (starts[number:] + starts[:number])[: len(row)] for number, row in enumerate(rows)
         ]
         self.check(device, case, rows, places)
+
+
+class SumBody(RowBody):
+    """Launchers that add terms of one dtype."""
+
+    cases = DTYPES
+    few = tuple(map(as_dtype, ("float16", "complex64", "uint8")))
+    groups = ({"case": "float32"}, {"case": "float32", "num_inputs": 3}, {"case": "float16"},
+              {"case": "int32"})  # fmt: skip
+
+    def test_every_number_of_inputs(self, device, case):
+        for num_inputs in range(1, 21):
+            self.check(device, case, [self.row(case, 1003, num_inputs, num_inputs)])
+
+    def test_in_place(self, device, case):
+        """Any input may be written; some terms are added twice."""
+        for num_inputs in (1, 2, 3, 9):
+            terms = random_terms(num_inputs, 17_003, case)
+            for place in range(num_inputs):
+                inputs = operands(device, terms)
+                written = inputs[place].buffer
+                row = [written.view(0, written.shape), *buffers([*inputs, *inputs[:2]])]
+                self.launch(device, [row])
+                (expected,) = self.reference(case, [terms[place], *terms, *terms[:2]])
+                assert same(inputs[place].array, expected)
+                assert inputs[place].contained()
+                assert all(inputs[k].unchanged() for k in range(num_inputs) if k != place)
 
 
 def case_id(case) -> str:
