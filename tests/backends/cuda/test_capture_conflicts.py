@@ -217,20 +217,12 @@ def tensor_of(torch, array):
     return torch.from_numpy(array).to("cuda:0")
 
 
-def values_of_tensor(torch, tensor):
-    if FAKE:
-        with torch.on(0):
-            return tensor.array.get()
-    return tensor.cpu().numpy()
-
-
-MODES = ("global", "thread_local", "relaxed")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if FAKE else pytest.mark.torch) for mode in MODES]
-)
+    "mode",
+    [pytest.param(mode, marks=() if FAKE else pytest.mark.torch)
+     for mode in ("global", "thread_local", "relaxed")],
+)  # fmt: skip
 def test_our_calls_inside_torch_cuda_graph(mode, torch):
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         tensors = [tensor_of(torch, np.full(6, k, np.float32)) for k in range(2)]
@@ -255,7 +247,11 @@ def test_our_calls_inside_torch_cuda_graph(mode, torch):
             tensors[1].add_(1)
         graph.replay()
         (total,) = calls[-1]()
-        assert (values_of_tensor(torch, total.values[0]) == 5).all()
+        if FAKE:
+            with torch.on(0):
+                assert (total.values[0].array.get() == 5).all()
+        else:
+            assert (total.values[0].cpu().numpy() == 5).all()
 
 
 @pytest.mark.fake_cupy
@@ -276,16 +272,16 @@ def test_a_tensor_is_shared_while_cupys_stream_captures(torch):
         assert (value.buffers[0].numpy() == 1).all()
 
 
-def trimmed(mesh):
-    mesh.devices[0].empty((1 << 18,), "float32")
-    mesh.trim()
+def disturb(what, mesh):
+    if what == "trim":
+        mesh.devices[0].empty((1 << 18,), "float32")
+        mesh.trim()
+    elif what == "synchronize":
+        sys.modules["cupy"].cuda.Device(0).synchronize()
+    else:
+        sys.modules["torch"].cuda.synchronize()
 
 
-DISTURBANCES = {
-    "synchronize": lambda mesh: sys.modules["cupy"].cuda.Device(0).synchronize(),
-    "trim": trimmed,
-    "torch.cuda.synchronize": lambda mesh: sys.modules["torch"].cuda.synchronize(),
-}
 BY_TORCH = pytest.param("torch.cuda.synchronize", marks=() if FAKE else pytest.mark.torch)
 
 
@@ -346,9 +342,7 @@ def test_a_host_wait_of_another_thread_leaves_a_correct_graph_or_none(what, gpus
             second.copy(target, near)
 
         try:
-            capture = captured(
-                mesh.devices, work, lambda: in_another_thread(DISTURBANCES[what], other)
-            )
+            capture = captured(mesh.devices, work, lambda: in_another_thread(disturb, what, other))
         except CaptureError as error:
             assert "synchronize" in str(error)
             capture = None
