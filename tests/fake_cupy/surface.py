@@ -167,15 +167,6 @@ class Device:
     def __int__(self):
         return self.id
 
-    def __eq__(self, other):
-        return isinstance(other, Device) and self.id == other.id
-
-    def __hash__(self):
-        return hash(self.id)
-
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
-
     def __enter__(self):
         _local.devices.append(_local.gpu)
         setDevice(self.id)
@@ -238,23 +229,11 @@ class _BaseStream:
         gpu, before = _local.stack.pop()
         _local.streams[gpu] = before
 
-    def use(self):
-        _local.streams[self._checked_gpu()] = self
-        return self
-
     def _checked_gpu(self):
         gpu, queue = getDevice(), queue_of(current(), self)
         if queue.gpu != gpu:
             current().fail(f"wrong device: {queue} of GPU {queue.gpu} made current on GPU {gpu}")
         return gpu
-
-    @property
-    def done(self):
-        with self._machine.entered() as machine:
-            queue = queue_of(machine, self)
-            if _refusal(machine, queue.last, queue):
-                return False
-            return queue.last is None or machine.polled(queue.last)
 
     def synchronize(self):
         with self._machine.entered() as machine:
@@ -276,10 +255,6 @@ class _BaseStream:
     def end_capture(self):
         with self._machine.entered() as machine:
             return graphs.end(machine, queue_of(machine, self))
-
-    def is_capturing(self):
-        with self._machine.entered() as machine:
-            return graphs.is_capturing(machine, queue_of(machine, self))
 
     def wait_event(self, event):
         _wait(self._machine, self, event)
