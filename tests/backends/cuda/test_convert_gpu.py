@@ -10,7 +10,6 @@ import threading
 from types import SimpleNamespace
 
 import cupy
-import numpy as np
 import pytest
 from device.contract import data
 from fake_cupy import foreign, machine

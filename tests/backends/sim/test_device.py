@@ -70,17 +70,9 @@ def test_memory_of_a_freed_buffer_is_used_again(mesh):
     assert device._pool.grown == 3
     assert len({buffer.address for buffer in held}) == 3
     assert device._pool.live_bytes == 3 * 4096
-
-
-def test_a_thousand_turns_do_not_grow_the_pool(mesh):
-    device = mesh.devices[0]
-    for _ in range(1000):
-        large, small = device.empty((SIZE,), FLOAT), device.empty((7,), FLOAT)
-        del small, large
-    assert device._pool.grown == 2
+    del held
     device.synchronize()
-    assert device._pool.live_bytes == 0
-    assert device._pool.free_bytes == 4096 + GRANULE
+    assert (device._pool.live_bytes, device._pool.free_bytes) == (0, 3 * 4096)
 
 
 def test_trim_gives_everything_back(mesh):
@@ -120,18 +112,6 @@ def test_pools_are_trimmed_before_an_out_of_memory_error(mesh, monkeypatch):
     del asked  # not yet returned to the pool
     device.empty((8_000_000,), "uint8")
     assert kept.block.raw in live
-
-
-def test_released_memory_is_not_used_again_while_its_array_lives(mesh):
-    device = mesh.devices[0]
-    array = device.release(uploaded(device, 1))
-    addresses = {device.upload(data((SIZE,), seed=seed)).address for seed in range(5)}
-    assert array.ctypes.data not in addresses
-    assert same(array, data((SIZE,), seed=1))
-    address = array.ctypes.data
-    del array
-    held = [device.empty((SIZE,), FLOAT) for _ in range(2)]
-    assert address in {buffer.address for buffer in held}
 
 
 def test_deferred_memory_comes_back_when_the_queues_that_used_it_have_passed():
