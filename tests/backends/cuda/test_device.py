@@ -17,6 +17,7 @@ from gradreduce import ops
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda import compile, streams
 from gradreduce.device import Mesh
+from gradreduce.device.run import table
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -258,6 +259,21 @@ def test_a_large_table_is_uploaded_once_and_a_small_one_never(mesh):
         counts.append(journal.uploads)
     assert counts == [0, 1, 0, 1, 0, 0]
     assert same(out.numpy(), values)
+
+
+def test_a_table_lives_until_its_launch_is_over(here, monkeypatch):
+    """Also if the cache drops it before the launch has begun."""
+    monkeypatch.setattr(table, "CACHED_WORDS", 1)
+    monkeypatch.setattr(table, "CACHED_TABLES", 1)
+    values = exact_data((800,), "float32")
+    with open_mesh(1, backend="cuda") as mesh:
+        term, out = mesh[0].upload(values), mesh[0].zeros(values.shape, "float32")
+        for num_rows in (200, 100, 50, 200, 100):
+            size = 800 // num_rows
+            outs, terms = ([each.view(size * row, (size,)) for row in range(num_rows)]
+                           for each in (out, term))  # fmt: skip
+            ops.accumulate_n(outs, [[each] for each in terms], queue="transfer")
+        assert same(out.numpy(), 5 * values)
 
 
 @pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
