@@ -26,21 +26,6 @@ from .surface import (
     streamWaitEvent,
 )
 
-__all__ = [
-    "MemoryPointer",
-    "MemoryPool",
-    "UnownedMemory",
-    "alloc_pinned_memory",
-    "asarray",
-    "ascontiguousarray",
-    "from_dlpack",
-    "memGetInfo",
-    "memcpyAsync",
-    "memcpyPeerAsync",
-    "memsetAsync",
-    "ndarray",
-]
-
 
 class OutOfMemoryError(MemoryError):
     """CuPy's OutOfMemoryError, with the figures of one pool."""

@@ -12,8 +12,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from .machine import READ, WRITE, current
 from .surface import getDevice
 
-__all__ = ["Computing"]
-
 SCALARS = (int, float, complex, bool, np.generic)
 
 

@@ -20,17 +20,6 @@ import numpy as np
 from .machine import READ, WRITE, Access, Call, Machine, current
 from .recorder import Entry, Refused, entry, layout_faults
 
-__all__ = [
-    "CNumpyArray",
-    "CompileException",
-    "Declared",
-    "Function",
-    "Module",
-    "compile_using_nvrtc",
-    "declared",
-    "getVersion",
-]
-
 MAX_THREADS = 1024
 MAX_ARGUMENT_BYTES = 4096
 # The option that our code must pass: without it the compiler fuses multiply and add.

@@ -23,18 +23,6 @@ import numpy as np
 from .machine import READ, WRITE, Call, Machine, Queue, current
 from .surface import check_addresses, getDevice, queue_of, setDevice
 
-__all__ = [
-    "CONSTANTS",
-    "NcclCommunicator",
-    "NcclError",
-    "get_unique_id",
-    "get_version",
-    "groupEnd",
-    "groupStart",
-    "library",
-    "until",
-]
-
 CONSTANTS = {
     "NCCL_SUM": 0, "NCCL_UINT8": 1, "NCCL_UINT32": 3, "NCCL_UINT64": 5, "NCCL_FLOAT16": 6,
     "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8, "NCCL_BFLOAT16": 9,

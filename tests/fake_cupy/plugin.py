@@ -20,8 +20,6 @@ from .kernels import Declared, declared
 from .machine import Machine, install
 from .signatures import RECORD
 
-__all__ = ["fresh"]
-
 # Tests that use memory without a wait on purpose, to check that no wait is added.
 UNFENCED = {
     "test_what_a_failed_device_has_read_can_be_used",

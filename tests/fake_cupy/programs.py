@@ -21,8 +21,6 @@ from gradreduce.device import Buffer, Device, Mesh
 
 from .plugin import fresh
 
-__all__ = ["Program", "run"]
-
 PLACEMENTS = ([0, 0], [0, 0, 1, 1], [0, 1, 1, 2, 0], [0, 1, 2], [0])
 SIZES = (5, 256, 1003)
 FLOAT = np.dtype("float32")

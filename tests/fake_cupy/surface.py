@@ -15,29 +15,6 @@ from typing import Any
 from . import graphs
 from .machine import Call, Machine, Queue, current
 
-__all__ = [
-    "CUDADriverError",
-    "CUDARuntimeError",
-    "Device",
-    "Event",
-    "ExternalStream",
-    "RangePop",
-    "RangePush",
-    "Stream",
-    "check_addresses",
-    "deviceGetPCIBusId",
-    "eventQuery",
-    "eventRecord",
-    "getDevice",
-    "getDeviceProperties",
-    "get_current_stream",
-    "get_elapsed_time",
-    "queue_of",
-    "streamIsCapturing",
-    "streamQuery",
-    "streamWaitEvent",
-]
-
 
 class CUDARuntimeError(RuntimeError):
     """Like CuPy's: the text begins with CUDA's name of the error, ``status`` is its number.
