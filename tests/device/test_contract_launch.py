@@ -26,14 +26,7 @@ from support.implementations import segment_sum
 from support.meshes import refused
 
 from gradreduce.backends.sim import host_compile
-from gradreduce.device import (
-    ELEMENT_OF,
-    Buffer,
-    Device,
-    Record,
-    accumulate_dtype,
-    can_access,
-)
+from gradreduce.device import ELEMENT_OF, Buffer, Device, Record, accumulate_dtype, can_access
 from gradreduce.device.order.uses import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments

@@ -21,10 +21,7 @@ from .machine import Machine, install
 from .signatures import RECORD
 
 # Tests that use memory without a wait on purpose, to check that no wait is added.
-UNFENCED = {
-    "test_what_a_failed_device_has_read_can_be_used",
-    "test_memory_does_not_grow_with_use",
-}
+UNFENCED = {"test_what_a_failed_device_has_read_can_be_used", "test_memory_does_not_grow_with_use"}
 SEED = int(os.environ.get("GRADREDUCE_FAKE_SEED", "2"))
 
 
