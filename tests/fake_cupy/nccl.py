@@ -254,9 +254,6 @@ class NcclCommunicator:
     def size(self):
         return len(self._clique)
 
-    def rank_id(self):
-        return self._rank
-
     def check_async_error(self):
         with self._machine.entered(needs_context=False):
             self._check_usable("check_async_error")

@@ -58,6 +58,8 @@ def test_an_array_is_shared_in_the_order_of_its_stream(mesh, on_gpu):
     assert not buffer.block.owned
     assert device.release(buffer) is array
     assert same(buffer.numpy(), data((SIZE,)))
+    with pytest.raises(ValueError, match="contiguous"):
+        device.adopt(array[::2])
 
 
 def test_another_stream_is_waited_for_when_it_is_current(mesh, cupy):
@@ -74,18 +76,6 @@ def test_another_stream_is_waited_for_when_it_is_current(mesh, cupy):
         released[3:5] = 7
         assert (released.get()[3:5] == 7).all()
         assert same(released.get()[5:], 2 * data((SIZE,))[5:])
-
-
-def test_a_strided_array_is_copied_and_left_alone(mesh, on_gpu):
-    device = mesh.devices[1]
-    whole = on_gpu(device.physical, data((6, 8)))
-    buffer = device.put(whole[::2, 1:4])
-    assert buffer.address != whole.data.ptr
-    add(device, buffer, buffer, buffer)
-    assert same(buffer.numpy(), 2 * data((6, 8))[::2, 1:4])
-    assert same(whole.get(), data((6, 8)))
-    with pytest.raises(ValueError, match="contiguous"):
-        device.adopt(whole[:, 1:])
 
 
 @pytest.mark.parametrize(

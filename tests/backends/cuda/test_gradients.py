@@ -82,38 +82,6 @@ def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("seed", range(4))
-def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
-    """The backward pass runs on the GPUs of the tensors, whichever GPU the loss selected."""
-    gpus(seed)
-    import cupy
-
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
-
-        def loss(replica):
-            with cupy.cuda.Device(mesh.devices[replica].physical):
-                hidden = np.tanh(v * (replica + 1.0)) * v
-                return np.sum(hidden * hidden)
-
-        parts = []
-        for replica in range(2):
-            with gr.replica(replica):
-                ((part, _),) = DESCENT.compute_gradients(lambda replica=replica: loss(replica))
-            assert part.device.id == mesh.devices[replica].physical
-            parts.append(part)
-        DESCENT.apply_gradients([(gr.PerReplica(parts, mesh), v)])
-        found = [buffer.numpy() for buffer in v.buffers]
-    x = np.float32([1, 2, 3])
-    slopes = []
-    for scale in (1, 2):
-        t = np.tanh(x * scale)
-        slopes.append(2 * t * x * (t + x * scale * (1 - t * t)))
-    for each in found:
-        np.testing.assert_allclose(each, x - 0.125 * sum(slopes) / 2, rtol=1e-5)
-
-
-@pytest.mark.multi_gpu(2)
 def test_a_loss_need_not_choose_a_gpu(gpus):
     """It computes on the Variable's device; ``like=`` copies host arrays there."""
     gpus(0)

@@ -273,14 +273,3 @@ def test_errors_have_the_text_of_nccl_and_report_two_libraries(here, tmp_path, m
         assert all(f"{file} (2.21.5)" in str(told) for told in (only.message, caught.value))
     monkeypatch.setattr(libnccl, "_MAPS", tmp_path / "missing")  # of a system that has none
     assert libnccl.error_details() == ""
-
-
-def test_two_ranks_share_a_gpu_only_where_nccl_allows_it(here, monkeypatch):
-    with open_mesh([0], backend="cuda") as mesh:
-        twice = [mesh.devices[0]] * 2
-        with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_USAGE"):
-            mesh.collective.connect(twice)
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        mesh.collective.connect(twice)
-        (made,) = mesh.collective._cliques.made.values()
-        assert [communicator.rank_id() for communicator in made] == [0, 1]
