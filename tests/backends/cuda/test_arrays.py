@@ -50,7 +50,7 @@ def on_gpu(cupy):
     return put
 
 
-def test_an_array_is_shared_in_the_order_of_its_stream(mesh, on_gpu):
+def test_an_array_is_shared_or_copied_in_the_order_of_its_stream(mesh, on_gpu):
     device = mesh.devices[2]
     array = on_gpu(device.physical, data((SIZE,)))
     buffer = device.put(array)
@@ -58,6 +58,10 @@ def test_an_array_is_shared_in_the_order_of_its_stream(mesh, on_gpu):
     assert not buffer.block.owned
     assert device.release(buffer) is array
     assert same(buffer.numpy(), data((SIZE,)))
+    part = device.put(array[::2])
+    add(device, part, part, part)
+    assert same(part.numpy(), 2 * data((SIZE,))[::2])
+    assert same(array.get(), data((SIZE,)))
     with pytest.raises(ValueError, match="contiguous"):
         device.adopt(array[::2])
 
