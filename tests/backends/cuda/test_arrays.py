@@ -32,14 +32,6 @@ def mesh(request, here) -> Iterator[Mesh]:
 
 
 @pytest.fixture
-def cupy():
-    """The real CuPy or the fake; not imported if neither is available."""
-    import cupy
-
-    return cupy
-
-
-@pytest.fixture
 def on_gpu(cupy):
     """Copies an array to a GPU like a user of CuPy."""
 

@@ -22,10 +22,8 @@ def gradients(mesh, operation, shapes, library):
     return [None if g is None else g if type(g) is np.ndarray else g.get() for g in found]
 
 
-def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus):
+def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus, cupy):
     gpus(0)
-    import cupy
-
     with gr.open_mesh([0], backend="cuda") as device, gr.open_mesh(1, backend="sim") as host:
         for operation in OPERATIONS:
             for shapes in operation.shapes:
@@ -39,9 +37,8 @@ def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_training_on_a_gpu_follows_the_host(gpus, seed):
+def test_training_on_a_gpu_follows_the_host(gpus, seed, cupy):
     gpus(seed)
-    import cupy
 
     def trained(backend, library):
         rng = np.random.default_rng(2)
@@ -63,11 +60,9 @@ def test_training_on_a_gpu_follows_the_host(gpus, seed):
 
 
 @pytest.mark.parametrize("method", gr.AggregationMethod)
-def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
+def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method, cupy):
     """A call that orders its results with it makes rows dense before the sum is queued."""
     gpus(0)
-    import cupy
-
     with gr.open_mesh([0], backend="cuda") as mesh:
         table = gr.Variable(np.ones((6, 4)), device=mesh)
         opt = gr.GradientDescentOptimizer(1.0)
@@ -107,10 +102,8 @@ def test_a_loss_need_not_choose_a_gpu(gpus):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
+def test_what_a_loss_has_read_is_written_after_it(gpus, seed, cupy):
     gpus(seed)
-    import cupy
-
     with gr.open_mesh([0], backend="cuda") as mesh:
         read = gr.Variable(np.ones(64), device=mesh)
         other = gr.Variable(np.ones(64), device=mesh)
@@ -127,10 +120,8 @@ def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
 
 @pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("method", list(gr.AggregationMethod))
-def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method):
+def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method, cupy):
     gpus(2)
-    import cupy
-
     with gr.open_mesh([0, 1], backend="cuda") as mesh:
         v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
 
@@ -146,11 +137,9 @@ def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method):
 
 
 @pytest.mark.multi_gpu(2)
-def test_agn_differentiates_each_replica_on_its_own_gpu(gpus):
+def test_agn_differentiates_each_replica_on_its_own_gpu(gpus, cupy):
     """Whichever GPU is current."""
     gpus(4)
-    import cupy
-
     start, current = np.arange(7, dtype=np.float32), []
     with gr.open_mesh([0, 1, 1, 0], backend="cuda") as mesh:
         getter = gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh))
