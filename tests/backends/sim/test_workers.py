@@ -111,9 +111,9 @@ def test_rows_that_are_not_elementwise_are_not_split():
 
 
 @pytest.mark.parametrize(
-    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+    ("implementation", "size"),
+    [("numpy", 5 * BLOCK_SIZE), pytest.param("compiled", LARGE, marks=pytest.mark.host)],
 )
-@pytest.mark.parametrize("size", [LARGE, 5 * BLOCK_SIZE])
 def test_the_bits_are_those_of_one_thread(implementation, size):
     results = []
     for num_threads in (1, 3):
@@ -300,14 +300,6 @@ def test_a_failure_keeps_no_memory():
     workers.close()
 
 
-def test_closed_workers_start_no_thread():
-    workers, times = Workers(3), []
-    workers.close()
-    workers.run([partial(times.append, None)] * 3)
-    assert len(times) == 3
-    assert not workers._threads
-
-
 class ThreadLocalObject:
     """An object in thread-local data, which exists as long as its thread."""
 
@@ -329,7 +321,9 @@ def test_threads_end_with_their_mesh(end):
     assert len(threads) == 2
     if end == "closed":
         workers.close()
-        workers.run([lambda: None] * 3)  # in this thread alone
+        times: list[int] = []
+        workers.run([lambda: times.append(threading.get_ident())] * 3)
+        assert times == [threading.get_ident()] * 3  # in this thread alone
         assert len(workers._threads) == 2
     else:
         del workers
