@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -212,25 +210,14 @@ def test_closing_aborts_all_communicators(here):
     here.faults.clear()
 
 
-class _NoLibrary:
-    """Imports CuPy's module without libnccl, which warns."""
-
-    def find_spec(self, name, path=None, target=None):
-        ours = name == "cupy.cuda.nccl"
-        return importlib.util.spec_from_loader(name, self) if ours else None
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        module.available = False
-        warnings.warn("nccl library could not be loaded.", stacklevel=1)
-
-
 @pytest.mark.filterwarnings("error")
-def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch, here):
+def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch, tmp_path, here):
+    """CuPy's module warns when it is imported without libnccl."""
+    (tmp_path / "nccl.py").write_text(
+        'import warnings\n\navailable = False\nwarnings.warn("nccl library could not be loaded.")\n'
+    )
     monkeypatch.delitem(sys.modules, "cupy.cuda.nccl")
-    monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "__path__", [str(tmp_path)])
     with (
         open_mesh([0, 1], backend="cuda") as mesh,
         pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught,
