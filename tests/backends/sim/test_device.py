@@ -185,63 +185,31 @@ def test_a_pool_that_cannot_grow_is_as_before():
     assert pool.allocate(8).bytes.nbytes == GRANULE
 
 
-class WatchedLock:
-    """A reentrant lock that calls ``report`` before a thread waits for it."""
+class WatchedPool(SimPool):
+    """Notes whether the lock is held at each use of ``live_bytes``."""
 
-    def __init__(self, report):
-        self._lock, self._report = threading.RLock(), report
-
-    def __enter__(self):
-        if not self._lock.acquire(blocking=False):
-            self._report()
-            self._lock.acquire()
-
-    def __exit__(self, *_):
-        self._lock.release()
-
-
-class PausingPool(SimPool):
-    """Calls ``pause`` once, between a read of ``live_bytes`` and the write of the new value."""
-
-    pause = None
+    def __init__(self):
+        self.is_held = []
+        super().__init__()
 
     @property
     def live_bytes(self):
-        value, pause, self.pause = self._live_bytes, self.pause, None
-        if pause is not None:
-            pause()
-        return value
+        self.is_held.append(self._lock._is_owned())
+        return self._live_bytes
 
     @live_bytes.setter
     def live_bytes(self, value):
         self._live_bytes = value
 
 
-@pytest.mark.parametrize("other", ["allocate", "release"])
-@pytest.mark.parametrize("paused", ["allocate", "release"])
-def test_a_thread_waits_for_the_call_of_another_on_the_same_pool(paused, other):
-    pool, stopped = PausingPool(), threading.Event()
-    pool._lock = WatchedLock(stopped.set)
-    calls = {"allocate": lambda: pool.allocate(8), "release": lambda: pool.release(held.pop())}
-    held = [pool.allocate(8) for _ in range(2)]
-
-    def call_and_report():
-        calls[other]()
-        stopped.set()
-
-    thread = threading.Thread(target=call_and_report, daemon=True)
-
-    def pause():
-        thread.start()
-        assert stopped.wait(60)  # the other call waits, or is over
-
-    pool.pause = pause
-    calls[paused]()
-    thread.join(60)
-    assert not thread.is_alive()
-    num_live = 2 + sum({"allocate": 1, "release": -1}[name] for name in (paused, other))
-    num_free = len(pool._free.get(GRANULE, []))
-    assert (pool.live_bytes, pool.free_bytes) == (num_live * GRANULE, num_free * GRANULE)
+def test_calls_on_a_pool_hold_its_lock():
+    """Threads free and allocate memory at the same time."""
+    pool = WatchedPool()
+    for call in (lambda: pool.allocate(8), lambda: pool.release(held)):
+        pool.is_held.clear()
+        held = call()
+        assert pool.is_held
+        assert all(pool.is_held)
 
 
 def test_a_reference_that_writes_its_inputs_is_detected(device):
