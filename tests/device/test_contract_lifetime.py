@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import threading
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from device.contract import FLOAT, SIZE, add, adopted, data, uploaded
 from support.exact_data import same
 
-import gradreduce
 from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 from gradreduce.ops.add_n import ADD_N
@@ -243,54 +239,3 @@ def test_no_call_works_after_close(one_gpu_mesh):
         one_gpu_mesh.devices[1].empty((3,), FLOAT)
     del buffer, calls, out, shown  # which may be freed now
     gc.collect()
-
-
-# Run with gradreduce and tests on the path; the kind of mesh is in argv.
-FORK = """
-import os, sys
-from device.contract import SIZE, data, uploaded
-from device.test_contract_lifetime import every_call, calls_that_succeed
-from support.exact_data import same
-from gradreduce.backends import default_mesh, open_mesh
-from gradreduce.errors import BackendUnavailableError
-
-mesh = open_mesh(2, backend="sim", kernels=sys.argv[1])
-old = default_mesh()
-buffer = uploaded(mesh.devices[0], 1)
-calls = every_call(mesh, buffer)
-assert calls_that_succeed(calls) == list(calls)
-child = os.fork()
-if child == 0:
-    code = 1
-    try:
-        left = calls_that_succeed(calls | {"close": mesh.close})
-        try:
-            mesh.devices[0].empty((3,), "float32")
-        except BackendUnavailableError as error:
-            named = str(os.getppid()) in str(error) and "fork" in str(error)
-        new = default_mesh()
-        works = same(uploaded(new.devices[0], 1).numpy(), data((SIZE,), seed=1))
-        code = 0 if not left and named and works and new is not old else 2
-        print(left, named, works, flush=True)
-    finally:
-        os._exit(code)
-_, status = os.waitpid(child, 0)
-assert calls_that_succeed(calls) == list(calls)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def test_no_call_works_in_a_forked_child(kernels):
-    folders = [Path(gradreduce.__file__).parent.parent, Path(__file__).parent.parent]
-    path = os.pathsep.join(map(str, folders))
-    env = {**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, kernels],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
