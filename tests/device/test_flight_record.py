@@ -81,17 +81,6 @@ def test_it_names_the_call_of_each_thread(mesh):
     assert said == ["", *["pack 3 of 8 (tensors 5 to 7)"] * 2, "", ""]
 
 
-def test_a_replay_is_in_it_as_the_plain_call_is(mesh):
-    value = gr.PerReplica([uploaded(device, 1) for device in mesh.devices], mesh)
-    step = gr.HierarchicalCopyAllReduce(2, mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
-    count = mesh.flight_record()[-1].sequence
-    with mesh.journal() as journal:
-        step()
-    played = [each for each in mesh.flight_record() if each.sequence > count]
-    assert summaries(played) == [dataclasses.astuple(each)[:7] for each in journal.records]
-    assert "packs 1 to 2 of 2 (tensor 0)" in {each.tensors for each in played}
-
-
 def test_records_are_done_when_known_to_be_complete():
     with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
         stuck = mesh.devices[1]
