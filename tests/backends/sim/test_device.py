@@ -205,9 +205,10 @@ class WatchedPool(SimPool):
 def test_calls_on_a_pool_hold_its_lock():
     """Threads free and allocate memory at the same time."""
     pool = WatchedPool()
-    for call in (lambda: pool.allocate(8), lambda: pool.release(held)):
+    held = [pool.allocate(8)]
+    for call in (lambda: pool.allocate(8), lambda: pool.release(held.pop())):
         pool.is_held.clear()
-        held = call()
+        call()
         assert pool.is_held
         assert all(pool.is_held)
 
