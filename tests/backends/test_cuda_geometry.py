@@ -20,19 +20,27 @@ KINDS = [H200, ADA, TURING]
 SIZES = [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize(("attributes", "threads"), [(H200, 256), (ADA, 192), (TURING, 128)])
-def test_eight_blocks_fill_a_multiprocessor(attributes, threads):
+@pytest.mark.parametrize(
+    ("attributes", "threads"),
+    [
+        (H200, 256),
+        (ADA, 192),
+        (TURING, 128),
+        ({**H200, "MaxThreadsPerBlock": 100}, 96),
+        ({**H200, "MaxThreadsPerMultiProcessor": 4096}, 256),
+    ],
+)
+def test_eight_blocks_fill_a_multiprocessor_if_the_gpu_takes_them(attributes, threads):
     assert Geometry.of(attributes).threads == threads
 
 
-def test_a_block_is_no_larger_than_the_gpu_takes():
-    assert Geometry.of({**H200, "MaxThreadsPerBlock": 100}).threads == 96
-    assert Geometry.of({**H200, "MaxThreadsPerMultiProcessor": 4096}).threads == 256
-
-
-@pytest.mark.parametrize("itemsize", SIZES)
-@pytest.mark.parametrize("attributes", KINDS)
-@given(num_items=st.integers(1, 2**45), blocks=st.integers(1, 8), long_items=st.booleans())
+@given(
+    attributes=st.sampled_from(KINDS),
+    itemsize=st.sampled_from(SIZES),
+    num_items=st.integers(1, 2**45),
+    blocks=st.integers(1, 8),
+    long_items=st.booleans(),
+)
 def test_a_chunk_is_whole_vectors_for_each_thread_and_chunks_are_bounded(
     attributes, itemsize, num_items, blocks, long_items
 ):

@@ -83,62 +83,53 @@ def test_an_upload_into_a_buffer_returns_it(one_gpu_mesh, queue):
     assert same(out.numpy(), data((5, 7)))
 
 
-def test_put_shares_a_contiguous_array(one_gpu_mesh):
+def test_put_shares_a_contiguous_array_or_reads_it_at_once(one_gpu_mesh):
+    """With queued work the owner could change a shared array too early."""
     device = one_gpu_mesh.devices[1]
     for array in (data((5, 7)), data(()), data((0, 3)), data((9,))[2:], data((4,), "bfloat16")):
-        buffer = device.put(array)
+        buffer, out = device.put(array), device.empty(array.shape, array.dtype)
         assert (buffer.device, buffer.shape, buffer.dtype) == (device, array.shape, array.dtype)
-        assert same(buffer.numpy(), array)
-        if not device.defers:  # with queued work the owner could change it too early
+        device.copy(out, buffer)
+        wanted = array.copy()
+        array[...] = 3
+        if not device.defers:
             assert not buffer.block.owned
             assert buffer.address == array.ctypes.data
-            array[...] = 3
-            assert same(buffer.numpy(), array)
+        assert same(buffer.numpy(), wanted if device.defers else array)
+        assert same(out.numpy(), wanted)
 
 
-def test_what_is_put_may_be_changed_at_once_where_work_is_queued(one_gpu_mesh):
-    device = one_gpu_mesh.devices[0]
-    array = data((SIZE,))
-    buffer, out = device.put(array), device.empty((SIZE,), FLOAT)
-    add(device, out, buffer)
-    if device.defers:
-        array[...] = 3
-    assert same(out.numpy(), data((SIZE,)))
-    assert same(buffer.numpy(), data((SIZE,)))
-
-
-@pytest.mark.parametrize("cut", [np.s_[::2], np.s_[:, 1:3], np.s_[::-1]], ids=str)
-def test_put_copies_a_strided_array_and_does_not_change_it(one_gpu_mesh, cut):
-    whole = data((6, 8))
-    before = whole.copy()
-    buffer = one_gpu_mesh.devices[0].put(whole[cut])
-    assert buffer.block.owned
-    add(buffer.device, buffer, buffer, buffer)
-    assert same(buffer.numpy(), before[cut] + before[cut])
-    assert same(whole, before)
-
-
-def test_put_copies_an_array_that_is_misaligned(one_gpu_mesh):
-    raw = np.zeros(21, np.uint8)
-    array = raw[1:].view(np.float32)
-    array[...] = data((5,))
-    buffer = one_gpu_mesh.devices[0].put(array)
-    assert buffer.block.owned
-    assert same(buffer.numpy(), data((5,)))
-
-
-def test_adopted_memory_is_shared(one_gpu_mesh):
-    device = one_gpu_mesh.devices[0]
-    theirs = device.release(uploaded(device, 1, (5, 7)))
-    buffer = device.adopt(theirs)
-    assert (buffer.device, buffer.shape, buffer.dtype) == (device, (5, 7), FLOAT)
-    assert same(buffer.numpy(), data((5, 7), seed=1))
-    with in_order(device):
-        theirs[...] = 3
-        assert (buffer.numpy() == 3).all()
+def test_put_copies_other_arrays_and_does_not_change_them(one_gpu_mesh):
+    device, whole = one_gpu_mesh.devices[0], data((6, 8))
+    misaligned = np.zeros(21, np.uint8)[1:].view(np.float32)
+    misaligned[...] = data((5,))
+    for array in (whole[::2], whole[:, 1:3], whole[::-1], whole.T, misaligned):
+        before = array.copy()
+        buffer = device.put(array)
+        assert buffer.block.owned
         add(device, buffer, buffer, buffer)
-        device.synchronize()
-        assert (theirs == 6).all()
+        assert same(buffer.numpy(), before + before)
+        assert same(array, before)
+        with pytest.raises((ValueError, DeviceMismatchError)):
+            device.adopt(array)
+    with pytest.raises(DeviceMismatchError, match=r"host arrays, not list|list"):
+        device.adopt([1.0, 2.0])
+
+
+def test_released_and_adopted_memory_is_shared(one_gpu_mesh):
+    device = one_gpu_mesh.devices[0]
+    released = uploaded(device, 1, (5, 7))
+    theirs = device.release(released)
+    assert theirs.shape == (5, 7)
+    adopted = device.adopt(theirs)
+    assert (adopted.device, adopted.shape, adopted.dtype) == (device, (5, 7), FLOAT)
+    for buffer in (released, adopted):
+        with in_order(device):
+            theirs[...] = 3
+            assert (buffer.numpy() == 3).all()
+            add(device, buffer, buffer, buffer)
+            device.synchronize()
+            assert (theirs == 6).all()
 
 
 def test_what_is_downloaded_is_a_copy(one_gpu_mesh):
@@ -150,15 +141,6 @@ def test_what_is_downloaded_is_a_copy(one_gpu_mesh):
         assert same(taken, data((SIZE,), seed=1))
         taken[...] = 0
         assert same(buffer.numpy(), 2 * data((SIZE,), seed=1))
-
-
-def test_adopt_refuses_arrays_that_need_a_copy(one_gpu_mesh):
-    device = one_gpu_mesh.devices[0]
-    for array in (data((6, 8))[::2], data((6, 8)).T, np.zeros(9, np.uint8)[1:].view("f4")):
-        with pytest.raises((ValueError, DeviceMismatchError)):
-            device.adopt(array)
-    with pytest.raises(DeviceMismatchError, match=r"host arrays, not list|list"):
-        device.adopt([1.0, 2.0])
 
 
 def test_a_view_is_a_part_of_the_same_memory(one_gpu_mesh):
@@ -188,29 +170,22 @@ def test_a_view_of_another_dtype_sees_the_same_bytes(one_gpu_mesh):
         assert same(buffer.view(2, wanted.shape, wanted.dtype).numpy(), wanted)
 
 
-@pytest.mark.parametrize(
-    ("start", "shape", "dtype"),
-    [
-        (-1, (1,), None),
-        (0, (25,), None),
-        (20, (5,), None),
-        (25, (0,), None),
-        (24, (), None),
+def test_a_view_stays_inside_its_buffer_and_is_aligned(one_gpu_mesh):
+    buffer = uploaded(one_gpu_mesh.devices[0], 0, (24,))
+    for start, shape, dtype in [
+        (-1, (1,), FLOAT),
+        (0, (25,), FLOAT),
+        (20, (5,), FLOAT),
+        (25, (0,), FLOAT),
+        (24, (), FLOAT),
         (0, (-1,), None),
         (0, (-2, -3), None),
-        (0, (13,), "float64"),
-        (22, (2,), "float64"),
-        (1, (97,), "uint8"),
-    ],
-)
-def test_a_view_stays_inside_its_buffer(one_gpu_mesh, start, shape, dtype):
-    buffer = uploaded(one_gpu_mesh.devices[0], 0, (24,))
-    with pytest.raises(ValueError, match="exceeds a buffer of 24 elements of float32"):
-        buffer.view(start, shape, dtype and as_dtype(dtype))
-
-
-def test_a_view_is_aligned_to_its_dtype(one_gpu_mesh):
-    buffer = uploaded(one_gpu_mesh.devices[0], 0, (24,))
+        (0, (13,), as_dtype("float64")),
+        (22, (2,), as_dtype("float64")),
+        (1, (97,), as_dtype("uint8")),
+    ]:
+        with pytest.raises(ValueError, match="exceeds a buffer of 24 elements of float32"):
+            buffer.view(start, shape, dtype)
     with pytest.raises(ValueError, match="misaligned"):
         buffer.view(1, (2,), as_dtype("float64"))
     with pytest.raises(ValueError, match="misaligned"):
@@ -234,33 +209,23 @@ def test_a_copy_goes_between_any_two_devices(two_gpu_mesh, to, of, queue):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_copy_keeps_bits_and_may_change_the_shape(two_gpu_mesh, dtype):
+    """Also a copy of adopted memory."""
     near, _, far = two_gpu_mesh.devices
-    src, dst = uploaded(near, 2, (4, 6), dtype), far.zeros((2, 12), dtype)
-    far.copy(dst.view(12, (3, 4)), src.view(12, (12,)))
-    wanted = data((4, 6), dtype, 2).reshape(2, 12)
-    wanted[0] = 0
-    assert same(dst.numpy(), wanted)
+    for src in (uploaded(near, 2, (4, 6), dtype), adopted(near, data((4, 6), dtype, 2))):
+        dst = far.zeros((2, 12), dtype)
+        far.copy(dst.view(12, (3, 4)), src.view(12, (12,)))
+        wanted = data((4, 6), dtype, 2).reshape(2, 12)
+        wanted[0] = 0
+        assert same(dst.numpy(), wanted)
 
 
-def test_adopted_memory_is_copied_too(two_gpu_mesh):
-    near, _, far = two_gpu_mesh.devices
-    src, dst = adopted(near, data((SIZE,))), far.empty((SIZE,), FLOAT)
-    far.copy(dst, src)
-    assert same(dst.numpy(), data((SIZE,)))
-
-
-def test_a_copy_between_unlike_buffers_changes_nothing(two_gpu_mesh):
-    near, _, far = two_gpu_mesh.devices
-    dst = uploaded(far, 3)
+def test_a_copy_that_is_refused_changes_nothing(two_gpu_mesh):
+    near, beside, far = two_gpu_mesh.devices
+    dst, here, other = uploaded(far, 3), uploaded(near, 4), uploaded(beside, 1)
     for wrong in (uploaded(near, 1, (SIZE - 1,)), uploaded(near, 1, dtype=as_dtype("int32"))):
         with refused(two_gpu_mesh, ValueError, "sizes and dtypes"):
             far.copy(dst, wrong)
-    assert same(dst.numpy(), data((SIZE,), seed=3))
-
-
-def test_a_device_copies_only_what_starts_or_ends_on_it(two_gpu_mesh):
-    first, second, far = two_gpu_mesh.devices
-    dst, src = uploaded(first, 3), uploaded(second, 1)
     with refused(two_gpu_mesh, DeviceMismatchError, "must belong to the mesh of"):
-        far.copy(dst, src)
+        far.copy(here, other)  # it is at neither end
     assert same(dst.numpy(), data((SIZE,), seed=3))
+    assert same(here.numpy(), data((SIZE,), seed=4))

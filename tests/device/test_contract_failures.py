@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -149,80 +149,45 @@ def test_memory_that_a_failed_device_may_still_use_is_never_reused(mesh):
 def test_takes_that_wait_for_a_failed_device_raise(mesh):
     waiting = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
     healthy = gr.ConditionalAccumulator("float32", device=mesh.devices[3])
-    outcomes: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            waiting.take_grad(1, timeout=60)
-        except BaseException as error:
-            outcomes.append(error)
-
-    consumer = threading.Thread(target=take)
-    consumer.start()
-    while not waiting.accumulator_ref.queue:  # the thread's deadline is the take's
-        assert consumer.is_alive()
-    mesh.devices[2].mark_failed(REASON)
-    consumer.join(60)
-    assert isinstance(outcomes[0], gr.errors.CancelledError)
+    with ThreadPoolExecutor(1) as pool:
+        take = pool.submit(waiting.take_grad, 1, timeout=60)
+        while not waiting.accumulator_ref.queue:  # the thread's deadline is the take's
+            assert not take.done()
+        mesh.devices[2].mark_failed(REASON)
+        assert isinstance(take.exception(60), gr.errors.CancelledError)
     with raises_failed(mesh.devices[2].name):
         waiting.take_grad(1)
     healthy.apply_grad(np.ones(3, np.float32))
     assert same(np.asarray(healthy.take_grad(1, output_type="numpy")), np.ones(3, np.float32))
 
 
+def fail(*arguments):
+    raise RuntimeError("no more")
+
+
 def test_a_failure_half_way_through_an_update_fails_the_devices(mesh, monkeypatch):
+    """A failure before the first launch fails none."""
     variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
     optimizer = gr.GradientDescentOptimizer(1.0)
     grads = [(np.ones(5, np.float32), variable)]
     optimizer.apply_gradients(grads)
-    device = mesh.devices[3]
-
-    def fail(*arguments):
-        raise RuntimeError("no more")
-
+    first, device = mesh.devices[2:4]
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_launch", fail)
+        with pytest.raises(RuntimeError, match="no more") as caught:
+            optimizer.apply_gradients(grads)
+    assert not hasattr(caught.value, "__notes__")
+    optimizer.apply_gradients(grads)
+    assert same(variable.numpy(), np.full(5, -2, np.float32))
     monkeypatch.setattr(device, "_launch", fail)
     with pytest.raises(RuntimeError, match="no more") as caught:
         optimizer.apply_gradients(grads)
-    names = f"{mesh.devices[2].name}, {device.name}"
+    names = f"{first.name}, {device.name}"
     assert caught.value.__notes__ == [f"The call failed half way: {names} cannot be used any more."]
-    for lost in mesh.devices[2:4]:
+    for lost in (first, device):
         with pytest.raises(BackendUnavailableError, match="a call failed half way: RuntimeError"):
             lost.empty((1,), FLOAT)
     assert mesh.devices[0].zeros((1,), FLOAT).numpy() == 0
-
-
-def test_a_failure_before_the_first_launch_fails_no_device(mesh, monkeypatch):
-    variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
-    optimizer = gr.GradientDescentOptimizer(1.0)
-    device = mesh.devices[2]
-
-    def fail(*arguments):
-        raise RuntimeError("no more")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "_launch", fail)
-        with pytest.raises(RuntimeError, match="no more") as caught:
-            optimizer.apply_gradients([(np.ones(5, np.float32), variable)])
-    assert not hasattr(caught.value, "__notes__")
-    optimizer.apply_gradients([(np.ones(5, np.float32), variable)])
-    assert same(variable.numpy(), np.full(5, -1, np.float32))
-
-
-def test_a_failure_half_way_through_an_accumulation_fails_the_devices(mesh, monkeypatch):
-    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
-    gradient = gr.PerReplica([np.ones(7, np.float32)] * 4, mesh)
-    accumulator.apply_grad(gradient)
-    device = mesh.devices[3]
-
-    def fail(*arguments):
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(device, "_launch", fail)
-    with pytest.raises(RuntimeError, match="no more"):
-        accumulator.apply_grad(gradient)
-    with pytest.raises(BackendUnavailableError, match="a call failed half way"):
-        accumulator.take_grad(4, timeout=0)
-    assert accumulator.num_accumulated() == 4
 
 
 def test_a_collective_counts_as_submitted_work(mesh):

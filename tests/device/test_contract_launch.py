@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 
@@ -25,14 +26,7 @@ from support.implementations import segment_sum
 from support.meshes import refused
 
 from gradreduce.backends.sim import host_compile
-from gradreduce.device import (
-    ELEMENT_OF,
-    Buffer,
-    Device,
-    Record,
-    accumulate_dtype,
-    can_access,
-)
+from gradreduce.device import ELEMENT_OF, Buffer, Device, Record, accumulate_dtype, can_access
 from gradreduce.device.order.uses import MAX_RANGES
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments
@@ -92,31 +86,22 @@ def test_a_row_has_the_work_that_its_kernel_says(one_gpu_mesh):
 
 
 def test_a_launch_accesses_peers_or_raises(two_gpu_mesh):
+    """Also adopted memory that is mapped for peers."""
     near, _, far = two_gpu_mesh.devices
-    out, term = uploaded(near, 3), uploaded(far, 1)
-    if two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
-        with two_gpu_mesh.journal() as journal:
-            add(near, out, term, term)
-        assert (journal.launches, journal.copies, journal.bytes) == (1, 0, 2 * term.nbytes)
-        assert same(out.numpy(), 2 * data((SIZE,), seed=1))
-        assert same(near.download(term), data((SIZE,), seed=1))
-        return
-    for call in (lambda: add(near, out, term), lambda: near.download(term)):
-        with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
-            call()
-    assert same(out.numpy(), data((SIZE,), seed=3))
-
-
-def test_a_launch_reaches_adopted_memory_that_is_mapped_for_peers(two_gpu_mesh):
-    near, _, far = two_gpu_mesh.devices
-    theirs, out = adopted(far, data((SIZE,), seed=1)), uploaded(near, 3)
-    if not two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
-        with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
-            add(near, out, theirs)
-        return
-    assert theirs.block.peer_mapped
-    add(near, out, theirs, theirs)
-    assert same(out.numpy(), 2 * data((SIZE,), seed=1))
+    out = uploaded(near, 3)
+    for term in (uploaded(far, 1), adopted(far, data((SIZE,), seed=1))):
+        if two_gpu_mesh.mesh_state.peers(near.physical, far.physical):
+            assert term.block.peer_mapped
+            with two_gpu_mesh.journal() as journal:
+                add(near, out, term, term)
+            assert (journal.launches, journal.copies, journal.bytes) == (1, 0, 2 * term.nbytes)
+            assert same(out.numpy(), 2 * data((SIZE,), seed=1))
+            assert same(near.download(term), data((SIZE,), seed=1))
+            continue
+        for call in (lambda term=term: add(near, out, term), lambda term=term: near.download(term)):
+            with refused(two_gpu_mesh, DeviceMismatchError, "no peer access"):
+                call()
+        assert same(out.numpy(), data((SIZE,), seed=3))
 
 
 def test_a_launch_reaches_no_other_adopted_memory_elsewhere(two_gpu_mesh):
@@ -375,9 +360,8 @@ def test_another_gpu_waits_for_what_a_caller_has_written(two_gpu_mesh, waits):
     theirs, copied = adopted(near, data((SIZE,), seed=1)), far.empty((SIZE,), FLOAT)
     far.copy(copied, theirs)
     waits.clear()
-    near.mesh_state.order.note_wait_for_caller(
-        near.compute
-    )  # simulated devices have no callers' streams
+    # Simulated devices have no callers' streams.
+    near.mesh_state.order.note_wait_for_caller(near.compute)
     for _ in range(2):  # the second waits no more
         far.copy(copied, theirs)
         assert waits == waits_of(two_gpu_mesh, [(2, "compute", 0, "compute")])
@@ -419,46 +403,29 @@ def test_the_journal_counts_what_was_done(two_gpu_mesh):
     assert [record.device for record in journal.of("sync")] == [0, 1, 2]
 
 
-def test_journals_nest(one_gpu_mesh):
-    device = one_gpu_mesh.devices[0]
-    with one_gpu_mesh.journal() as outer:
-        uploaded(device, 1)
-        with one_gpu_mesh.journal() as inner, one_gpu_mesh.journal() as reference:
-            uploaded(device, 2).numpy()
+def test_journals_nest_and_a_part_of_a_mesh_has_the_same(two_gpu_mesh):
+    part = two_gpu_mesh[[2, 1]]
+    with two_gpu_mesh.journal() as outer:
+        uploaded(part.devices[0], 1)
+        with part.journal() as inner, two_gpu_mesh.journal() as reference:
+            uploaded(two_gpu_mesh.devices[0], 2).numpy()
         assert reference.records == inner.records
-        uploaded(device, 3)
+        uploaded(part.devices[1], 3)
     assert (outer.uploads, outer.syncs) == (3, 1)
     assert (inner.uploads, inner.syncs) == (1, 1)
     assert outer.records[1:3] == inner.records
-
-
-def test_a_part_of_a_mesh_keeps_the_journal_and_the_numbers(two_gpu_mesh):
-    part = two_gpu_mesh[[2, 1]]
-    with two_gpu_mesh.journal() as whole, part.journal() as journal:
-        uploaded(part.devices[0], 1)
-        uploaded(two_gpu_mesh.devices[0], 1)
-    assert [record.device for record in journal.records] == [2, 0]
-    assert whole.records == journal.records
+    assert [record.device for record in outer.records] == [2, 0, 0, 1]
 
 
 def test_the_journal_records_every_thread(one_gpu_mesh):
-    num_threads, num_calls = 4, 50
-    start = threading.Barrier(num_threads)
+    start = threading.Barrier(4)
 
-    def work(device: Device) -> None:
+    def work(place: int) -> None:
         start.wait(timeout=30)
-        for _ in range(num_calls):
-            uploaded(device, 1, (8,))
+        for _ in range(50):
+            uploaded(one_gpu_mesh.devices[place % 2], 1, (8,))
 
-    threads = [
-        threading.Thread(target=work, args=(one_gpu_mesh.devices[place % 2],))
-        for place in range(num_threads)
-    ]
-    with one_gpu_mesh.journal() as journal:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in threads)
-    assert journal.uploads == num_threads * num_calls
+    with one_gpu_mesh.journal() as journal, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4), timeout=30))
+    assert journal.uploads == 4 * 50
     assert {record.device for record in journal.records} == {0, 1}

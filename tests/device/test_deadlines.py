@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -152,15 +153,6 @@ def test_a_call_that_finishes_in_time_does_not_fail_the_mesh(mesh, clock):
     assert mesh.mesh_state.reason is None
 
 
-OTHERS = {
-    "reduce": lambda mesh, ops, value: ops.reduce(gr.ReduceOp.SUM, value, value, deadline=9),
-    "to one": lambda mesh, ops, value: gr.ReductionToOneDevice().batch_reduce(
-        gr.ReduceOp.SUM, [(value, mesh.devices[2])], deadline=9
-    ),
-    "broadcast": lambda mesh, ops, value: ops.broadcast(value.buffers[0], mesh, deadline=9),
-}
-
-
 def trained(mesh, ops, value) -> None:
     variable = gr.Variable(np.zeros(SIZES[1], np.float32), "w", device=mesh)
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
@@ -168,10 +160,15 @@ def trained(mesh, ops, value) -> None:
     optimizer.apply_gradients([(value, variable)], deadline=9)
 
 
-OTHERS |= {
+OTHERS = {
     "prepare": lambda mesh, ops, value: ops.prepare(SUM, [(value, value)], deadline=9),
     "capture": lambda mesh, ops, value: ops.capture(SUM, [(value, value)], deadline=9),
-    "apply_gradients": lambda mesh, ops, value: trained(mesh, ops, value),
+    "apply_gradients": trained,
+    "reduce": lambda mesh, ops, value: ops.reduce(SUM, value, value, deadline=9),
+    "to one": lambda mesh, ops, value: gr.ReductionToOneDevice().batch_reduce(
+        SUM, [(value, mesh.devices[2])], deadline=9
+    ),
+    "broadcast": lambda mesh, ops, value: ops.broadcast(value.buffers[0], mesh, deadline=9),
 }
 
 
@@ -232,22 +229,14 @@ def test_a_step_of_training_takes_a_deadline(mesh, clock):
     mesh.synchronize(deadline=TEST_TIMEOUT)
 
 
-def in_thread(call) -> tuple[threading.Thread, list]:
-    outcomes: list = []
-
-    def run() -> None:
-        try:
-            outcomes.append(call())
-        except BaseException as error:
-            outcomes.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, outcomes
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as made:
+        yield made
 
 
 def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
-    mesh, clock, caplog
+    pool, mesh, clock, caplog
 ):
     ones = gr.PerReplica([np.ones(5, np.float32)] * 4, mesh)
     first, second = (gr.ConditionalAccumulator("float32", device=mesh) for _ in range(2))
@@ -255,23 +244,22 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     for accumulator in (first, alone):
         accumulator.set_global_step(7)
     first.apply_grad(ones, 7)
-    calls = [lambda: gr.take_grads([first, second], 4), lambda: alone.take_grad(2, deadline=1)]
-    consumers = [in_thread(call) for call in calls]
+    consumers = [
+        pool.submit(gr.take_grads, [first, second], 4),
+        pool.submit(alone.take_grad, 2, deadline=1),
+    ]
     while not (alone.accumulator_ref.queue and second.accumulator_ref.queue):
-        assert all(thread.is_alive() for thread, _ in consumers)
+        assert not any(consumer.done() for consumer in consumers)
     clock.advance(1000)  # a take that waits for gradients has no deadline yet
     stall(mesh.devices[2])
     reduce_all(mesh, deadline=5)
     clock.advance(6)
     wait_for_failure(mesh)
-    for thread, outcomes in consumers:
-        thread.join(TEST_TIMEOUT)
-        assert isinstance(outcomes[0], CancelledError)
-        words = (
-            "TakeGrad operation was cancelled: the mesh has failed: the deadline of 5 s for batch"
-        )
-        assert str(outcomes[0]).startswith(words)
-        assert "sim:2 has not joined packs 1 to 2 of 2" in str(outcomes[0])
+    words = "^TakeGrad operation was cancelled: the mesh has failed: the deadline of 5 s for batch"
+    for consumer in consumers:
+        with pytest.raises(CancelledError, match=words) as caught:
+            consumer.result(TEST_TIMEOUT)
+        assert "sim:2 has not joined packs 1 to 2 of 2" in str(caught.value)
     for call in (lambda: first.take_grad(1), lambda: first.apply_grad(ones, 7)):
         with pytest.raises(CollectiveError, match=REFUSED):
             call()
@@ -284,41 +272,34 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     assert same(first.take_grad(4, output_type="buffer").values[3].numpy(), np.ones(5, np.float32))
 
 
-def test_the_deadline_of_a_take_starts_when_its_gradients_are_complete(mesh, clock):
+def test_the_deadline_of_a_take_starts_when_its_gradients_are_complete(pool, mesh, clock):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
     stall(mesh.devices[2])
-    thread, outcomes = in_thread(
-        lambda: accumulator.take_grad(4, deadline=5, output_type="numpy").values
-    )
+    take = pool.submit(lambda: accumulator.take_grad(4, deadline=5, output_type="numpy").values)
     while not accumulator.accumulator_ref.queue:
-        assert thread.is_alive()
+        assert not take.done()
     clock.advance(100)
     accumulator.apply_grad(gr.PerReplica([np.ones(5, np.float32)] * 4, mesh))
     assert mesh.mesh_state.reason is None
     clock.advance(5)
     assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", wait_for_failure(mesh))
-    thread.join(TEST_TIMEOUT)
-    assert isinstance(outcomes[0], CollectiveError)
+    assert isinstance(take.exception(TEST_TIMEOUT), CollectiveError)
 
 
-def test_a_wait_without_a_deadline_ends_with_the_mesh(mesh, clock):
+def test_a_wait_without_a_deadline_ends_with_the_mesh(pool, mesh, clock):
     buffers = gradients(mesh)
     stall(mesh.devices[1])
-    thread, outcomes = in_thread(buffers[1][0].numpy)
+    wait = pool.submit(buffers[1][0].numpy)
     reduce_all(mesh, deadline=5)
     clock.advance(6)
-    thread.join(TEST_TIMEOUT)
-    assert not thread.is_alive()
-    assert isinstance(outcomes[0], CollectiveError)
+    assert isinstance(wait.exception(TEST_TIMEOUT), CollectiveError)
 
 
-def test_a_queue_that_resumes_in_time_does_not_fail_the_mesh(mesh, clock):
+def test_a_queue_that_resumes_in_time_does_not_fail_the_mesh(pool, mesh, clock):
     stall(mesh.devices[1])
-    results = reduce_all(mesh, deadline=5)
-    thread, outcomes = in_thread(lambda: is_right(results))
+    wait = pool.submit(is_right, reduce_all(mesh, deadline=5))
     resume(mesh.devices[1])
-    thread.join(TEST_TIMEOUT)
-    assert outcomes == [True]
+    assert wait.result(TEST_TIMEOUT)
     clock.advance(6)
     mesh.synchronize()
     assert mesh.mesh_state.reason is None

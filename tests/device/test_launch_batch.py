@@ -50,9 +50,11 @@ def test_it_is_recorded_as_a_launch(one_gpu_mesh):
             assert same(out.numpy(), value + (data((SIZE,), seed=3) if out.size else 0))
 
 
-def test_it_refuses_the_same_operands_as_a_launch(two_gpu_mesh):
+@pytest.mark.parametrize("closed", [False, True])
+def test_it_refuses_what_a_launch_refuses(two_gpu_mesh, closed):
     near, _, far = two_gpu_mesh.devices
-    out, theirs = uploaded(near, 1), unmapped(adopted(far, data((SIZE,))))
+    out, term = uploaded(near, 1), uploaded(near, 2)
+    theirs = unmapped(adopted(far, data((SIZE,))))
     fixed = near.adopt(near.release(uploaded(near, 2)), writable=False)
     with refused(two_gpu_mesh, ValueError, "is read-only"):
         LaunchBatch(near, [[out], [fixed]])
@@ -62,18 +64,9 @@ def test_it_refuses_the_same_operands_as_a_launch(two_gpu_mesh):
     with refused(two_gpu_mesh, DeviceMismatchError, "only memory of cudaMalloc|no peer access"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_failed_or_closed_device_raises(reopen, closed):
-    mesh = reopen([0])
-    device = mesh.devices[0]
-    out, term = uploaded(device, 1), uploaded(device, 2)
-    writer = LaunchBatch(device, [[out]])
     if closed:
-        mesh.close()
+        two_gpu_mesh.close()
     else:
-        device.mark_failed("it fell off the bus")
+        near.mark_failed("it fell off the bus")
     with pytest.raises(RuntimeError, match="closed" if closed else "fell off"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
-    mesh.close()

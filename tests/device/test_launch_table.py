@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from gradreduce.device.run import table as tables
@@ -39,10 +39,16 @@ def find(cache, rows, *, items=None, chunk_size=8):
 
 @pytest.mark.parametrize("num_rows", [1, INLINE_ROWS, INLINE_ROWS + 1, 300])
 def test_the_same_rows_are_one_table(cache, placed, num_rows):
+    """Words that are not inline come with their map."""
     first = find(cache, rows_of(num_rows))
     assert find(cache, rows_of(num_rows)) is first
-    assert len(placed) == (num_rows > INLINE_ROWS)
     assert first.num_chunks == 3 * num_rows
+    assert len(placed) == (num_rows > INLINE_ROWS)
+    for words in placed:
+        assert first.held is words
+        assert first.struct[0]["words"] == 4096
+        assert len(words) == num_rows * (ROW_HEADER + 1) + 3 * num_rows
+        assert words[-3 * num_rows :].tolist() == [row for row in range(num_rows) for _ in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -62,15 +68,6 @@ def test_any_difference_makes_another_table(cache, changed):
     other = find(cache, **changed)
     assert other is not first
     assert other.struct.tobytes() != first.struct.tobytes()
-
-
-def test_words_that_are_not_inline_come_with_their_map(cache, placed):
-    table = find(cache, rows_of(300))
-    (words,) = placed
-    assert table.held is words
-    assert table.struct[0]["words"] == 4096
-    assert len(words) == 300 * (ROW_HEADER + 1) + 900
-    assert words[-900:].tolist() == [row for row in range(300) for _ in range(3)]
 
 
 def test_all_tables_are_dropped_when_they_are_too_large(cache, monkeypatch):
@@ -95,17 +92,12 @@ def test_a_few_tables_are_kept_however_large_they_are(cache, placed, monkeypatch
 
 def test_any_thread_may_ask(cache):
     barrier = threading.Barrier(4)
-    found = []
 
-    def ask():
+    def ask(_: int) -> list:
         barrier.wait(10)
-        for size in range(1, 50):
-            found.append((size, find(cache, rows_of(3, size=size)).struct[0]["inline_words"][1]))
+        return [find(cache, rows_of(3, size=size)).struct[0]["inline_words"][1]
+                for size in range(1, 50)]  # fmt: skip
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(found) == 4 * 49
-    assert all(np.int64(size) == words for size, words in found)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(ask, range(4), timeout=20):
+            assert found == list(range(1, 50))

@@ -6,7 +6,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -107,16 +108,8 @@ def test_a_reset_of_a_mesh_that_has_not_failed_does_nothing(mesh):
         mesh.reset()
 
 
-def test_one_thread_for_each_mesh_that_ends_with_it():
-    before = set(watchdogs())
-    with queued() as mesh:
-        for _ in range(3):
-            mesh.synchronize(deadline=TEST_TIMEOUT)
-        assert len(set(watchdogs()) - before) == 1
-    assert ended(list(set(watchdogs()) - before))
-
-
-def test_ctrl_c_while_the_thread_is_started_leaves_none_behind(monkeypatch):
+def test_each_mesh_has_one_thread_that_ends_with_it(monkeypatch):
+    """Also if Ctrl-C came while it was started."""
     before = set(watchdogs())
     start = threading.Thread.start
 
@@ -129,7 +122,8 @@ def test_ctrl_c_while_the_thread_is_started_leaves_none_behind(monkeypatch):
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 mesh.synchronize(deadline=TEST_TIMEOUT)
-        mesh.synchronize(deadline=TEST_TIMEOUT)
+        for _ in range(3):
+            mesh.synchronize(deadline=TEST_TIMEOUT)
         assert len(set(watchdogs()) - before) == 1
     assert ended(list(set(watchdogs()) - before))
 
@@ -343,26 +337,19 @@ def test_where_no_thread_can_start_a_host_wait_ends_by_its_deadline():
         wait_for_failure(mesh)
 
 
-def test_where_no_thread_can_start_a_failed_device_is_reported_by_the_caller():
+@pytest.mark.parametrize("reports", ["the caller", "the watchdog"])
+def test_where_no_thread_can_start_a_failed_device_is_reported(reports):
+    """By the watchdog, if a lock is held: the thread that finds the failure may hold it."""
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
-        refused.append(True)
-        mesh.devices[1].mark_failed("for a test")
-        with pytest.raises(CancelledError):
-            await_take(ticket, TEST_TIMEOUT)
-
-
-def test_where_no_thread_can_start_the_watchdog_reports_a_failed_device():
-    """The thread that finds the failure may hold a lock that others wait for."""
-    with queued() as mesh, no_thread_starts() as refused:
-        ticket = waiting_take(mesh)
-        mesh.synchronize(deadline=TEST_TIMEOUT)
 
         def hang(wait: Callable[[], None]) -> None:
             with ticket.states[0].lock:
                 wait()
 
-        with hanging(hang):
+        if reports == "the watchdog":
+            mesh.synchronize(deadline=TEST_TIMEOUT)
+        with hanging(hang) if reports == "the watchdog" else nullcontext():
             refused.append(True)
             mesh.devices[1].mark_failed("for a test")
         with pytest.raises(CancelledError):
@@ -404,21 +391,13 @@ def test_memory_from_before_a_reset_returns_to_the_pool(late_waits):
 
 
 def test_closing_a_mesh_ends_waits_of_other_threads():
-    with queued() as mesh:
-        buffer = uploaded(mesh.devices[1], 1)
-        stall(mesh.devices[1])
-        outcomes: list = []
-
-        def wait() -> None:
-            try:
-                buffer.numpy()
-            except BackendUnavailableError as error:
-                outcomes.append(str(error))
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-    waiting.join(TEST_TIMEOUT)
-    assert "was closed" in outcomes[0]
+    with ThreadPoolExecutor(1) as pool:
+        with queued() as mesh:
+            buffer = uploaded(mesh.devices[1], 1)
+            stall(mesh.devices[1])
+            waiting = pool.submit(buffer.numpy)
+        with pytest.raises(BackendUnavailableError, match="was closed"):
+            waiting.result(TEST_TIMEOUT)
 
 
 def test_the_host_polls_only_where_there_was_a_deadline():

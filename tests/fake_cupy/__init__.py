@@ -1,23 +1,9 @@
 """A fake of CuPy and NCCL that runs the CUDA backend's own code without a GPU, and checks it.
 
 It runs in a separate pytest process: ``python -m pytest -p fake_cupy.plugin tests/backends/cuda``
-with this folder's parent on ``PYTHONPATH``. The modules:
-
-* ``memory``: device and pinned memory; who owns which bytes, and who used them last.
-* ``machine``: the streams' queues, run in a seeded random valid order; happens-before clocks.
-* ``recorder``: the bytes that a launch reads and writes, from the CUDA sources built by g++.
-* ``kernels``: ``compile_using_nvrtc``, ``Module`` and ``Function``, with checks of the arguments.
-* ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies and a
-  minimal ``ndarray``; ``computing``: NumPy's functions on it.
-* ``graphs``: stream captures, ours and callers', in CUDA's three modes; CUDA graphs.
-* ``nccl``: communicators and groups.
-* ``foreign``, ``foreign_jax``: arrays of PyTorch and JAX on the fake GPUs; ``caller_tensors``:
-  calls that read such arrays, which their streams overwrite right afterwards.
-* ``plugin``: replaces CuPy; one machine per test module.
-* ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program in this way.
-* ``programs``: random programs with all waits that they need. ``tests/planted_faults`` lists the
-  faults of our own source that they find.
-* ``signatures``: signatures recorded from CuPy 14.2; compared with the fake, and with a real CuPy.
+with this folder's parent on ``PYTHONPATH``, or ``python -m fake_cupy SCRIPT`` for any program.
+``machine`` has the queues and the clocks, ``memory`` the memory, ``recorder`` the accesses of
+launches; the other modules are what callers see of CuPy, NCCL, PyTorch and JAX.
 
 What it detects:
 

@@ -10,8 +10,6 @@ import sys
 
 from . import machine, plugin
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> None:
     """Runs the program as ``__main__``, then the work that is left in the queues."""

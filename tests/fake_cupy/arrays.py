@@ -26,22 +26,6 @@ from .surface import (
     streamWaitEvent,
 )
 
-__all__ = [
-    "MemoryPointer",
-    "MemoryPool",
-    "UnownedMemory",
-    "alloc_pinned_memory",
-    "asarray",
-    "ascontiguousarray",
-    "from_dlpack",
-    "memGetInfo",
-    "memcpyAsync",
-    "memcpyPeerAsync",
-    "memsetAsync",
-    "ndarray",
-    "pointerGetAttributes",
-]
-
 
 class OutOfMemoryError(MemoryError):
     """CuPy's OutOfMemoryError, with the figures of one pool."""
@@ -116,7 +100,6 @@ class MemoryPool:
     def __init__(self, allocator=None):
         self.key = next(self._keys)
         self.ref = weakref.ref(self)  # the collector clears one that only garbage refers to
-        self._sizes = weakref.WeakSet()
 
     def malloc(self, size):
         with current().entered() as machine:
@@ -129,7 +112,6 @@ class MemoryPool:
                         gc.collect()
                     machine.free_all(self.key, getDevice())
                 else:
-                    self._sizes.add(memory)
                     return MemoryPointer(memory, 0)
             raise OutOfMemoryError(size, self.total_bytes())
 
@@ -137,9 +119,6 @@ class MemoryPool:
         with current().entered(frees=False) as machine:
             machine.count("free_all_blocks")
             machine.free_all(self.key, getDevice())
-
-    def used_bytes(self):
-        return sum(memory.size for memory in self._sizes)
 
     def total_bytes(self):
         return current().heap.used(getDevice(), self.key)
@@ -410,12 +389,6 @@ def memGetInfo():
     with current().entered() as machine:
         heap = machine.heap
         return heap.capacity - heap.used(getDevice()), heap.capacity
-
-
-def pointerGetAttributes(ptr):
-    """``runtime.pointerGetAttributes``."""
-    check_addresses(ptr)
-    return SimpleNamespace(device=REGION.place(ptr))
 
 
 def unmap(array) -> None:

@@ -19,18 +19,6 @@ from gradreduce.device import Mesh
 
 from .foreign import Tensor, made_on
 
-__all__ = [
-    "CASES",
-    "SHAPE",
-    "SUM",
-    "check_overwritten",
-    "dropped",
-    "ended",
-    "on",
-    "overwrite",
-    "values",
-]
-
 SHAPE = (7, 30)
 SUM = gr.ReduceOp.SUM
 Check = Callable[[], Any]

@@ -12,8 +12,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from .machine import READ, WRITE, current
 from .surface import getDevice
 
-__all__ = ["Computing"]
-
 SCALARS = (int, float, complex, bool, np.generic)
 
 
@@ -42,9 +40,6 @@ class Computing(NDArrayOperatorsMixin):
     def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(each, Computing) for each in types):
             return NotImplemented
-        if "like" in kwargs:
-            made = function(*args, **{key: kwargs[key] for key in kwargs if key != "like"})
-            return self._uploaded(made)
         return self._computed(function, args, kwargs)
 
     def __eq__(self, other):
@@ -61,19 +56,8 @@ class Computing(NDArrayOperatorsMixin):
     def __bool__(self):
         return bool(self.get())
 
-    def __int__(self):
-        return int(self.get())
-
-    def item(self):
-        return self.get().item()
-
     def astype(self, dtype):
         return self._computed(lambda array: array.astype(dtype), [self], {})
-
-    def _uploaded(self, host):
-        made = type(self)(host.shape, host.dtype)
-        made._submit("fill", WRITE, lambda memory: np.copyto(memory, host))
-        return made
 
     def _gathered(self, key):
         """``self[key]`` for integer indices."""

@@ -19,8 +19,6 @@ from gradreduce.device import as_dtype
 from .machine import current
 from .surface import queue_of
 
-__all__ = ["Tensor", "change_streams", "made_on", "stand_in", "torch"]
-
 
 class Tensor:
     """The attributes of a ``torch.Tensor`` on a GPU that conversion reads."""

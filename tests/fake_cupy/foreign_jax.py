@@ -11,8 +11,6 @@ from types import ModuleType, SimpleNamespace
 import cupy
 import numpy as np
 
-__all__ = ["Array", "stand_in"]
-
 
 class _Gpu:
     """JAX's two streams on a GPU: one computes, one waits for input arrays."""

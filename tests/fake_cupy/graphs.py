@@ -15,20 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .machine import Call, Machine, Queue
 
-__all__ = [
-    "Graph",
-    "GraphCapture",
-    "Node",
-    "begin",
-    "check_event",
-    "check_legacy",
-    "check_safe",
-    "check_synchronize",
-    "end",
-    "event_status",
-    "is_capturing",
-    "wait",
-]
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 streamCaptureModeGlobal = GLOBAL

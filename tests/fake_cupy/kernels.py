@@ -17,19 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from . import surface
 from .machine import READ, WRITE, Access, Call, Machine, current
 from .recorder import Entry, Refused, entry, layout_faults
-
-__all__ = [
-    "CNumpyArray",
-    "CompileException",
-    "Declared",
-    "Function",
-    "Module",
-    "compile_using_nvrtc",
-    "declared",
-    "getVersion",
-]
 
 MAX_THREADS = 1024
 MAX_ARGUMENT_BYTES = 4096
@@ -131,7 +121,7 @@ class Module:
         if not isinstance(cubin, bytes):
             raise TypeError("Argument 'cubin' has incorrect type (expected bytes)")
         with current().entered() as machine, _of_the_driver():
-            self._gpu = _device()
+            self._gpu = surface.getDevice()
             if self._gpu not in range(machine.num_gpus):
                 machine.fail(f"no GPU {self._gpu}")
             machine.check_alive(self._gpu)
@@ -169,7 +159,7 @@ class Function:
             if not isinstance(shape, tuple):
                 raise TypeError(f"Expected tuple, got {type(shape).__name__}")
         with current().entered() as machine:
-            queue = _queue(machine, stream)
+            queue = surface.queue_of(machine, stream)
             self._check_place(machine, queue)
             self._check_shape(machine, grid, block)
             packed = [packed_argument(argument) for argument in args]
@@ -192,20 +182,16 @@ class Function:
             with _of_the_driver():
                 machine.submit(queue, self._name, work)
 
-    def check_gpu(self, machine: Machine) -> None:
-        here = _device()
+    def check_gpu(self, machine: Machine) -> int:
+        here = surface.getDevice()
         if self._gpu != here:
-            machine.fail(
-                f"wrong device: {self._name} was loaded on GPU {self._gpu}, current is {here}"
-            )
+            machine.fail(f"wrong device: {self._name} of GPU {self._gpu}, current is {here}")
+        return here
 
     def _check_place(self, machine: Machine, queue: Any) -> None:
-        self.check_gpu(machine)
-        here = _device()
+        here = self.check_gpu(machine)
         if queue.gpu != here:
-            machine.fail(
-                f"wrong device: {self._name} on {queue} of GPU {queue.gpu}, current is {here}"
-            )
+            machine.fail(f"wrong device: {self._name} on {queue}, current is {here}")
 
     def _check_shape(self, machine: Machine, grid: tuple, block: tuple) -> None:
         blocks, threads = int(np.prod(grid)), int(np.prod(block))
@@ -237,8 +223,6 @@ class Function:
 
 def occupancyMaxActiveBlocksPerMultiprocessor(func, blockSize, dynamicSMemSize):
     """``driver.occupancyMaxActiveBlocksPerMultiprocessor``, limited by threads only."""
-    from . import surface
-
     _functions[func].check_gpu(current())
     return surface.Device().attributes["MaxThreadsPerMultiProcessor"] // blockSize
 
@@ -306,21 +290,7 @@ def _covered(start: int, end: int, allowed: Sequence[tuple[int, int]]) -> bool:
 @contextmanager
 def _of_the_driver():
     """Inside, errors of a failed GPU come from the driver, not from the runtime."""
-    from . import surface
-
     try:
         yield
     except surface.CUDARuntimeError as error:
         raise surface.CUDADriverError(error.status) from None
-
-
-def _device() -> int:
-    from . import surface
-
-    return surface.getDevice()
-
-
-def _queue(machine: Machine, stream: Any) -> Any:
-    from . import surface
-
-    return surface.queue_of(machine, stream)

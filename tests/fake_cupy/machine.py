@@ -23,8 +23,6 @@ from typing import Any
 from . import graphs
 from .memory import GPU_BYTES, NUM_GPUS, PINNED, REGION, Chunk, Generation, Heap, Slot
 
-__all__ = ["Access", "Call", "Fault", "Machine", "Queue", "current", "install"]
-
 HOST = "host"
 _PARTS = {f"{__package__}.{name}" for name in ("arrays", "graphs", "kernels", "machine", "nccl",
                                                "plugin", "surface")}  # fmt: skip

@@ -11,10 +11,6 @@ import mmap
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
-__all__ = [
-    "GPU_BYTES", "NUM_GPUS", "PINNED", "REGION", "Cell", "Chunk", "Generation", "Heap", "Slot",
-]  # fmt: skip
-
 NUM_GPUS = 10
 GPU_BYTES = 96 << 20
 PINNED = NUM_GPUS  # the number of the range for pinned host memory

@@ -20,13 +20,8 @@ from .kernels import Declared, declared
 from .machine import Machine, install
 from .signatures import RECORD
 
-__all__ = ["fresh"]
-
 # Tests that use memory without a wait on purpose, to check that no wait is added.
-UNFENCED = {
-    "test_what_a_failed_device_has_read_can_be_used",
-    "test_memory_does_not_grow_with_use",
-}
+UNFENCED = {"test_what_a_failed_device_has_read_can_be_used", "test_memory_does_not_grow_with_use"}
 SEED = int(os.environ.get("GRADREDUCE_FAKE_SEED", "2"))
 
 

@@ -18,18 +18,13 @@ from support.captures import captured
 import gradreduce as gr
 from gradreduce import ops
 from gradreduce.device import Buffer, Device, Mesh
-from gradreduce.device.run import table as launch_table
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 from .plugin import fresh
-
-__all__ = ["Program", "run"]
 
 PLACEMENTS = ([0, 0], [0, 0, 1, 1], [0, 1, 1, 2, 0], [0, 1, 2], [0])
 SIZES = (5, 256, 1003)
 FLOAT = np.dtype("float32")
 LIMIT = 1024  # larger values would not stay exact for long
-MANY_ROWS = 120  # more than an inline table holds
 
 
 class Value:
@@ -79,8 +74,8 @@ class Program:
         self.steps: list[Callable[[], None]] = [
             self.make, self.make, self.make_zeros, self.add, self.add, self.add, self.copy,
             self.copy, self.copy_and_forget, self.overwrite, self.forget, self.forget, self.look,
-            self.foreign, self.release, self.collective, self.reduce, self.many, self.quiet,
-            self.capture, self.lead, self.accumulate, self.accumulate, self.copy_into,
+            self.collective, self.quiet, self.capture, self.accumulate, self.accumulate,
+            self.copy_into,
         ]  # fmt: skip
         self.between = [self.overwrite, self.copy, self.make, self.look, self.copy_into, self.quiet]
 
@@ -90,10 +85,11 @@ class Program:
             self.random.choice(self.steps)()
             if len(self.values) > 12:
                 self.forget()
+        self.make()
         self.random.shuffle(self.values)
         for value in self.values:
             self.check(value)
-        for step in (self.make, self.foreign, self.copy_and_forget, self.add):
+        for step in (self.make, self.copy_and_forget, self.add):
             step()
         self.values.clear()
 
@@ -143,22 +139,6 @@ class Program:
             return  # too large to stay exact for long; dropped while the launch may be queued
         self.values.append(out)
 
-    def lead(self) -> None:
-        """A sum by one device for all that share its GPU, into memory of each of them."""
-        first = self.like()
-        if first is None:
-            return
-        home = first.buffer.device
-        near = [device for device in self.mesh.devices if device.physical == home.physical]
-        self.random.shuffle(near)
-        launching = self.random.choice(near)
-        outs = [Value(device.empty(first.holds.shape, FLOAT), first.holds) for device in near]
-        ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=launching)
-        self.values += outs[: self.random.randrange(1, len(outs) + 1)]
-        del outs
-        for device in near:  # memory without another use
-            device.empty(first.holds.shape, FLOAT)
-
     def copy(self) -> Value | None:
         source = self.like()
         if source is None:
@@ -197,37 +177,6 @@ class Program:
         found = value.buffer.numpy()
         assert (found == value.holds).all(), f"{value.buffer} holds {found}, not {value.holds}"
 
-    def foreign(self) -> None:
-        """An array of CuPy, which its owner overwrites, or drops, at once."""
-        import cupy
-
-        home, holds = self.device(), self.data(self.random.choice(SIZES))
-        with home.gpu:
-            array = cupy.asarray(holds)
-        theirs = home.put(array)
-        device = self.device()
-        if not self.reaches(device, theirs):
-            device = home
-        mine = Value(device.empty(holds.shape, FLOAT), holds)
-        ops.add_n([mine.buffer], [[theirs]], device=device, queue=self.queue())
-        if self.random.random() < 0.5:
-            home.block_stream(0)
-            with home.gpu:
-                array[...] = 3.0
-        self.values.append(mine)
-
-    def release(self) -> None:
-        """Releases a buffer to CuPy's current stream, which writes it, and adopts it again."""
-        value = self.like()
-        if value is None or not value.buffer.block.owned:
-            return
-        device = value.buffer.device
-        array = device.release(value.buffer, 0)
-        with device.gpu:
-            array[...] = 3.0
-        value.holds = np.full_like(value.holds, 3)
-        value.buffer = device.adopt(array, 0)
-
     def ranks(self, size: int) -> list[Value]:
         """A new value on the first device of each GPU."""
         found = []
@@ -250,29 +199,6 @@ class Program:
         for value in ranks:
             value.holds = total.copy()
         self.values += ranks
-
-    def reduce(self) -> None:
-        """A whole all-reduce of three tensors per device."""
-        sizes = [self.random.choice(SIZES) for _ in range(3)]
-        rows = [[self.data(size) for size in sizes] for _ in self.mesh.devices]
-        grads = [
-            [device.upload(holds) for holds in row]
-            for device, row in zip(self.mesh.devices, rows, strict=True)
-        ]
-        algorithm = self.random.choice(list(ALGORITHMS))
-        cross = gr.AllReduceCrossDeviceOps(
-            algorithm, num_packs=self.random.choice((0, 1, 2)), mesh=self.mesh
-        )
-        reduced = cross.all_reduce(grads, op=gr.ReduceOp.SUM)
-        totals = [sum(row[position] for row in rows) for position in range(len(sizes))]
-        new = [
-            Value(buffer, total)
-            for row in reduced
-            for buffer, total in zip(row, totals, strict=True)
-        ]
-        self.random.shuffle(new)
-        self.check(new[0])  # before anything else orders the queues
-        self.values += new[:3]
 
     def accumulate(self) -> None:
         """A sum into a part of memory that is used already."""
@@ -306,22 +232,6 @@ class Program:
         ends = [each.buffer.view(start, (stop - start,)) for each in (target, source)]
         runner.copy(*ends, queue=self.queue())
         target.holds[start:stop] = source.holds[start:stop]
-
-    def many(self) -> None:
-        """More rows than an inline table has, twice: the second launch reuses the table."""
-        device, queue = self.device(), self.queue()
-        out = Value(device.zeros((MANY_ROWS * 4,), FLOAT), np.zeros(MANY_ROWS * 4, FLOAT))
-        holds = self.data(MANY_ROWS * 4)
-        term = Value(device.upload(holds), holds)
-        for _ in range(2):
-            ops.accumulate_n(
-                [out.buffer.view(4 * row, (4,)) for row in range(MANY_ROWS)],
-                [[term.buffer.view(4 * row, (4,))] for row in range(MANY_ROWS)],
-                device=device,
-                queue=queue,
-            )
-        out.holds = holds * 2
-        self.values.append(out)
 
     def edges(self) -> list[Edge]:
         """A few copies and sums between values; none if a device does not reach another one."""
@@ -368,16 +278,10 @@ def run(seed: int, num_steps: int = 40) -> int:
     """
     machine = fresh(seed, peers=seed % 3 != 2)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    cached = launch_table.CACHED_WORDS, launch_table.CACHED_TABLES
-    # Tables are freed while launches use them.
-    launch_table.CACHED_WORDS = launch_table.CACHED_TABLES = 1
-    try:
-        with gr.open_mesh(placement, backend="cuda") as mesh:
-            program = Program(mesh, seed)
-            program.run(num_steps)
-            checked = program.checked
-    finally:
-        launch_table.CACHED_WORDS, launch_table.CACHED_TABLES = cached
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        program = Program(mesh, seed)
+        program.run(num_steps)
+        checked = program.checked
     del mesh, program
     gc.collect()  # devices and what they still hold
     machine.settle()

@@ -20,8 +20,6 @@ from gradreduce.backends.kernel_cache import cache_folder
 
 from .memory import REGION
 
-__all__ = ["Entry", "Refused", "entry", "layout_faults"]
-
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
 _RECORDING = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-nostdlib")

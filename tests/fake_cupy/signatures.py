@@ -16,8 +16,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROBES", "RECORD", "differences", "parameters", "probed", "recorded_now"]
-
 _FILE = Path(__file__).with_name("signatures.json")
 # Parameters that are not compared: the fake has fewer, or CuPy's signature is not right.
 NOT_COMPARED = {

@@ -15,29 +15,6 @@ from typing import Any
 from . import graphs
 from .machine import Call, Machine, Queue, current
 
-__all__ = [
-    "CUDADriverError",
-    "CUDARuntimeError",
-    "Device",
-    "Event",
-    "ExternalStream",
-    "RangePop",
-    "RangePush",
-    "Stream",
-    "check_addresses",
-    "deviceGetPCIBusId",
-    "eventQuery",
-    "eventRecord",
-    "getDevice",
-    "getDeviceProperties",
-    "get_current_stream",
-    "get_elapsed_time",
-    "queue_of",
-    "streamIsCapturing",
-    "streamQuery",
-    "streamWaitEvent",
-]
-
 
 class CUDARuntimeError(RuntimeError):
     """Like CuPy's: the text begins with CUDA's name of the error, ``status`` is its number.
@@ -167,15 +144,6 @@ class Device:
     def __int__(self):
         return self.id
 
-    def __eq__(self, other):
-        return isinstance(other, Device) and self.id == other.id
-
-    def __hash__(self):
-        return hash(self.id)
-
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
-
     def __enter__(self):
         _local.devices.append(_local.gpu)
         setDevice(self.id)
@@ -238,23 +206,11 @@ class _BaseStream:
         gpu, before = _local.stack.pop()
         _local.streams[gpu] = before
 
-    def use(self):
-        _local.streams[self._checked_gpu()] = self
-        return self
-
     def _checked_gpu(self):
         gpu, queue = getDevice(), queue_of(current(), self)
         if queue.gpu != gpu:
             current().fail(f"wrong device: {queue} of GPU {queue.gpu} made current on GPU {gpu}")
         return gpu
-
-    @property
-    def done(self):
-        with self._machine.entered() as machine:
-            queue = queue_of(machine, self)
-            if _refusal(machine, queue.last, queue):
-                return False
-            return queue.last is None or machine.polled(queue.last)
 
     def synchronize(self):
         with self._machine.entered() as machine:
@@ -276,10 +232,6 @@ class _BaseStream:
     def end_capture(self):
         with self._machine.entered() as machine:
             return graphs.end(machine, queue_of(machine, self))
-
-    def is_capturing(self):
-        with self._machine.entered() as machine:
-            return graphs.is_capturing(machine, queue_of(machine, self))
 
     def wait_event(self, event):
         _wait(self._machine, self, event)

@@ -8,9 +8,11 @@ skip. What looks into the fake, or needs a machine that is not there, is marked 
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +30,12 @@ collect_ignore = [
     for path in Path(__file__).parent.glob("test_*.py")
     if not FAKE and NEEDS_CUPY.search(path.read_text(encoding="utf-8"))
 ]
+
+
+@pytest.fixture
+def cupy() -> ModuleType:
+    """The real CuPy or the fake; not imported if neither is available."""
+    return importlib.import_module("cupy")
 
 
 @pytest.fixture(params=range(4))

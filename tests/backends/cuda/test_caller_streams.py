@@ -276,17 +276,6 @@ def test_a_callers_stream_may_end_inside_the_call(mesh):
     assert same(made.numpy(), data(SHAPE) * 3)
 
 
-def test_what_is_released_to_a_stream_is_held_for_it(mesh):
-    device, theirs = mesh.devices[1], cupy.cuda.Stream(non_blocking=True)
-    array = device.release(device.upload(data(SHAPE)), theirs)
-    with theirs:
-        kept = array.copy()
-    del array
-    device.upload(np.zeros(SHAPE, "float32"))
-    with theirs:
-        assert same(kept.get(), data(SHAPE))
-
-
 def test_a_loop_allocates_no_more_memory_however_far_the_host_is_ahead(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
     taken = []
@@ -315,36 +304,15 @@ def test_results_of_a_prepared_step_belong_to_the_stream_that_used_them_last(mes
     assert same(fresh[0].numpy(), np.zeros(SHAPE, "float32"))
 
 
-class Used:
-    """A caller's array on the first GPU of a mesh, which its stream writes and the other reads."""
-
-    def __init__(self, mesh):
-        _, self.near, self.away = mesh.devices
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        with self.stream:
-            self.array = cupy.asarray(data((400,)))
-        self.buffer = self.near.adopt(self.array, self.stream)
-        self.out = self.away.upload(data((400,)))
-
-    def read(self):
-        self.away.copy(self.out, self.buffer)
-
-    def overwrite(self):
-        address, nbytes = self.array.data.ptr, self.array.nbytes
-        cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
-
-
-def test_a_stream_waits_for_another_gpu_that_reads_its_memory(mesh):
-    used = Used(mesh)
-    used.read()
-    used.near.block_stream(used.stream)
-    used.overwrite()
-
-
-def test_another_gpu_waits_for_a_stream_that_wrote_its_memory_again(mesh):
-    used = Used(mesh)
-    used.read()
-    used.near.block_stream(used.stream)
-    used.overwrite()
-    used.near.wait_for_stream(used.stream)
-    used.read()
+def test_a_stream_and_another_gpu_wait_for_each_others_uses_of_its_memory(mesh):
+    """A caller's array, which its stream writes and another GPU reads."""
+    _, near, away = mesh.devices
+    stream, out = cupy.cuda.Stream(non_blocking=True), away.upload(data((400,)))
+    with stream:
+        array = cupy.asarray(data((400,)))
+    buffer = near.adopt(array, stream)
+    for _ in range(2):
+        away.copy(out, buffer)
+        near.block_stream(stream)
+        cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream.ptr)
+        near.wait_for_stream(stream)

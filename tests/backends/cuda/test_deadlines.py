@@ -65,6 +65,25 @@ def communicators(mesh: Mesh) -> list:
     return mesh.collective._cliques.communicators()
 
 
+def ends(made: list) -> set[str]:
+    return {each._ended for each in made}
+
+
+def hang(here: Machine, mesh: Mesh, place: int = 0, *, deadline: float = 5) -> list:
+    """Stalls a GPU after a first call, which makes communicators, and calls again."""
+    reduced(mesh)
+    mesh.synchronize()
+    here.stall(mesh.devices[place])
+    return reduced(mesh, deadline=deadline)
+
+
+def check_usable(here: Machine, mesh: Mesh, algorithm: str = "nccl") -> None:
+    """Resets a mesh whose queues run again."""
+    here.resume()
+    mesh.reset(timeout=TEST_TIMEOUT)
+    assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algorithm):
     """No thread waits in the driver, where a wait for a hanging stream never ends."""
@@ -83,38 +102,22 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
         mesh.devices[0].synchronize()
-    assert [each._ended for each in before] == ["abort"] * len(before)
-    here.resume()
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh, algorithm, deadline=TEST_TIMEOUT))
+    assert ends(before) <= {"abort"}
+    check_usable(here, mesh, algorithm)
     assert here.counts.get("init", 0) == 2 * (algorithm == "nccl")
 
 
 def test_a_reset_does_not_wait_for_a_full_queue(here, mesh, clock):
     """It would keep the interpreter's lock meanwhile, so that no thread of Python would run."""
-    device = mesh.devices[3]
-    mesh.synchronize()
-    here.stall(device)
-    results = reduced(mesh, deadline=5)
+    hang(here, mesh, 3)
     clock.advance(6)
-    with pytest.raises(CollectiveError, match="cuda:3 has not joined"):
-        results[0][0].numpy()
     wait_for_failure(mesh)
     assert mesh.mesh_state.library_finished(TEST_TIMEOUT)  # a thread aborts the communicators
-    here.queue_size = len(here.queues[device._stream("compute").ptr].waiting)
+    here.queue_size = len(here.queues[mesh.devices[3]._stream("compute").ptr].waiting)
     with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
         mesh.reset(timeout=0.02)
-    here.resume()
     here.queue_size = None
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh, deadline=TEST_TIMEOUT))
-
-
-def test_work_waits_while_a_queue_is_full(here, mesh):
-    here.queue_size = 2
-    device = mesh.devices[0]
-    buffers = [device.upload(np.full(9, 1.0 + turn, np.float32)) for turn in range(9)]
-    assert [buffer.numpy()[0] for buffer in buffers] == [1.0 + turn for turn in range(9)]
+    check_usable(here, mesh)
 
 
 @pytest.mark.parametrize("wait", ["download", "synchronize"])
@@ -153,17 +156,12 @@ def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):
 
 
 def test_an_error_of_nccl_fails_the_mesh_before_a_deadline_passes(here, mesh, clock):
-    reduced(mesh)
-    mesh.synchronize()
-    here.stall(mesh.devices[0])
-    reduced(mesh, deadline=1000)
+    hang(here, mesh, deadline=1000)
     communicators(mesh)[0].async_result = 7  # in progress, which is not an error
     communicators(mesh)[1].async_result = 6
     said = "NCCL asynchronous error: NCCL_ERROR_REMOTE_ERROR: remote process exited or there was"
     assert wait_for_failure(mesh).startswith(said)
-    here.resume()
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh))
+    check_usable(here, mesh)
 
 
 def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, mesh, clock):
@@ -176,33 +174,35 @@ def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, 
         reduced(mesh, deadline=5)
         clock.advance(6)
         assert "passed: cuda:0 has not joined" in wait_for_failure(mesh)
-    assert [each._ended for each in before] == ["abort"] * len(before)
-    here.resume()
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh))
+    assert ends(before) == {"abort"}
+    check_usable(here, mesh)
 
 
 def test_a_hanging_abort_blocks_only_the_reset(here, mesh, clock, monkeypatch):
     let_go = threading.Event()
     abort = nccl.NcclCommunicator.abort
 
-    def hang(communicator) -> None:
+    def abort_later(communicator) -> None:
         assert let_go.wait(TEST_TIMEOUT)
         abort(communicator)
 
-    monkeypatch.setattr(nccl.NcclCommunicator, "abort", hang)
-    reduced(mesh)
-    mesh.synchronize()
-    here.stall(mesh.devices[0])
-    reduced(mesh, deadline=5)
+    monkeypatch.setattr(nccl.NcclCommunicator, "abort", abort_later)
+    hang(here, mesh)
     clock.advance(6)
     wait_for_failure(mesh)
     here.resume()
     with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
         mesh.reset(timeout=0.01)
     let_go.set()
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh))
+    check_usable(here, mesh)
+
+
+def called(mesh: Mesh, outcomes: list[str]) -> None:
+    """A call with a deadline; notes its error."""
+    try:
+        reduced(mesh, deadline=5)
+    except CollectiveError as error:
+        outcomes.append(str(error))
 
 
 @contextmanager
@@ -234,23 +234,15 @@ def test_a_thread_that_hangs_inside_nccl_does_not_block_the_abort(here, mesh, cl
     reduced(mesh)
     mesh.synchronize()
     before, outcomes = communicators(mesh), []
-
-    def call() -> None:
-        try:
-            reduced(mesh, deadline=5)
-        except CollectiveError as error:
-            outcomes.append(str(error))
-
-    with inside_of_nccl(mesh, call):
+    with inside_of_nccl(mesh, partial(called, mesh, outcomes)):
         clock.advance(6)
         assert "the call itself has not submitted all" in wait_for_failure(mesh)
         assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
-        assert [each._ended for each in before] == ["abort"] * 3
+        assert ends(before) == {"abort"}
         with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.02)
     assert "mesh has failed" in outcomes[0]
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh))
+    check_usable(here, mesh)
 
 
 def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypatch):
@@ -264,9 +256,9 @@ def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypa
         mesh.mesh_state.fail("for a test")
         wait_for_failure(mesh)
         assert not mesh.mesh_state.library_finished(0.02)
-        assert [each._ended for each in before] == [""] * 3
+        assert ends(before) == {""}
     mesh.reset(timeout=TEST_TIMEOUT)
-    assert [each._ended for each in before] == ["abort"] * 3
+    assert ends(before) == {"abort"}
 
 
 @pytest.fixture
@@ -280,14 +272,7 @@ def hung_bootstrap() -> Iterator[threading.Event]:
 def test_a_hanging_bootstrap_ends_when_the_mesh_fails(here, mesh, clock, hung_bootstrap):
     """Its caller returns; communicators that NCCL makes later are aborted."""
     outcomes = []
-
-    def call() -> None:
-        try:
-            reduced(mesh, deadline=5)
-        except CollectiveError as error:
-            outcomes.append(str(error))
-
-    (caller := threading.Thread(target=call)).start()
+    (caller := threading.Thread(target=called, args=(mesh, outcomes))).start()
     assert nccl.library.begun.wait(TEST_TIMEOUT)
     clock.advance(6)
     assert "the call itself has not submitted all" in wait_for_failure(mesh)
@@ -298,7 +283,7 @@ def test_a_hanging_bootstrap_ends_when_the_mesh_fails(here, mesh, clock, hung_bo
     hung_bootstrap.set()
     mesh.reset(timeout=TEST_TIMEOUT)
     assert [each._ended for each in nccl.library.made] == ["abort"] * 3
-    assert is_right(reduced(mesh))
+    check_usable(here, mesh)
 
 
 def test_ctrl_c_ends_a_hanging_bootstrap(here, mesh, hung_bootstrap):
@@ -340,10 +325,8 @@ def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
     mesh.mesh_state.fail("for a test")
     wait_for_failure(mesh)
     assert mesh.mesh_state.library_finished(TEST_TIMEOUT)
-    assert [each._ended for each in before] == ["abort"] * len(before)
-    here.resume()
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert is_right(reduced(mesh))
+    assert ends(before) == {"abort"}
+    check_usable(here, mesh)
 
 
 def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mesh):
@@ -359,40 +342,31 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     assert collective._cliques is not old
 
 
-def test_a_gpu_that_fails_during_a_call_is_named(here, mesh, clock):
-    reduced(mesh)
-    mesh.synchronize()
-    here.stall(mesh.devices[3])
-    reduced(mesh, deadline=1000)
+@pytest.mark.parametrize("finds", ["the watchdog", "a wait"])
+def test_a_gpu_that_fails_is_named(here, mesh, clock, finds):
+    buffer, outcomes = mesh.devices[3].upload(np.ones(9, np.float32)), []
+    hang(here, mesh, 3, deadline=1000)
+
+    def wait() -> None:
+        with pytest.raises(BackendUnavailableError) as raised:
+            buffer.numpy()
+        outcomes.append(str(raised.value))
+
+    waiting = threading.Thread(target=wait)
+    if finds == "a wait":
+        waiting.start()
     here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    assert "cuda:3 failed (cudaError700" in wait_for_failure(mesh)
+    named = "cuda:3 failed (cudaError700" if finds == "the watchdog" else "cuda:3 failed"
+    assert named in wait_for_failure(mesh)
+    if finds == "a wait":
+        waiting.join(TEST_TIMEOUT)
+        assert "cuda:3 failed" in outcomes[0]
     here.resume()
     mesh.reset(timeout=TEST_TIMEOUT)
     with pytest.raises(BackendUnavailableError, match="cuda:3 failed"):
         mesh.devices[3].synchronize()
     assert mesh.devices[0].zeros((2,), "float32").numpy().sum() == 0
     here.freed.clear()
-
-
-def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
-    buffer = mesh.devices[3].upload(np.ones(9, np.float32))
-    mesh.devices[3].synchronize(deadline=TEST_TIMEOUT)
-    here.stall(mesh.devices[3])
-    outcomes: list = []
-
-    def wait() -> None:
-        try:
-            buffer.numpy()
-        except BackendUnavailableError as error:
-            outcomes.append(str(error))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    waiting.join(TEST_TIMEOUT)
-    assert "cuda:3 failed" in outcomes[0]
-    here.freed.clear()
-    here.resume()
 
 
 def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):

@@ -16,8 +16,8 @@ import gradreduce as gr
 from gradreduce import ops
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda import compile, streams
-from gradreduce.backends.cuda import streams as cuda_gpu
 from gradreduce.device import Mesh
+from gradreduce.device.run import table
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -66,11 +66,6 @@ def test_an_upload_during_a_wait_keeps_its_pinned_memory(gpus, monkeypatch, wait
         assert same(made[0].numpy(), data((SIZE,), seed=2))
 
 
-def test_trim_gives_free_memory_back(mesh, here):
-    mesh.trim()
-    assert here.counts["free_all_blocks"] == 3
-
-
 def test_trim_returns_deferred_memory_after_its_users(gpus):
     """Also users on another GPU, for which CUDA does not wait before it frees."""
     here = gpus(0, num_gpus=2)
@@ -101,27 +96,6 @@ def test_trim_leaves_a_callers_memory_deferred(gpus):
         assert same(out.numpy(), data((SIZE,)))
 
 
-def test_a_closed_mesh_has_no_work_left(gpus):
-    """Otherwise its memory would be freed, which the queue of another GPU still reads."""
-    machine = gpus(0)
-    mesh = open_mesh([0, 1], backend="cuda")
-    here, there = mesh.devices
-    source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
-    there.copy(target, source, queue="transfer")
-    mesh.close()
-    del source  # frees its memory at once
-    machine.settle()
-
-
-def test_every_visible_gpu_is_the_default(here):
-    with gr.open_mesh(backend="cuda") as mesh:
-        assert [device.physical for device in mesh.devices] == [0, 1, 2]
-    with pytest.raises(
-        BackendUnavailableError, match="names GPU 3, but CuPy sees only GPUs 0 to 2"
-    ):
-        gr.open_mesh([0, 3], backend="cuda")
-
-
 RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -136,6 +110,8 @@ def test_one_of_several_processes_has_the_gpu_of_its_local_rank(gpus, monkeypatc
         monkeypatch.delenv(name, raising=False)
     gpus(0, num_gpus=3)
     assert own_gpus() == [0, 1, 2]  # one process
+    with pytest.raises(BackendUnavailableError, match="GPU 3, but CuPy sees only GPUs 0 to 2"):
+        gr.open_mesh([0, 3], backend="cuda")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RuntimeError, match="processes='none'"):
         gr.open_mesh(backend="cuda")
@@ -148,18 +124,12 @@ def test_one_of_several_processes_has_the_gpu_of_its_local_rank(gpus, monkeypatc
     monkeypatch.setenv(rank, "3")
     with pytest.raises(BackendUnavailableError, match=f"{rank}=3, .* 3 GPUs.*: pass devices="):
         own_gpus()
+    for name in RANKS[RANKS.index(rank) + 1 :]:  # that of torchrun comes first
+        monkeypatch.setenv(name, "0")
     monkeypatch.setenv(rank, "2")
     assert own_gpus() == [2]
     gpus(0, num_gpus=1)  # the launcher hides the others
     assert own_gpus() == [0]
-
-
-def test_the_local_rank_of_torchrun_comes_first(gpus, monkeypatch):
-    gpus(0, num_gpus=4)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for value, name in enumerate(reversed(RANKS)):
-        monkeypatch.setenv(name, str(value))
-        assert own_gpus() == [value]
 
 
 def test_a_missing_gpu_or_driver_raises(monkeypatch):
@@ -177,6 +147,7 @@ def test_a_missing_gpu_or_driver_raises(monkeypatch):
 
 
 def test_peer_access_is_enabled_where_there_is_any(gpus, monkeypatch):
+    gpus(3)
     pairs = {(0, 1), (1, 0)}
     assert streams.enable_peer_access([0, 1]) == pairs
     assert streams.enable_peer_access([0, 1]) == pairs  # a second mesh
@@ -203,7 +174,7 @@ def test_a_gpu_with_too_many_peers_copies_from_the_others(gpus):
 def test_peer_access_that_corrupts_data_is_not_used(gpus, monkeypatch, caplog):
     here = gpus(3, num_gpus=3)
     here.corrupt = {(0, 2), (2, 1)}
-    monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
+    monkeypatch.setattr(streams, "_is_intact", streams._is_intact.__wrapped__)
     with open_mesh(3, backend="cuda") as mesh:
         assert mesh.mesh_state.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
         assert summed(mesh) == [6] * 3
@@ -220,40 +191,50 @@ def summed(mesh: Mesh) -> list[float]:
     return [row[0].numpy()[0] for row in rows]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_dropped_mesh_frees_no_memory_that_another_gpu_reads(gpus, seed):
-    machine = gpus(seed)
+@pytest.mark.whole_product
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_an_ended_mesh_frees_no_memory_that_another_gpu_reads(here, end):
     mesh = open_mesh([0, 1], backend="cuda")
-    here, there = mesh.devices
-    source, target = uploaded(here, 1), there.empty((SIZE,), FLOAT)
-    there.copy(target, source, queue="transfer")
-    del source
-    here.__del__()  # as the garbage collector calls it
-    machine.settle()  # would read freed memory
+    near, far = mesh.devices
+    source, target = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+    far.copy(target, source, queue="transfer")
+    if end == "closed":
+        mesh.close()
+        del source  # frees its memory at once
+    else:
+        del source
+        near.__del__()  # as the garbage collector calls it
+    here.settle()  # would read freed memory
+
+
+@pytest.fixture
+def shapes(monkeypatch) -> list[tuple]:
+    """The grid and the block of each launch."""
+    found, call = [], cupy.cuda.Function.__call__
+
+    def noted(self, grid, block, *arguments, **options):
+        found.append((grid, block))
+        call(self, grid, block, *arguments, **options)
+
+    monkeypatch.setattr(cupy.cuda.Function, "__call__", noted)
+    return found
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(8, 32), (2, 8)])
 def test_a_launch_has_chunks_for_the_blocks_that_the_driver_reports(
-    here, monkeypatch, blocks, chunks
+    here, shapes, monkeypatch, blocks, chunks
 ):
     """On 4 multiprocessors."""
     monkeypatch.setattr(compile, "_functions", {})
     monkeypatch.setattr(
         cupy.cuda.driver, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *args: blocks
     )
-    grids, call = [], cupy.cuda.Function.__call__
-
-    def recorded(self, grid, *rest, **options):
-        grids.append(grid)
-        call(self, grid, *rest, **options)
-
-    monkeypatch.setattr(cupy.cuda.Function, "__call__", recorded)
     with open_mesh([0], backend="cuda") as mesh:
         device = mesh.devices[0]
         size = 32 * 256 * 4  # one vector per thread, 8 blocks per multiprocessor
         out, term = (device.zeros((size,), "float32") for _ in range(2))
         ops.add_n([out], [[term]])
-    assert grids == [(chunks,)]
+    assert [grid for grid, _ in shapes] == [(chunks,)]
 
 
 def test_zeros_of_both_signs_are_different_arguments(mesh):
@@ -280,18 +261,26 @@ def test_a_large_table_is_uploaded_once_and_a_small_one_never(mesh):
     assert same(out.numpy(), values)
 
 
+def test_a_table_lives_until_its_launch_is_over(here, monkeypatch):
+    """Also if the cache drops it before the launch has begun."""
+    monkeypatch.setattr(table, "CACHED_WORDS", 1)
+    monkeypatch.setattr(table, "CACHED_TABLES", 1)
+    values = exact_data((800,), "float32")
+    with open_mesh(1, backend="cuda") as mesh:
+        term, out = mesh[0].upload(values), mesh[0].zeros(values.shape, "float32")
+        for num_rows in (200, 100, 50, 200, 100):
+            size = 800 // num_rows
+            outs, terms = ([each.view(size * row, (size,)) for row in range(num_rows)]
+                           for each in (out, term))  # fmt: skip
+            ops.accumulate_n(outs, [[each] for each in terms], queue="transfer")
+        assert same(out.numpy(), 5 * values)
+
+
 @pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
-def test_a_launch_has_the_shape_that_the_gpu_asks_for(gpus, monkeypatch, threads, block):
+def test_a_launch_has_the_shape_that_the_gpu_asks_for(gpus, shapes, monkeypatch, threads, block):
     """The largest blocks that fit its multiprocessors, smaller for little work; one per chunk."""
     attributes = {**surface.Device(0).attributes, "MaxThreadsPerMultiProcessor": threads}
     monkeypatch.setattr(surface.Device, "attributes", attributes)
-    shapes, call = [], cupy.cuda.Function.__call__
-
-    def noted(self, grid, block, *arguments, **options):
-        shapes.append((grid, block))
-        call(self, grid, block, *arguments, **options)
-
-    monkeypatch.setattr(cupy.cuda.Function, "__call__", noted)
     gpus(5)
     with open_mesh([0], backend="cuda") as made:
         device = made.devices[0]

@@ -28,6 +28,14 @@ OURS = str(Path(gr.__file__).parent)
 pytestmark = pytest.mark.fake_cupy
 
 
+@pytest.fixture
+def mesh(gpus):
+    """Two GPUs; nothing runs before the host waits."""
+    gpus(0)
+    with gr.open_mesh([0, 1], backend="cuda") as made:
+        yield made
+
+
 def at_each_point(call, handler):
     """Makes a call once for each point in our code where a handler may run; yields after each.
 
@@ -91,96 +99,84 @@ ON_TRANSFER = ("copy", "upload", "exchange")
 @pytest.mark.whole_product
 @pytest.mark.parametrize("by", ["ctrl-c", "thread"])
 @pytest.mark.parametrize("way", ["launch", "fill", "graph", *ON_TRANSFER])
-def test_waiting_for_a_queue_waits_for_all_its_work(way, by, gpus):
+def test_waiting_for_a_queue_waits_for_all_its_work(way, by, mesh):
     """Also if Ctrl-C interrupted a call, or another thread marked its queue meanwhile."""
-    gpus(0)
     queue = "transfer" if way in ON_TRANSFER else "compute"
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        device = mesh[0]
-        submitted = SubmittedWork(*mesh.devices)
-        call = getattr(submitted, way)
+    device = mesh[0]
+    submitted = SubmittedWork(*mesh.devices)
+    call = getattr(submitted, way)
+    submitted.check()
+    mark = partial(device.queue_mark, queue)
+    for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else mark):
         submitted.check()
-        mark = partial(device.queue_mark, queue)
-        for _ in at_each_point(call, ctrl_c if by == "ctrl-c" else mark):
-            submitted.check()
 
 
-def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(gpus):
-    gpus(0)
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        device, away = mesh.devices
-        far, near = away.upload(ONES), device.upload(ONES)
-        value = dense(mesh[:1], (40,), "float32", 0)
-        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
-        (result,) = step.results[0].buffers
-        read = {near: partial(device.fill_zero, near), result: step}
-        for source, write in read.items():
+def test_a_writer_that_ctrl_c_interrupted_waits_for_copies_when_called_again(mesh):
+    device, away = mesh.devices
+    far, near = away.upload(ONES), device.upload(ONES)
+    value = dense(mesh[:1], (40,), "float32", 0)
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
+    (result,) = step.results[0].buffers
+    read = {near: partial(device.fill_zero, near), result: step}
+    for source, write in read.items():
+        away.copy(far, source)
+        for _ in at_each_point(write, ctrl_c):
+            write()
             away.copy(far, source)
-            for _ in at_each_point(write, ctrl_c):
-                write()
-                away.copy(far, source)
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
-def test_later_work_waits_for_a_step_that_ctrl_c_interrupted(form, gpus):
+def test_later_work_waits_for_a_step_that_ctrl_c_interrupted(form, mesh):
     """On the compute queue of each GPU whose memory the step uses."""
-    gpus(0)
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        value = dense(mesh, (40,), "float32", 0)
-        step = getattr(gr.HierarchicalCopyAllReduce(mesh=mesh), form)(SUM, [(value, value)])
-        used = [*value.buffers, *step.results[0].buffers]
-        for _ in at_each_point(step, ctrl_c):
-            for buffer in used:
-                buffer.device.fill_zero(buffer)
+    value = dense(mesh, (40,), "float32", 0)
+    step = getattr(gr.HierarchicalCopyAllReduce(mesh=mesh), form)(SUM, [(value, value)])
+    used = [*value.buffers, *step.results[0].buffers]
+    for _ in at_each_point(step, ctrl_c):
+        for buffer in used:
+            buffer.device.fill_zero(buffer)
 
 
-def test_callers_arrays_are_read_before_they_change_after_ctrl_c(gpus):
+def test_callers_arrays_are_read_before_they_change_after_ctrl_c(mesh):
     """By a step, also on another GPU, if the caller's stream waits for a later call."""
-    gpus(0)
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        arrays = []
-        for gpu in range(2):
-            with cupy.cuda.Device(gpu):
-                arrays.append(cupy.asarray(ONES))
-        value = gr.PerReplica(arrays, mesh)
-        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
-        for _ in at_each_point(step, ctrl_c):
-            for device, array in zip(mesh, arrays, strict=True):
-                device.block_stream(cupy.cuda.get_current_stream(device.physical))
-                with cupy.cuda.Device(device.physical):
-                    array[...] = 1
+    arrays = []
+    for gpu in range(2):
+        with cupy.cuda.Device(gpu):
+            arrays.append(cupy.asarray(ONES))
+    value = gr.PerReplica(arrays, mesh)
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, [(value, value)])
+    for _ in at_each_point(step, ctrl_c):
+        for device, array in zip(mesh, arrays, strict=True):
+            device.block_stream(cupy.cuda.get_current_stream(device.physical))
+            with cupy.cuda.Device(device.physical):
+                array[...] = 1
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "thread"])
-def test_a_step_and_a_copy_of_what_it_writes_wait_for_each_other(by, gpus):
+def test_a_step_and_a_copy_of_what_it_writes_wait_for_each_other(by, mesh):
     """Also if Ctrl-C interrupted the copy, or another thread's step began in the middle of it."""
-    gpus(0)
-    with gr.open_mesh(1, backend="cuda") as mesh:
-        (device,) = mesh.devices
-        near, term, out = (device.upload(ONES) for _ in "abc")
-        commands = CommandList()
-        with mesh.mesh_state.recording_commands(commands):
-            ops.accumulate_n([near], [[term]], device=device)
-            work = RepeatedWork(mesh.devices, commands)
+    device = mesh[0]
+    near, term, out = (device.upload(ONES) for _ in "abc")
+    commands = CommandList()
+    with mesh.mesh_state.recording_commands(commands):
+        ops.accumulate_n([near], [[term]], device=device)
+        work = RepeatedWork(mesh.devices, commands)
 
-        def look():  # takes no lock, because no other queue has used the blocks
-            if near.block.uses is device.compute:
-                work._settle()
+    def look():  # takes no lock, because no other queue has used the blocks
+        if near.block.uses is device.compute:
+            work._settle()
 
-        copy = partial(device.copy, out, near, queue="transfer")
-        for _ in at_each_point(copy, ctrl_c if by == "ctrl-c" else look):
-            work.run(commands.run)
+    copy = partial(device.copy, out, near, queue="transfer")
+    for _ in at_each_point(copy, ctrl_c if by == "ctrl-c" else look):
+        work.run(commands.run)
 
 
-def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(gpus):
-    gpus(0)
-    with gr.open_mesh(1, backend="cuda") as mesh:
-        (device,) = mesh.devices
-        near = device.upload(ONES)
-        near.numpy()
-        device.synchronize(deadline=60.0)  # from now on downloads go through pinned memory
-        for _ in at_each_point(near.numpy, ctrl_c):
-            device.upload(ONES)
+def test_memory_that_a_download_writes_is_not_used_again_after_ctrl_c(mesh):
+    device = mesh[0]
+    near = device.upload(ONES)
+    near.numpy()
+    device.synchronize(deadline=60.0)  # from now on downloads go through pinned memory
+    for _ in at_each_point(near.numpy, ctrl_c):
+        device.upload(ONES)
 
 
 def test_a_result_that_a_copy_still_reads_is_returned_after_it_in_stream_order(gpus):
@@ -198,38 +194,34 @@ def test_a_result_that_a_copy_still_reads_is_returned_after_it_in_stream_order(g
         assert (far.numpy() == 1).all()
 
 
-def test_a_stream_waits_for_copies_when_a_release_is_called_again_after_ctrl_c(gpus):
-    gpus(0)
-    with gr.open_mesh([0, 1], backend="cuda") as mesh:
-        device, away = mesh.devices
-        near, far = device.upload(ONES), away.empty((40,), "float32")
-        release = partial(device.release, near, 0)
-        away.copy(far, near)
-        for _ in at_each_point(release, ctrl_c):
-            with cupy.cuda.Device(0):
-                release()[...] = 2
-            device.wait_for_stream(0)
-            away.copy(far, near, queue="transfer")
+def test_a_stream_waits_for_copies_when_a_release_is_called_again_after_ctrl_c(mesh):
+    device, away = mesh.devices
+    near, far = device.upload(ONES), away.empty((40,), "float32")
+    release = partial(device.release, near, 0)
+    away.copy(far, near)
+    for _ in at_each_point(release, ctrl_c):
+        with cupy.cuda.Device(0):
+            release()[...] = 2
+        device.wait_for_stream(0)
+        away.copy(far, near, queue="transfer")
 
 
-def test_a_signal_handler_cannot_add_work_to_a_capture(gpus):
-    gpus(0)
-    with gr.open_mesh([0], backend="cuda") as mesh:
-        (device,) = mesh.devices
-        near, term, other = (device.upload(ONES) for _ in "abc")
+def test_a_signal_handler_cannot_add_work_to_a_capture(mesh):
+    device = mesh[0]
+    near, term, other = (device.upload(ONES) for _ in "abc")
 
-        def handle():
-            for call in (near.numpy, partial(device.fill_zero, other), device.synchronize):
-                with pytest.raises(CaptureError, match="signal handler"):
-                    call()
+    def handle():
+        for call in (near.numpy, partial(device.fill_zero, other), device.synchronize):
+            with pytest.raises(CaptureError, match="signal handler"):
+                call()
 
-        def work():
-            for _ in range(2):
-                ops.accumulate_n([near], [[term]], device=device)
-
-        graph = captured([device], work, handle)
-        device.fill_zero(near)
+    def work():
         for _ in range(2):
-            graph.submit()
-        assert (near.numpy() == 4).all()
-        assert (other.numpy() == 1).all()
+            ops.accumulate_n([near], [[term]], device=device)
+
+    graph = captured([device], work, handle)
+    device.fill_zero(near)
+    for _ in range(2):
+        graph.submit()
+    assert (near.numpy() == 4).all()
+    assert (other.numpy() == 1).all()

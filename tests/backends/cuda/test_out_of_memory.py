@@ -10,8 +10,9 @@ from device.contract import data
 from support.hanging_devices import wait_for_failure
 
 import gradreduce as gr
-from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.device import Mesh
 
+pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
@@ -35,7 +36,6 @@ def check_usable(mesh: Mesh) -> None:
     assert [row[0].numpy()[8] for row in rows] == [len(mesh) * (len(mesh) + 1) / 2] * len(mesh)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_memory_that_one_of_eight_devices_freed_is_available_to_the_others(gpus, seed):
     """Also memory that the queue of another device still reads at the allocation."""
@@ -55,7 +55,6 @@ def test_memory_that_one_of_eight_devices_freed_is_available_to_the_others(gpus,
         check_usable(mesh)
 
 
-@pytest.mark.gpu
 def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
     gpus(2, num_gpus=1, capacity=8 * MIB)
     with gr.open_mesh([0] * 8, backend="cuda") as mesh:
@@ -72,13 +71,6 @@ def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
         check_usable(mesh)
 
 
-def quarter(device: Device, size: int) -> Buffer:
-    """Returns a part of an allocation; the rest is free."""
-    device.zeros((size,), "uint8")
-    return device.empty((size // 4,), "uint8")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("end", ["closed", "failed", "dropped"])
 def test_the_memory_of_an_ended_mesh_is_free_for_others(gpus, end):
     """At once, without the garbage collector, unless the mesh is dropped without ``close``."""
@@ -90,21 +82,22 @@ def test_the_memory_of_an_ended_mesh_is_free_for_others(gpus, end):
     try:
         mesh = gr.open_mesh([0, 0], backend="cuda")
         kept = mesh.devices[0].empty((size,), "uint8")
-        part = quarter(mesh.devices[1], 2 * size)
+        mesh.devices[1].zeros((2 * size,), "uint8")
+        part = mesh.devices[1].empty((size // 2,), "uint8")  # of an allocation; the rest is free
         check_usable(mesh)
         if end == "failed":
             mesh.mesh_state.fail("for a test")
             wait_for_failure(mesh)
-        if end != "dropped":
+        if end == "dropped":
+            del kept, part, mesh
+            gc.collect()
+        else:
             mesh.close()
             mesh.close()  # does nothing
             assert before - free_bytes() >= 3 * size
             del kept
             assert before - free_bytes() < 2.5 * size
             del part
-        else:
-            del kept, part, mesh
-            gc.collect()
         assert before - free_bytes() < size // 4
     finally:
         gc.enable()

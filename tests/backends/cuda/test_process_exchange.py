@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from typing import Any
 
 import ml_dtypes
@@ -39,12 +40,24 @@ def here(request, gpus) -> Iterator[Machine]:
     cuda._RETAINED.clear()  # memory of devices with an unfinished exchange
 
 
-def opened(group: ProcessGroup, num_devices: int = 2) -> Mesh:
-    return gr.open_mesh([group.rank] * num_devices, backend="cuda", process_group=group)
+def opened(group: ProcessGroup, num_devices: int = 2, **options: Any) -> Mesh:
+    return gr.open_mesh([group.rank] * num_devices, backend="cuda", process_group=group, **options)
 
 
 def run_all(size: int, work: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
     return run_processes(size, work, gpu_library="nccl", **options)
+
+
+def run_torch(size: int, work: Callable[[Any], Any], config: str) -> list[Any]:
+    """Runs ``work`` in each process with a PyTorch group that is a part of a larger one."""
+    store = distributed.Store()
+    ranks = [5 + 2 * rank for rank in range(size)]
+
+    def with_group(group):
+        return work(distributed.ProcessGroup(config, store, group.rank, ranks))
+
+    with distributed.installed():
+        return run_processes(size, with_group)
 
 
 def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
@@ -52,8 +65,10 @@ def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
     return gr.PerReplica([device.upload(array) for device, array in pairs], mesh)
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
-def test_processes_have_the_bits_of_one_without_host_memory(here):
+@pytest.mark.parametrize("library", ["ours", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_processes_have_the_bits_of_one_without_host_memory(here, library):
     """On a lazy, an eager and a random machine, which find missing waits."""
     counts = (2, 1, 2)
     random = np.random.default_rng(5)
@@ -67,7 +82,7 @@ def test_processes_have_the_bits_of_one_without_host_memory(here):
     ]
 
     def work(group):
-        mesh = opened(group, counts[group.rank])
+        mesh = opened(group, counts[group.rank], timeout=60)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh)
         first = sum(counts[: group.rank])
         mine = grads[first : first + counts[group.rank]]
@@ -78,13 +93,14 @@ def test_processes_have_the_bits_of_one_without_host_memory(here):
         exchanges = journal.of("exchange")
         found = [[buffer.numpy() for buffer in total.buffers] for total in plays[-1]]
         mesh.close()
+        assert library == "ours" or not group.destroyed
         kinds = {record.kind for record in journal.records}
         return kinds, sum(record.nbytes for record in exchanges), len(exchanges), found
 
     with gr.open_mesh(sum(counts), backend="sim") as alone:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=alone)
         wanted = ops.all_reduce(grads, SUM)[0]
-    results = run_all(3, work)
+    results = run_all(3, work) if library == "ours" else run_torch(3, work, library)
     for kinds, _, num_exchanges, found in results:
         assert not kinds & {"upload", "download", "sync"}
         assert num_exchanges > 0
@@ -102,22 +118,14 @@ def is_over(group: Any, done: set[tuple[int, int, int]]) -> bool:
 
 def test_both_ends_of_a_message_are_in_the_same_group():
     """Processes send different numbers of messages; most groups have one message."""
-    size = 20
-    count = {
-        (source, target): (source * target) % 50
-        for source in range(size)
-        for target in range(size)
-        if source != target
-    }
+    size, pairs = 20, [*permutations(range(20), 2)]
+    messages = [(source, target, at) for source, target in pairs
+                for at in range(source * target % 50)]  # fmt: skip
     groups = []
     for rank in range(size):
-        others = [other for other in range(size) if other != rank]
-        sends = [(other, (rank, other, at)) for other in others for at in range(count[rank, other])]
-        receives = [
-            (other, (other, rank, at))
-            for other in reversed(others)
-            for at in range(count[other, rank])
-        ]
+        sends = [(each[1], each) for each in messages if each[0] == rank]
+        others = sorted(messages, key=lambda each: (-each[0], each[2]))
+        receives = [(each[0], each) for each in others if each[1] == rank]
         found = batches(rank, size, sends, receives)
         assert max([len(side) for group in found for side in group], default=0) <= 128
         assert sum(len(sent) for sent, _ in found) == len(sends)
@@ -132,7 +140,7 @@ def test_both_ends_of_a_message_are_in_the_same_group():
         assert over, "each process waits for another"
         for found in over:
             del found[0]
-    assert len(done) == sum(count.values())
+    assert done == {*messages}
     assert len(batches(0, 8, [(other, None) for other in range(1, 8)] * 16, [])) == 1
 
 
@@ -194,45 +202,30 @@ def test_no_byte_of_a_sharded_step_goes_by_host_memory(here):
         assert again == [[float(rank)] * 5] * counts[rank]
 
 
-def test_gpus_that_two_processes_share_exchange_by_host_memory(here, caplog):
-    def work(group):
-        mesh = gr.open_mesh([0], backend="cuda", process_group=group)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        total = ops.all_reduce([[np.ones(3)]], SUM)[0][0]
-        mesh.close()
-        return total.get().tolist()
-
-    with caplog.at_level(logging.WARNING, "gradreduce"):
-        assert run_all(2, work) == [[2.0] * 3] * 2
-    assert "init" not in here.counts
-    (text,) = caplog.messages
-    assert "through host memory: processes 0 and 1 share GPU" in text
-    assert "000000000000, which NCCL refuses" in text
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("places", "said"),
     [
-        ({"gpus": 2}, "process 0 has 2 GPUs, and NCCL takes one of each process"),
-        ({"available": False}, "CuPy finds no libnccl"),
+        ([[0], [0]], "processes 0 and 1 share GPU GPU-ab000000-0000-0000-0000-000000000000, which"),
+        ([[0, 1], [2, 3]], "process 0 has 2 GPUs, and NCCL takes one of each process"),
+        ([[0], [1]], "CuPy finds no libnccl"),
     ],
-    ids=["two GPUs", "no libnccl"],
+    ids=["a shared GPU", "two GPUs", "no libnccl"],
 )
-def test_where_nccl_cannot_be_used_host_memory_is(here, caplog, monkeypatch, change, said):
-    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", change.get("available", True))
-    num_gpus = change.get("gpus", 1)
+def test_where_nccl_cannot_be_used_host_memory_is(here, caplog, monkeypatch, places, said):
+    available = places != [[0], [1]]
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", available)
 
     def work(group):
-        gpus = range(num_gpus * group.rank, num_gpus * (group.rank + 1))
-        mesh = gr.open_mesh(list(gpus), backend="cuda", process_group=group)
+        mesh = gr.open_mesh(places[group.rank], backend="cuda", process_group=group)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         total = ops.all_reduce([[np.ones(3)] for _ in mesh], SUM)[0][0]
         mesh.close()
         return total.get().tolist()
 
     with caplog.at_level(logging.WARNING, "gradreduce"):
-        assert run_all(2, work) == [[2.0 * num_gpus] * 3] * 2
-    assert said in caplog.messages[-1]
+        assert run_all(2, work) == [[2.0 * len(places[0])] * 3] * 2
+    assert "init" not in here.counts
+    assert f"through host memory: {said}" in caplog.messages[-1]
 
 
 def test_an_id_that_process_0_cannot_make_is_an_error_in_all_processes(here, monkeypatch):
@@ -448,64 +441,19 @@ def test_a_group_that_must_send_host_memory_and_cannot_is_an_error(here, backend
     run_all(2, work)
 
 
-@pytest.fixture
-def torch_here(here):
-    with distributed.installed():
-        yield here
-
-
-def run_torch(size: int, work: Callable[[Any], Any], config: str) -> list[Any]:
-    """Runs ``work`` in each process with a PyTorch group that is a part of a larger one."""
-    stores = distributed.Store()
-    ranks = [5 + 2 * rank for rank in range(size)]
-
-    def with_group(group):
-        return work(distributed.ProcessGroup(config, stores, group.rank, ranks))
-
-    return run_processes(size, with_group)
-
-
-@pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
-@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
-def test_a_group_of_pytorch_moves_the_bytes_of_gpus(torch_here, config):
-    grads = [np.arange(30_000, dtype=np.float32) ** 1.5 + rank for rank in range(4)]
-
-    def work(group):
-        mesh = gr.open_mesh([group.rank] * 2, backend="cuda", process_group=group, timeout=60)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        value = on_devices(mesh, grads[2 * group.rank : 2 * group.rank + 2])
-        with mesh.journal() as journal:
-            step = ops.prepare(SUM, [(value, value)])
-            total = [step() for _ in range(2)][-1][0]
-        assert not {record.kind for record in journal.records} & {"upload", "download", "sync"}
-        sent = sum(record.nbytes for record in journal.of("exchange"))
-        found = [buffer.numpy() for buffer in total.buffers]
-        mesh.close()
-        assert not group.destroyed
-        return sent, found
-
-    with gr.open_mesh(4, backend="sim") as alone:
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=alone)
-        wanted = ops.all_reduce([[grad] for grad in grads], SUM)[0][0]
-    results = run_torch(2, work, config)
-    for _, found in results:
-        assert all(same(wanted, each) for each in found)
-    assert torch_here.counts["bytes sent"] == 2 + sum(sent for sent, _ in results)
-    assert torch_here.counts["init"] == 1  # PyTorch's communicator
-
-
-def test_the_default_group_is_made_with_nccl_and_destroyed(torch_here, monkeypatch):
+def test_the_default_group_is_made_with_nccl_and_destroyed(here, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "here")):
         monkeypatch.setenv(name, value)
-    distributed.make_world(distributed.Store(), 0, 1)
-    mesh = gr.open_mesh([0], backend="cuda", processes="torchrun", timeout=60)
-    made = sys.modules["torch.distributed"].group.WORLD
-    assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
-    mesh.close()
-    assert made.destroyed
+    with distributed.installed():
+        distributed.make_world(distributed.Store(), 0, 1)
+        mesh = gr.open_mesh([0], backend="cuda", processes="torchrun", timeout=60)
+        made = sys.modules["torch.distributed"].group.WORLD
+        assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
+        mesh.close()
+        assert made.destroyed
 
 
-def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
+def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(here):
     def work(group):
         with pytest.raises(ValueError, match="the devices of the mesh are simulated: make it with"):
             gr.open_mesh(1, backend="sim", process_group=group, timeout=60)
@@ -514,12 +462,12 @@ def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(torch_here):
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])
-def test_a_process_that_does_not_come_is_named(torch_here, is_ours):
+def test_a_process_that_does_not_come_is_named(here, is_ours):
     """Our communicator is aborted; PyTorch must end its own exchange."""
     over = threading.Event()
 
     def work(group):
-        mesh = gr.open_mesh([group.rank], backend="cuda", process_group=group, timeout=60)
+        mesh = opened(group, 1, timeout=60)
         call, _ = two_calls(mesh)
         if group.rank == 1:
             assert over.wait(10)

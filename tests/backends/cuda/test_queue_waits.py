@@ -55,13 +55,9 @@ def test_results_in_gpu_memory_do_not_make_the_host_wait(gpus):
         assert all((array.get() == 2).all() for row in reduced for array in row)
 
 
-def moved(device, near):
-    device.copy(near["b"], near["a"])
-
-
 SUBMITTING = {
     "launch": lambda device, near: ops.add_n([near["b"]], [[near["a"]]], device=device),
-    "copy": moved,
+    "copy": lambda device, near: device.copy(near["b"], near["a"]),
     "fill": lambda device, near: device.zeros((3,), "float32"),
     "upload": lambda device, near: device.upload(np.ones(3, np.float32), out=near["a"]),
     "download": lambda device, near: near["a"].numpy(),
@@ -73,22 +69,15 @@ SUBMITTING = {
 }
 
 
-def operands_of(device, other, away):
-    """The arguments of the calls in ``SUBMITTING``."""
-    near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
-    near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
-    near["foreign"] = device.release(near["b"], 0)
-    work = partial(ops.add_n, [near["b"]], [[near["a"]]], device=device)
-    near["graph"] = captured([device], work).submit
-    return near
-
-
 @pytest.mark.parametrize("way", SUBMITTING)
 def test_a_queue_is_marked_again_after_new_work(way, gpus):
     machine = gpus(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
         device, other, away = mesh.devices
-        near = operands_of(device, other, away)
+        near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
+        near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
+        near["foreign"] = device.release(near["b"], 0)
+        near["graph"] = captured([device], partial(SUBMITTING["launch"], device, near)).submit
         mark = device.queue_mark()
         assert machine.counted(lambda: [device.queue_mark() for _ in "abc"]) == {}
         assert device.queue_mark().event is mark.event

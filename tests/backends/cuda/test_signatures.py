@@ -6,27 +6,13 @@ import inspect
 
 import pytest
 from fake_cupy import surface
-from fake_cupy.signatures import (
-    PROBES,
-    differences,
-    parameters,
-    probed,
-)
+from fake_cupy.signatures import PROBES, differences, probed
 
 pytestmark = pytest.mark.fake_cupy
 
 
 def test_the_fake_is_as_recorded():
     assert differences() == []
-
-
-def test_a_signature_is_read_from_its_line():
-    assert parameters("f(self, intptr_t ptr, *, int device=-1, tuple x=()) -> int") == [
-        ("ptr", None),
-        ("device", "-1"),
-        ("x", "()"),
-    ]
-    assert parameters("A dictionary (of attributes).") is None
 
 
 def test_a_changed_parameter_is_detected(monkeypatch):

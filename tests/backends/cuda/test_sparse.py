@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import cupy
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
 
 import gradreduce as gr
+
+pytestmark = pytest.mark.fake_cupy
 
 
 @pytest.fixture
@@ -23,12 +26,9 @@ def waits(monkeypatch):
     return counted
 
 
-@pytest.mark.fake_cupy
 @pytest.mark.parametrize("seed", range(3))
 def test_the_host_waits_for_indices_on_a_gpu_and_for_nothing_else(seed, gpus, waits):
     """CuPy arrays on a caller's stream, which overwrites them right after the call."""
-    import cupy
-
     machine, luck = gpus(seed), np.random.default_rng(seed)
     wanted = np.zeros((9, 2), "float32")
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
@@ -59,7 +59,6 @@ def test_the_host_waits_for_indices_on_a_gpu_and_for_nothing_else(seed, gpus, wa
             assert wanted.any(axis=1).sum() == len(found)
 
 
-@pytest.mark.fake_cupy
 def test_stale_and_refused_gradients_make_no_cuda_call(gpus, waits):
     machine = gpus(0)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
@@ -83,11 +82,8 @@ def test_stale_and_refused_gradients_make_no_cuda_call(gpus, waits):
         assert (acc.num_accumulated(), acc.num_dropped) == (1, 2)
 
 
-@pytest.mark.fake_cupy
 def test_the_host_waits_for_the_indices_of_rows_once(gpus, waits):
     """``coalesce`` and ``to_dense`` use what it has read."""
-    import cupy
-
     machine, values = gpus(5), random_data((6, 5), "float32")
     with gr.open_mesh([0, 1], backend="cuda") as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradreduce.backends._default", [mesh])

@@ -24,13 +24,10 @@ MOST = 4 * rounded(CHUNK, PINNED)
 
 @pytest.fixture(params=range(4))
 def here(request, gpus, monkeypatch) -> Machine:
-    for module, name, nbytes in (
-        (staging, "CHUNK", CHUNK),
-        (cuda, "CHUNK", CHUNK),
-        (cuda, "SMALL", 1024),
-        (staging, "IN_FLIGHT", 3 * CHUNK),
-    ):
-        monkeypatch.setattr(module, name, nbytes)
+    monkeypatch.setattr(staging, "CHUNK", CHUNK)
+    monkeypatch.setattr(cuda, "CHUNK", CHUNK)
+    monkeypatch.setattr(cuda, "SMALL", 1024)
+    monkeypatch.setattr(staging, "IN_FLIGHT", 3 * CHUNK)
     return gpus(request.param, num_gpus=1, pinned=2 * MOST)
 
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,20 +76,23 @@ def operands(device: Device, size: int, num_rows: int = 1) -> list:
     ]
 
 
-def test_a_large_launch_runs_in_several_threads():
-    with opened(3) as device:
-        rows = operands(device, LARGE)
-        kernel, seen = together(3)
-        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
-        assert len(seen) == 3
+@pytest.mark.parametrize(
+    ("size", "num_rows", "num_threads", "expected"),
+    [(LARGE, 1, 3, 3), (1000, LARGE // 1000 + 1, 3, 3), (1000, 1, 3, 1), (SPLIT_SIZE - 1, 1, 3, 1),
+     (LARGE, 1, 1, 1)],
+    ids=["large", "many rows", "small", "not large", "one thread"],
+)  # fmt: skip
+def test_large_launches_alone_run_in_several_threads(size, num_rows, num_threads, expected):
+    with opened(num_threads) as device:
+        rows = operands(device, size, num_rows)
+        kernel, seen = together(expected)
 
+        def launch() -> None:
+            device.launch(kernel, PAIR, rows, (2,))
+            assert threading.get_ident() in seen
 
-def test_many_small_rows_are_spread_too():
-    with opened(3) as device:
-        rows = operands(device, 1000, num_rows=LARGE // 1000 + 1)
-        kernel, seen = together(3)
-        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
-        assert len(seen) == 3
+        assert in_time(launch) is None
+        assert len(seen) == expected
 
 
 def test_rows_that_are_not_elementwise_are_not_split():
@@ -106,27 +110,10 @@ def test_rows_that_are_not_elementwise_are_not_split():
     assert sorted(seen) == [[[5] * 3], [[LARGE] * 3], [[LARGE] * 3]]
 
 
-@pytest.mark.parametrize("size", [1000, SPLIT_SIZE - 1])
-def test_a_small_launch_stays_in_the_callers_thread(size):
-    with opened(3) as device:
-        rows = operands(device, size)
-        kernel, seen = together(1)
-        device.launch(kernel, PAIR, rows, (2,))
-        assert seen == {threading.get_ident()}
-
-
-def test_one_thread_is_the_callers():
-    with opened(1) as device:
-        rows = operands(device, LARGE)
-        kernel, seen = together(1)
-        device.launch(kernel, PAIR, rows, (2,))
-        assert seen == {threading.get_ident()}
-
-
 @pytest.mark.parametrize(
-    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+    ("implementation", "size"),
+    [("numpy", 5 * BLOCK_SIZE), pytest.param("compiled", LARGE, marks=pytest.mark.host)],
 )
-@pytest.mark.parametrize("size", [LARGE, 5 * BLOCK_SIZE])
 def test_the_bits_are_those_of_one_thread(implementation, size):
     results = []
     for num_threads in (1, 3):
@@ -142,33 +129,8 @@ def test_the_bits_are_those_of_one_thread(implementation, size):
         assert same(results[0][0], terms[0] + terms[1])
 
 
-@pytest.mark.parametrize("where", ["the caller", "a worker", "everywhere"])
-def test_a_failure_reaches_the_caller(where):
-    with opened(3) as device:
-        rows = operands(device, LARGE)
-        caller: list[int] = []
-        all_begun = threading.Barrier(3)  # otherwise the caller might do all the work
-
-        def fails(rows, num_inputs: int) -> None:
-            all_begun.wait(TIMEOUT)
-            mine = threading.get_ident() == caller[0]
-            if where == "everywhere" or mine == (where == "the caller"):
-                raise ZeroDivisionError("planted")
-
-        def launch() -> None:
-            caller.append(threading.get_ident())
-            device.launch(replace(ADD_N, reference=fails), PAIR, rows, (2,))
-
-        error = in_time(launch)
-        assert isinstance(error, ZeroDivisionError)
-        # the threads still work
-        kernel, seen = together(3)
-        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
-        assert len(seen) == 3
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["the caller", "a worker"])
+@pytest.mark.parametrize("where", ["the caller", "a worker", "everywhere"])
 def test_a_failure_comes_when_no_job_runs(where, error):
     """Otherwise a job could write into memory that has a new owner."""
     workers, ended = Workers(3), []
@@ -179,7 +141,8 @@ def test_a_failure_comes_when_no_job_runs(where, error):
     def job() -> None:
         all_begun.wait(TIMEOUT)
         me = threading.get_ident()
-        if (me == caller[0]) == (where == "the caller") and chosen.setdefault(0, me) == me:
+        is_there = where == "everywhere" or (me == caller[0]) == (where == "the caller")
+        if is_there and (where == "everywhere" or chosen.setdefault(0, me) == me):
             failing.set()  # the others end after this one has begun to fail
             raise error("planted")
         assert failing.wait(TIMEOUT)
@@ -195,28 +158,20 @@ def test_a_failure_comes_when_no_job_runs(where, error):
             ended.append("all")
 
     raised = in_time(run)
-    workers.close()
     assert isinstance(raised, error)
-    assert ended == [None, None, "all"]
+    assert ended == [*([] if where == "everywhere" else [None, None]), "all"]
+    # The threads still work.
+    assert in_time(lambda: workers.run([partial(threading.Barrier(3).wait, TIMEOUT)] * 3)) is None
+    workers.close()
 
 
 def test_several_callers_share_the_threads():
-    with opened(2) as device:
+    with opened(2) as device, ThreadPoolExecutor(4) as pool:
         all_rows = [operands(device, LARGE) for _ in range(4)]
-        errors: list[BaseException | None] = []
-
-        def launch(rows) -> None:
-            errors.append(in_time(lambda: device.launch(ADD_N, PAIR, rows, (2,))))
-
-        threads = [threading.Thread(target=launch, args=(rows,)) for rows in all_rows]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * TIMEOUT)
-        assert errors == [None] * 4
+        launch = partial(device.launch, ADD_N, PAIR)
+        list(pool.map(launch, all_rows, [(2,)] * 4, timeout=2 * TIMEOUT))
         first = all_rows[0][0][0].numpy()
-        for rows in all_rows[1:]:
-            assert same(rows[0][0].numpy(), first)
+        assert all(same(rows[0][0].numpy(), first) for rows in all_rows)
 
 
 @pytest.mark.parametrize(
@@ -345,14 +300,6 @@ def test_a_failure_keeps_no_memory():
     workers.close()
 
 
-def test_closed_workers_start_no_thread():
-    workers, times = Workers(3), []
-    workers.close()
-    workers.run([partial(times.append, None)] * 3)
-    assert len(times) == 3
-    assert not workers._threads
-
-
 class ThreadLocalObject:
     """An object in thread-local data, which exists as long as its thread."""
 
@@ -374,7 +321,9 @@ def test_threads_end_with_their_mesh(end):
     assert len(threads) == 2
     if end == "closed":
         workers.close()
-        workers.run([lambda: None] * 3)  # in this thread alone
+        times: list[int] = []
+        workers.run([lambda: times.append(threading.get_ident())] * 3)
+        assert times == [threading.get_ident()] * 3  # in this thread alone
         assert len(workers._threads) == 2
     else:
         del workers
