@@ -15,7 +15,6 @@ from unittest.mock import patch
 import numpy as np
 from optim.agn.team import Own, Worker
 from optim.test_update_rules import RULES
-from support.all_reduce_jobs import pack, reduce_jobs
 from support.captures import captured
 from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.implementations import segment_sum
@@ -25,9 +24,7 @@ import gradreduce as gr
 from gradreduce.device import Buffer, Mesh, as_dtype, mean_dtype
 from gradreduce.ops import plan_segments
 from gradreduce.reduce import pipeline
-from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.reduce.packing import plan_packing
 from gradreduce.sums.aggregators import aggregate_buffers
 
 Program = Callable[[Mesh], list[np.ndarray]]
@@ -83,12 +80,12 @@ def in_groups(mesh: Mesh) -> list[np.ndarray]:
 def gathered(mesh: Mesh) -> list[np.ndarray]:
     """Integers of 16 bits, which NCCL cannot add."""
     kept = []
-    for num_packs in (1, 0, 3):
+    for num_packs, op in ((1, SUM), (1, MEAN), (0, MEAN), (3, SUM)):
         for shapes in (SHAPES, SHAPES[::-1]):
             columns = [on_each(mesh, shape, "uint16", place) for place, shape in enumerate(shapes)]
             grads = [list(row) for row in zip(*columns, strict=True)]
             cross = gr.NcclAllReduce(num_packs, mesh=mesh)
-            reduced = cross.all_reduce(grads, SUM, output_type="buffer")
+            reduced = cross.all_reduce(grads, op, output_type="buffer")
             overwrite(*grads)
             kept += [buffer for row in reduced for buffer in row]
     return read(kept)
@@ -171,6 +168,18 @@ def repeated(
     return read(kept)
 
 
+def flat(mesh: Mesh) -> list[np.ndarray]:
+    """Steps that overwrite the gradients of the step before."""
+    buffer = mesh.flat_buffer([(5,), (7,)], "float16")
+    step = buffer.prepare_all_reduce(MEAN, cross_device_ops=gr.HierarchicalCopyAllReduce(mesh=mesh))
+    for turn in range(2):
+        for view in [view for views in buffer.views for view in views]:
+            view.device.upload(random_data(view.shape, "float16", seed=turn), out=view)
+        step()
+        step()
+    return read(view for views in buffer.views for view in views)
+
+
 def captured_copies(mesh: Mesh) -> list[np.ndarray]:
     """Two graphs of different devices; later copies and uploads on either queue wait for them."""
     first, second, third = mesh.devices[0], mesh.devices[1], mesh.devices[-1]
@@ -197,46 +206,7 @@ def spread(mesh: Mesh) -> list[np.ndarray]:
     return list(arrays_of(gr.NcclAllReduce().broadcast(source, mesh)))
 
 
-def jobs_alone(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
-    """Partial sums that a peer reads, also in place."""
-    kept = []
-    for num_outs in (1, 2):
-        columns = [on_each(mesh, (70,), seed=turn) for turn in range(2)]
-        outs = columns[0] if num_outs == 1 else on_each(mesh, (70,), seed=3)
-        jobs = [Job(columns[0], outs), Job(columns[1], columns[1], 3.0)]
-        reduce_jobs(algorithm, jobs)
-        if num_outs == 2:
-            overwrite(columns[0])
-        kept += [*outs, *columns[1]]
-    return read(kept)
-
-
-def packs_alone(mesh: Mesh) -> list[np.ndarray]:
-    gradients = [on_each(mesh, (37,)), on_each(mesh, (5, 3))]
-    plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
-    packed = pack(plans, gradients, mesh.devices, consume=False)
-    overwrite(*gradients)
-    return read(packed[0].inputs)
-
-
 # -- sums on one device ---------------------------------------------------------------------------
-
-
-def sum_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.ReductionToOneDevice().reduce(MEAN, value, mesh.devices[0]).primary
-
-
-def rows_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    tables = gr.PerReplica([gr.IndexedSlices(buffer, [1] * 40) for buffer in value.buffers])
-    return gr.ReductionToOneDevice().reduce(SUM, tables, mesh.devices[0]).primary.values
-
-
-def terms_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.add_n(value.buffers)
-
-
-def partial_sums_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.add_n([*value.buffers, *value.buffers])
 
 
 def gradient_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
@@ -245,10 +215,24 @@ def gradient_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
     return accumulator.accumulator_ref.totals[0]
 
 
-def read_by_a_peer(use: Callable[[Mesh, gr.PerReplica], Buffer], mesh: Mesh) -> list[np.ndarray]:
+def rows_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
+    tables = gr.PerReplica([gr.IndexedSlices(buffer, [1] * 40) for buffer in value.buffers])
+    return gr.ReductionToOneDevice().reduce(SUM, tables, mesh.devices[0]).primary.values
+
+
+PEER_READERS: dict[str, Callable[[Mesh, gr.PerReplica], Buffer]] = {
+    "sum": lambda mesh, value: gr.ReductionToOneDevice().reduce(MEAN, value, mesh[0]).primary,
+    "terms": lambda mesh, value: gr.add_n(value.buffers),
+    "partial sums": lambda mesh, value: gr.add_n([*value.buffers, *value.buffers]),
+    "rows": rows_of,
+    "gradient": gradient_of,
+}
+
+
+def read_by_a_peer(reader: str, mesh: Mesh) -> list[np.ndarray]:
     """Overwrites memory of a peer while the launch that reads it is queued."""
     value = dense(mesh, (40, 7), "float32", 1)
-    made = use(mesh, value)
+    made = PEER_READERS[reader](mesh, value)
     overwrite(value.buffers[::-1])
     return [made.numpy()]
 
@@ -326,11 +310,12 @@ def accumulated(mesh: Mesh) -> list[np.ndarray]:
     """On one device and over the mesh; the state is saved, and loaded by others."""
 
     def made() -> list[gr.ConditionalAccumulator]:
-        cross = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        copies, one = gr.HierarchicalCopyAllReduce(mesh=mesh), gr.ReductionToOneDevice(mesh=mesh)
         return [
             gr.ConditionalAccumulator("float64", device=mesh.devices[1]),
             gr.ConditionalAccumulator("bfloat16", device=mesh.devices[0], reduction_type="SUM"),
-            gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=cross),
+            gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=copies),
+            gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=one),
         ]
 
     accs, kept = made(), []
@@ -340,8 +325,8 @@ def accumulated(mesh: Mesh) -> list[np.ndarray]:
             assert gr.apply_grads(accs, grads, step)
             overwrite(*[grad.buffers for grad in grads])
             for acc in accs:
-                (alone,) = on_each(mesh[-1:], (1003,), acc.dtype, part)
-                assert acc.apply_grad(alone, step - part) is (part == 0)
+                (alone,) = on_each(mesh[-1:], (1003,), "float64", part)
+                assert acc.apply_grad(alone, step - part, cast=True) is (part == 0)
                 overwrite([alone])
         if step == 1:
             others = made()
@@ -566,7 +551,6 @@ def _by_algorithm() -> dict[str, Program]:
         made[f"every dtype, {each}"] = partial(every_dtype, each)
         made[f"stages, {each}"] = partial(in_stages, each, 3)
         made[f"shares, {each}"] = partial(shares, each)
-        made[f"jobs, {each}"] = partial(jobs_alone, each)
         for num_packs, method in enumerate(gr.AggregationMethod):
             name = f"steps of training, {each}, {method.name}"
             made[name] = partial(trained, each, num_packs, aggregation_method=method)
@@ -582,11 +566,11 @@ PROGRAMS: dict[str, Program] = {
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
     "captured copies": captured_copies,
     "reduction groups": in_groups,
+    "half wire": partial(every_dtype, "hierarchical_copy", wire_dtype="float16"),
+    "flat buffer": flat,
     "gathered by nccl": gathered,
     "broadcast by nccl": spread,
-    "packs": packs_alone,
-    **{use.__name__: partial(read_by_a_peer, use)
-       for use in (sum_of, rows_of, terms_of, partial_sums_of, gradient_of)},
+    **{f"{reader} of a peer": partial(read_by_a_peer, reader) for reader in PEER_READERS},
     "aggregated": aggregated,
     "sparse terms": sparse_terms,
     "segment sums": segment_sums,
@@ -598,6 +582,7 @@ PROGRAMS: dict[str, Program] = {
     **{f"sparse accumulators, {dtype}": partial(sparse_side_by_side, str(dtype))
        for dtype in FLOATS},
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
+    "checked steps of training": partial(trained, "hierarchical_copy", 0, check_finite=True),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},
     **{f"one GPU, {'copies' if copies else 'beside'}, {'rows' if rows else 'dense'}":
