@@ -110,15 +110,6 @@ def call(version: int, name: str, *arguments) -> None:
         raise RuntimeError(f"{name}: {library(version).nvrtcGetErrorString(status).decode()}")
 
 
-def architectures(version: int) -> set[int]:
-    """The compute capabilities that this NVRTC compiles for, as 80 for 8.0."""
-    count = ctypes.c_int()
-    call(version, "nvrtcGetNumSupportedArchs", ctypes.byref(count))
-    found = (ctypes.c_int * count.value)()
-    call(version, "nvrtcGetSupportedArchs", found)
-    return set(found)
-
-
 def compiled(text: str, names: Sequence[str], arch: int, version: int = 12) -> Program:
     """Compiles ``text`` with these template instantiations; other threads can run meanwhile.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .instructions import CARRY, TABLE, TYPES, Array, Operation
+from .instructions import TABLE, TYPES, Array
 from .text import Entry, Instruction
 
 SPACES = ("global", "param", "local")
@@ -154,9 +154,8 @@ class Machine:
         self._symbols |= {"%ctaid.x": block + np.uint32(first_block), "%tid.x": thread}
         self._symbols["%nctaid.x"] = np.full_like(block, grid)
         self._symbols["%ntid.x"] = np.full_like(block, threads)
-        widths = entry.registers | {CARRY: 1}
         self._registers = {
-            name: np.zeros(self.lanes.size, WIDTHS[bits]) for name, bits in widths.items()
+            name: np.zeros(self.lanes.size, WIDTHS[bits]) for name, bits in entry.registers.items()
         }
         # The bits of each register that were not written; and whether an instruction wrote it, or a
         # load that was not wanted. NVRTC computes with such bits and makes no use of the results.
@@ -275,26 +274,22 @@ class Machine:
         return instruction, guard, execute
 
     def _compute(self, operands: Sequence[str], name: str) -> Callable:
-        operation: Operation = TABLE[name]
-        texts = list(operands)
-        texts[1:1] = [CARRY] * (CARRY in operation.results)
-        texts += [CARRY] * (CARRY in operation.sources)
-        split, wider = len(operation.results), name.startswith("cvt.")
+        result, sources, function = TABLE[name]
+        to, *texts = operands
+        write = self._destination(to, result, wider=name.startswith("cvt."))
         # NVRTC 13 masks the bits of a register that nothing wrote.
-        masks = name.startswith("and.b") and not self._registers.keys() >= set(texts)
-        kinds = operation.results + operation.sources
-        pairs = list(zip(texts, kinds, strict=True))
-        writes = [self._destination(*pair, wider=wider) for pair in pairs[:split]]
-        reads = [self._source(*pair, wider=wider, whole=not masks) for pair in pairs[split:]]
+        masks = name.startswith("and.b") and not self._registers.keys() >= set(operands)
+        reads = [
+            self._source(text, kind, wider=name.startswith("cvt."), whole=not masks)
+            for text, kind in zip(texts, sources, strict=True)
+        ]
 
         def execute(lanes: Array) -> None:
             values, missing = zip(*[read(lanes) for read in reads], strict=True)
-            found = operation.function(*values)
             lost = None
             if any(each is not None for each in missing):
                 lost = _lost(name, values, missing)
-            for write, each in zip(writes, found if split > 1 else (found,), strict=True):
-                write(lanes, np.asarray(each), lost)
+            write(lanes, np.asarray(function(*values)), lost)
 
         return execute
 
