@@ -153,9 +153,7 @@ IN_PLAIN_RUNS = {*MOVED.keys() - {kernel.name for kernel in UPDATES}}
 IN_PLAIN_RUNS |= {"adam", "local_nesterov", "global_momentum"}
 CASES = [
     pytest.param(
-        kernel,
-        id=kernel.name,
-        marks=[] if kernel.name in IN_PLAIN_RUNS else pytest.mark.exhaustive,
+        kernel, id=kernel.name, marks=[] if kernel.name in IN_PLAIN_RUNS else pytest.mark.exhaustive
     )
     for kernel in KERNELS
     if kernel.items is None

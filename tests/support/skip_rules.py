@@ -218,8 +218,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Installs the ledger; with ``--require-gpu`` and no GPU the run ends here."""
     ledger = SkipLedger(
-        require_gpu=config.getoption("--require-gpu"),
-        required=tuple(config.getoption("--require")),
+        require_gpu=config.getoption("--require-gpu"), required=tuple(config.getoption("--require"))
     )
     if ledger.require_gpu and not ledger.gpus[0]:
         raise pytest.UsageError(f"--require-gpu: no CUDA device ({ledger.gpus[1]})")
