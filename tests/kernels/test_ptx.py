@@ -1,8 +1,8 @@
 """What NVRTC makes of every kernel is executed: the PTX gives the bits of the NumPy reference.
 
 ``ptx/`` has the interpreter, the launches and the planted mutants. A launch fails if it reaches an
-unknown instruction, reads a register or local memory that was not written, accesses memory outside
-of its operands, off its alignment or of another thread, or does not end.
+unknown instruction, reads a register that was not written, accesses memory outside of its operands,
+off its alignment or of another thread, or does not end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from kernels.nvrtc import WHEELS, compiled
 from kernels.ptx.launches import launches
 from kernels.ptx.machine import PtxError
-from kernels.ptx.mutants import Mutant, mutants
+from kernels.ptx.mutants import mutants
 from kernels.ptx.text import parsed
 from kernels.sass import ARCHITECTURES
 from support.exhaustive import covering
@@ -41,9 +41,7 @@ MUTATED = (
 SEED = 1
 FEW, ALL = 4, 10  # mutants of each
 PLAIN = ("add_n", "segment_sum", "adam")  # in a plain run; CI runs all kernels in its compile tier
-# The share of mutants that may change only the speed, as a wrong branch that no launch shows seems
-# to do; and that of the others that must be caught.
-SLOWER, CAUGHT = 0.1, 0.95
+MISSED = 0.15  # share of the mutants: some change only the speed, or bits that have no meaning
 
 
 def few(kernel):
@@ -84,39 +82,29 @@ def problems(version, name, archs, templates):
 
 
 def survivors(name, template, number):
-    """The mutants of an instantiation that only change the speed, and those that are missed.
+    """The mutants of an instantiation that no launch shows.
 
-    A mutant is caught if a launch gives other bits than the reference, or an error. It only changes
-    the speed if all bits are right, but some other instruction is executed more or less often: the
-    launches reach the branch that it changes, and both ways lead to the same results. It is missed
-    if all bits are right and all other instructions are executed as often as before.
+    A launch shows a mutant by other bits than the reference, or by an error.
     """
     ((_, program),) = programs(12, name, [90], [template])
     entry = parsed(program.parameters, program.body)
     tried = launches(BY_NAME[name], template)
     assert [launch.problem(entry) for launch in tried] == [""] * len(tried)
     limits = [4 * launch.num_steps for launch in tried]
-    executed = [launch.executed for launch in tried]
     rounds = SINGLE in template[-1:] or template[0] in (SINGLE, DOUBLE)
-    reached = set[int]().union(*executed)
+    reached = set[int]().union(*(launch.executed for launch in tried))
     made = mutants(program.body, entry, reached, rounds=rounds, seed=SEED, number=number)
     assert len(made) == number
 
-    def survives(mutant: Mutant) -> bool:
-        changed = parsed(program.parameters, mutant.body)
+    def survives(body):
+        changed = parsed(program.parameters, body)
         try:
             return not any(map(lambda one, most: one.problem(changed, most), tried, limits))
         except PtxError as error:
-            assert "unknown" not in str(error), mutant
+            assert "unknown" not in str(error), body
             return False
 
-    slower, missed = [], []
-    for one in made:
-        if survives(one):
-            before = [one.others(each, program.body) for each in executed]
-            after = [one.others(launch.executed, one.body) for launch in tried]
-            (missed if after == before else slower).append(f"{name}: {one.change}")
-    return slower, missed
+    return [f"{name}: {change}" for body, change in made if survives(body)]
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +149,5 @@ def test_the_ptx_gives_the_bits_of_the_reference(found, version, name, archs, te
 )
 def test_mutants_are_caught(pool, number):
     futures = [pool.submit(survivors, *case, number) for case in MUTATED]
-    slower, missed = [], []
-    for future in futures:
-        found = future.result()
-        slower += found[0]
-        missed += found[1]
-    num_made = number * len(MUTATED)
-    assert len(slower) <= SLOWER * num_made, "\n".join(slower)
-    assert len(missed) <= (1 - CAUGHT) * (num_made - len(slower)), "\n".join(missed)
+    missed = [change for future in futures for change in future.result()]
+    assert len(missed) <= MISSED * number * len(MUTATED), "\n".join(missed)

@@ -179,9 +179,6 @@ COMPUTED = {
        $L: add.s32 %r2, %r2, 10;  // a comment
        setp.lt.u32 %p1, %r3, %r1; add.s32 %r3, %r3, 1; @%p1 bra $L;
        add.s32 %r2, %r2, 1; st.global.u32 [%rd3], %r2;""": [11, 21, 31, 41],
-    # Local memory belongs to a lane.
-    """.local .align 4 .b8 depot[8]; mov.b64 %rd4, depot; cvta.local.u64 %rd5, %rd4;
-       st.local.u32 [%rd4+4], %r1; ld.u32 %r2, [%rd5+4]; st.u32 [%rd3], %r2;""": [0, 1, 2, 3],
     # A scope has its own registers; parts are packed.
     """mov.b32 {%rs1, %rs2}, 131073; mov.b32 %r2, {%rs2, %rs1};
        {.reg .pred p; setp.ne.s32 p, %r1, 0; @!p mov.u32 %r2, 7;}
@@ -211,10 +208,9 @@ REFUSED = {
                 "ld.shared.u32 %r2, [%rd3];", "bar.sync 0;", "atom.add.u32 %r2, [%rd3], 1;",
                 "add.s64 %rd4, %r1, 1;", "ld.global.v3.u32 {%r2, %r3, %r4}, [%rd1];",
                 "call foo;", "mov.u32 %r2, %laneid;", "mov.f32 %f1, 0d3FF0000000000000;"],
-    "unknown declaration": [".shared .align 4 .b8 x[4];"],
+    "unknown declaration": [".shared .align 4 .b8 x[4];", ".local .align 4 .b8 x[4];"],
     "not written": ["add.s32 %r2, %r3, 1;", "and.b32 %r2, %r3, %r1;", "or.b32 %r2, %r3, 0;",
-                    "setp.eq.s32 %p1, %r1, 0; @%p1 mov.u32 %r2, 1; st.u32 [%rd3], %r2;",
-                    ".local .align 4 .b8 d[4]; mov.b64 %rd4, d; ld.local.u32 %r2, [%rd4];"],
+                    "setp.eq.s32 %p1, %r1, 0; @%p1 mov.u32 %r2, 1; st.u32 [%rd3], %r2;"],
     "bits that were not written": [
         "and.b32 %r3, %r2, 65535; st.u32 [%rd3], %r3;",
         "mov.b64 %rd4, {%r1, %r2}; mov.b64 {_, %r4}, %rd4; st.u32 [%rd3], %r4;",

@@ -8,7 +8,6 @@ one is after the end of the launch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -103,7 +102,7 @@ class Launch:
     def __init__(self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[float],
                  geometry: Geometry) -> None:  # fmt: skip
         self.kernel, self.rows, self.scalars, self.geometry = kernel, rows, scalars, geometry
-        self.executed, self.num_steps = Counter[int](), 0  # of the last run; see Machine
+        self.executed, self.num_steps = set[int](), 0  # of the last run; see Machine
 
     @cached_property
     def expected(self) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ that the order makes no difference.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,13 +15,12 @@ import numpy as np
 from .instructions import TABLE, TYPES, Array
 from .text import Entry, Instruction
 
-SPACES = ("global", "param", "local")
+SPACES = ("global", "param")
 # Bits of an address: its space if it is generic (0 for global), its segment, its place there.
 SPACE, SEGMENT, START = 60, 36, 1 << 20
 FIRST = 1 << 10  # number of the first segment: below it is space for what no launch may reach
 NOBODY, SEVERAL = -1, -2  # in place of a lane
 WIDTHS = {1: np.dtype(bool), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
-VECTORS = {"v2": 2, "v4": 4}
 Read = tuple[Array, Array | None]  # values, and which of their bits are missing
 
 
@@ -44,29 +42,24 @@ class Memory:
         # Of each segment: its first address, size, first byte, space, and whether it is written.
         self._segments = np.empty((0, 5), np.int64)
 
-    def add(self, content: Array, *, space: str = "global", writes: bool = False, start: int = 0,
-            copies: int = 1) -> int:  # fmt: skip
-        """Adds segments with this content, and returns the address of the first one.
+    def add(
+        self, content: Array, *, space: str = "global", writes: bool = False, start: int = 0
+    ) -> int:
+        """Adds a segment with this content, and returns its address.
 
         Args:
             content: bytes.
             space: one of ``SPACES``.
             writes: whether lanes may write it.
             start: the bytes by which the address misses a multiple of 2**20.
-            copies: the number of segments.
         """
-        first, size = len(self._segments), content.size
-        made = np.zeros((copies, 5), np.int64)
-        made[:, 0] = (np.arange(first, first + copies) + FIRST << SEGMENT) + START + start
-        made[:, 1] = size
-        made[:, 2] = self.bytes.size + size * np.arange(copies)
-        made[:, 3:] = SPACES.index(space), writes
-        self._segments = np.concatenate([self._segments, made])
-        self.bytes = np.concatenate([self.bytes, *[content] * copies])
-        nobody = np.full(size * copies, NOBODY)
-        self._writer = np.concatenate([self._writer, nobody])
-        self._reader = np.concatenate([self._reader, nobody])
-        return int(made[0, 0])
+        address = (len(self._segments) + FIRST << SEGMENT) + START + start
+        made = address, content.size, self.bytes.size, SPACES.index(space), writes
+        self._segments = np.append(self._segments, np.array([made], np.int64), axis=0)
+        self.bytes = np.append(self.bytes, content)
+        self._writer = np.append(self._writer, np.full(content.size, NOBODY))
+        self._reader = np.append(self._reader, np.full(content.size, NOBODY))
+        return address
 
     def content(self, address: int) -> Array:
         """The bytes of the segment that starts there."""
@@ -80,8 +73,6 @@ class Memory:
         if shared.any():
             bytes_, lane = places[shared], lanes[shared, None]
             writer, reader = self._writer[bytes_], self._reader[bytes_]
-            if (writer[segments[shared, 3] == SPACES.index("local")] == NOBODY).any():
-                raise PtxError("a read of local memory that was not written")
             if ((writer != NOBODY) & (writer != lane)).any():
                 raise PtxError("a read of what another thread writes")
             mine = np.where((reader == NOBODY) | (reader == lane), lane, SEVERAL)
@@ -126,15 +117,14 @@ class Machine:
 
     Args:
         entry: the entry.
-        memory: with everything that it reads and writes, but for parameters and local memory.
+        memory: with everything that it reads and writes, but for parameters.
         parameters: the bytes of each.
         grid: the number of blocks of threads.
         threads: the number of threads of each of these.
         first_block: the blocks before this one are not run.
 
     Attributes:
-        executed: the place in the text of each instruction that a lane has reached -> how often
-            lanes have run it.
+        executed: the places in the text of the instructions that lanes have reached.
         num_steps: how many blocks of instructions have been run.
     """
 
@@ -146,10 +136,6 @@ class Machine:
             name: np.full(self.lanes.size, memory.add(content, space="param"), np.uint64)
             for name, content in zip(entry.parameters, parameters, strict=True)
         }
-        for name, size in entry.local.items():
-            first = memory.add(np.zeros(size, np.uint8), space="local", writes=True,
-                               copies=self.lanes.size)  # fmt: skip
-            self._symbols[name] = (first + (self.lanes << SEGMENT)).astype(np.uint64)
         block, thread = np.divmod(self.lanes.astype(np.uint32), np.uint32(threads))
         self._symbols |= {"%ctaid.x": block + np.uint32(first_block), "%tid.x": thread}
         self._symbols["%nctaid.x"] = np.full_like(block, grid)
@@ -163,7 +149,7 @@ class Machine:
         self._reached = {name: np.zeros(self.lanes.size, bool) for name in self._registers}
         self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
         self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
-        self.executed, self.num_steps = Counter[int](), 0
+        self.executed, self.num_steps = set[int](), 0
 
     def run(self, most: int = 100_000) -> None:
         """Runs all lanes to their end.
@@ -191,7 +177,7 @@ class Machine:
                     for name in _names(instruction.operands[0]):
                         self._reached[name][lanes[~chosen]] = True
                 lanes = lanes[chosen]
-            self.executed[instruction.start] += lanes.size
+            self.executed.add(instruction.start)
             if lanes.size:
                 execute(lanes)
         except (PtxError, ArithmeticError) as error:
@@ -338,15 +324,13 @@ class Machine:
         """The space ("" for any), type and number of a load or store, and its address."""
         *rest, kind = modifiers
         space = rest.pop(0) if rest and rest[0] in SPACES else ""
-        if rest and rest[0] == "nc" and space == "global":  # through a cache for what is only read
-            rest.pop(0)
-        count = VECTORS[rest.pop(0)] if rest else 1
+        count = 4 if rest == ["v4"] else 1
         found = re.fullmatch(r"\[([%$\w]+)(?:\+(-?\d+))?\]", address)
         if not found:
             raise ValueError(address)
         base, offset = found.groups()
         read, by = self._source(base, "b64"), np.uint64(int(offset or 0) % 2**64)
-        if rest or kind == "pred":
+        if rest not in ([], ["v4"]) or kind == "pred":
             raise ValueError(rest)
         return space, kind, count, lambda lanes: _used(read(lanes)) + by
 

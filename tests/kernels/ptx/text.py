@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 BLANK = re.compile(r"(?:\s|//[^\n]*)*")
 STATEMENT = re.compile(r"(?:([$\w]+):(?!:)|([{}])|((?:[^;{}]|\{[^;{}]*\})*);)")
 DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
-LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]")
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?")
 INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z]\w*(?:\.\w+)*)\s*(.*)", re.DOTALL)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s{}[\]]+")
@@ -46,14 +45,12 @@ class Entry:
     Attributes:
         parameters: name -> bytes, in order.
         registers: name -> bits; a predicate has 1.
-        local: name -> bytes of each thread's memory.
         blocks: of instructions.
         labels: name -> the number of its block.
     """
 
     parameters: dict[str, int]
     registers: dict[str, int] = field(default_factory=dict)
-    local: dict[str, int] = field(default_factory=dict)
     blocks: list[list[Instruction]] = field(default_factory=lambda: [[]])
     labels: dict[str, int] = field(default_factory=dict)
 
@@ -95,9 +92,6 @@ def parsed(parameters: str, body: str) -> Entry:
 
 def _declare(entry: Entry, scopes: list[dict[str, str]], statement: str) -> None:
     if statement == '.pragma "nounroll"':
-        return
-    if found := LOCAL.fullmatch(statement):
-        entry.local[found[2]] = int(found[3])
         return
     found = DECLARED.fullmatch(statement)
     if not found or found[1] not in WIDTHS:
