@@ -109,9 +109,3 @@ def test_the_record_is_that_of_the_installed_cupy():
     if importlib.util.find_spec("cupy") is not None:
         done = run("-m", "fake_cupy.signatures")
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_without_the_plugin_only_what_needs_gpus_is_collected():
-    rest = "not gpu and not multi_gpu"
-    done = run("-m", "pytest", "-q", "--collect-only", "tests/backends/cuda", "-m", rest)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
