@@ -59,8 +59,9 @@ def library_docstrings(library: str) -> dict[str, str]:
     files = [*PACKAGE.glob(f"{library}.py"), *PACKAGE.glob(f"{library}/*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
     (names,) = re.findall(r"__all__ = (\[[^]]*\])", "".join(texts))
+    public = ast.literal_eval(names)
     found = [pair for path in files for pair in documented(path)]
-    return {f"{library}.{name}": text for name, text in found if name in ast.literal_eval(names)}
+    return {f"{library}.{name}": text for name, text in found if name in public}
 
 
 def public_docstrings() -> dict[str, str]:
