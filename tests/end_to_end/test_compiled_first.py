@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 from support.compiled_first import check_program
-from support.mesh_programs import PROGRAMS, every_dtype, trained
+from support.mesh_programs import PROGRAMS, every_dtype
 from support.meshes import MeshCase
 from support.thread_group import run_processes
+from support.training_programs import trained
 
 import gradreduce as gr
 
