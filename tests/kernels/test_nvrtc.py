@@ -36,6 +36,7 @@ PARAMETERS = ("version", "kernel", "arch", "templates")
 # Read in another type than written, or once for a whole chunk: tested by other tests.
 APART = ("square_sum", "clip")
 READ_ONE = ("pack", "divide", "take_rows")
+VECTORS = {"LDG.E.128", "STG.E.128"}
 
 
 def has_a_stand_in(kernel):
@@ -174,12 +175,14 @@ def test_nothing_is_spilled_shared_fused_or_flushed(version, kernel, templates, 
 
 
 @programs_of(*ARCHITECTURES)
-def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, templates, listings):
-    """Exactly if the compiler knows the number of operands, otherwise at least."""
+def test_operands_are_moved_by_vectors_or_by_several_loads_at_once(
+    version, kernel, arch, templates, listings
+):
     for template in templates:
         listing = listings[version, arch, kernel.expression(template)]
         loads, stores = (listing.number(kind, wide=True) for kind in ("LD", "ST"))
         read, written = vectors(kernel, template)
+        # Exactly so many vectors if the compiler knows the number of operands, or at least.
         if isinstance(kernel, RuleKernel):
             assert (loads, stores) == vectors_of_update(kernel, template), template
         elif kernel.name in APART:
@@ -191,30 +194,16 @@ def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, tem
         else:  # a first one and a loop over the rest
             assert loads >= 2 * read, template
             assert stores >= written, template
-
-
-@programs_of(*ARCHITECTURES)
-def test_a_loop_over_vectors_touches_no_single_elements(version, kernel, arch, templates, listings):
-    """Except 64-bit loads of addresses, indices and divisors."""
-    for template in templates:
-        listing = listings[version, arch, kernel.expression(template)]
+        # A loop over vectors has no single elements, except addresses, indices and divisors.
         assert {access.split(".")[0] for access in listing.accesses} <= {"LD", "LDG", "ST", "STG"}
-        loops = [set(loop) for loop in listing.loops]
-        over_vectors = [loop for loop in loops if loop & {"LDG.E.128", "STG.E.128"}]
+        over_vectors = [set(loop) for loop in listing.loops if VECTORS & loop.keys()]
         assert over_vectors, template
         if kernel.name != "square_sum":  # the last vector of a block may be cut
-            allowed = {"LDG.E.128", "STG.E.128", "LD.E.64"}
-            assert set().union(*over_vectors) <= allowed, template
-
-
-@programs_of(*ARCHITECTURES)
-def test_a_row_that_is_not_aligned_has_several_loads_in_flight(
-    version, kernel, arch, templates, listings
-):
-    """Three of each operand, or more of the only one; there three if a vector loop has four."""
-    for template in templates if kernel.items is None else ():
-        batches = listings[version, arch, kernel.expression(template)].unaligned
-        assert sum(batches) >= (5 if vectors(kernel, template)[0] < 4 else 3), template
+            assert set().union(*over_vectors) <= {*VECTORS, "LD.E.64"}, template
+        # A row that is not aligned: three loads of each operand, or more of the only one; there
+        # three if a vector loop has four.
+        if kernel.items is None:
+            assert sum(listing.unaligned) >= (5 if read < 4 else 3), template
 
 
 @pytest.mark.nvrtc(f"{WHEELS[12]}=={VERSIONS[12]}")
