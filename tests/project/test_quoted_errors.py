@@ -171,7 +171,7 @@ def test_three_words_of_a_quote_are_three_words_of_the_source(sources: Any) -> N
             missing = []
             for run in re.findall(r"(?<![\w'=.])[a-z]+(?:,? [a-z]+)+(?![\w'\[])", quote):
                 words = run.split()
-                threes = [" ".join(three) for three in zip(words, words[1:], words[2:])]
+                threes = [" ".join(words[at : at + 3]) for at in range(len(words) - 2)]
                 missing += [three for three in threes if three not in source]
                 count += len(threes)
             assert len(missing) <= 1, (page, quote, missing)

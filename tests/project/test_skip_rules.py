@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import skip_rules as skips
 
 pytest_plugins = ("pytester",)
-
-TESTS = Path(__file__).resolve().parents[1]
 
 MARKERS = """
 [pytest]
@@ -32,11 +30,12 @@ NO_GPU = (0, "ImportError: No module named 'cupy'")
 def suite(pytester, monkeypatch):
     """Runs a suite given as text, on a machine with ``gpus`` devices, and returns the result."""
 
-    def run(text: str, *args: str, gpus: tuple[int, str] = NO_GPU) -> pytest.RunResult:
-        monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
+    def run(text: str, *args: str, gpus: tuple[int, str] | None = NO_GPU) -> pytest.RunResult:
+        if gpus is not None:
+            monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
         # Without third-party plugins, which could change the results; and runs start faster.
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        pytester.makeini(MARKERS)
+        pytester.makeini(MARKERS + "filterwarnings = error\n")
         pytester.makepyfile("import pytest\n" + text)
         return pytester.runpytest_inprocess(
             "-p", "support.skip_rules", "-ra", "--strict-markers", *args
@@ -166,84 +165,51 @@ def test_several_gpus_are_a_number_of_at_least_two(suite):
     result.stdout.fnmatch_lines(["*multi_gpu takes one int of at least 2, got *"])
 
 
-def test_require_gpu_without_a_gpu_ends_the_run(suite):
-    result = suite("def test_a(): pass", "--require-gpu")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --require-gpu: no CUDA device (ImportError: *cupy*)"])
-    result.stdout.no_fnmatch_line("*passed*")
-
-
-RUNTIME = """
-from types import SimpleNamespace
-def getDeviceCount():
-    {}
-runtime = SimpleNamespace(getDeviceCount=getDeviceCount)
-"""
-NCCL = """
-import warnings
-available = {}
-warnings.warn('NCCL could not be loaded')
-def get_version():
-    return 22809
-"""
-
-
 @pytest.fixture
-def run_pytest(tmp_path):
-    """Runs pytest in a folder, with a ``cupy`` that is found before a real one."""
-    package = tmp_path / "fake" / "cupy"
-    (package / "cuda").mkdir(parents=True)
-    (tmp_path / "pytest.ini").write_text(MARKERS + "filterwarnings = error\n")
+def cupy(monkeypatch):
+    """Stands for CuPy: its number of devices, or its error, and whether it finds NCCL."""
 
-    def run(cwd: Path, text: str, body: str, *args: str, nccl: bool = False):
-        (package / "__init__.py").write_text(text)
-        (package / "cuda" / "__init__.py").write_text(RUNTIME.format(body))
-        (package / "cuda" / "nccl.py").write_text(NCCL.format(nccl))
-        path = f"{package.parent}{os.pathsep}{TESTS}"
-        more = {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
-        return subprocess.run(
-            command, cwd=cwd, env={**os.environ, **more}, capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
+    class Cuda:
+        devices: int | Exception = 1
+        has_nccl = True
+        runtime = property(lambda self: self)
 
-    return run
+        def getDeviceCount(self) -> int:
+            if isinstance(self.devices, Exception):
+                raise self.devices
+            return self.devices
 
+        @property
+        def nccl(self) -> SimpleNamespace:
+            warnings.warn("NCCL could not be loaded", stacklevel=1)
+            return SimpleNamespace(available=self.has_nccl, get_version=lambda: 22809)
 
-def test_our_own_suite_refuses_to_pass_without_its_gpu(run_pytest):
-    # Collected only: if the run did not end as it must, it would start itself again and again.
-    result = run_pytest(
-        TESTS.parent, "from cupy import cuda", "raise RuntimeError('cudaErrorInsufficientDriver')",
-        "--require-gpu", "--collect-only", str(TESTS / "test_conftest.py"),
-    )  # fmt: skip
-    assert result.returncode == pytest.ExitCode.USAGE_ERROR
-    assert result.stderr.strip() == (
-        "ERROR: --require-gpu: no CUDA device (RuntimeError: cudaErrorInsufficientDriver)"
-    )
+    cuda = Cuda()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    return cuda
 
 
-RULES = ("-p", "support.skip_rules", "-ra", "test_it.py")
+def test_require_gpu_without_a_gpu_ends_the_run(suite, cupy, pytestconfig):
+    assert pytestconfig.pluginmanager.has_plugin("skip-ledger"), "these rules are those of our run"
+    cupy.devices = RuntimeError("cudaErrorInsufficientDriver: too old\nand more")
+    result = suite("def test_a(): pass", "--require-gpu", gpus=None)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *: no CUDA device (RuntimeError: cudaError*: too old)"])
+    result.stdout.no_fnmatch_line("*passed*")
+    cupy.devices = AssertionError("nobody asked")  # a run without tests of GPUs does not
+    assert suite("def test_a(): pass", gpus=None).ret == pytest.ExitCode.OK
 
 
-@pytest.mark.parametrize("nccl", [True, False])
-def test_nccl_must_run_or_fail_with_require_gpu(run_pytest, tmp_path, nccl):
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n@pytest.mark.gpu\n" + marked(["nccl", "nccl(23000)"])
-    )
-    args = (tmp_path, "from cupy import cuda", "return 1", *RULES)
-    strict = run_pytest(*args, "--require-gpu", nccl=nccl)
-    if nccl:
-        assert strict.returncode == pytest.ExitCode.OK, strict.stdout
-        assert "nccl: NCCL 22809, 23000 needed" in strict.stdout  # too old for one test: a skip
-        return
-    plain = run_pytest(*args)
-    assert plain.returncode == pytest.ExitCode.OK
-    assert "nccl: CuPy finds no libnccl" in plain.stdout
-    assert strict.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "--require-gpu: nccl: CuPy finds no libnccl" in strict.stdout
-
-
-def test_a_cpu_run_never_imports_cupy(run_pytest, tmp_path):
-    (tmp_path / "test_it.py").write_text("def test_a(): pass\n")
-    result = run_pytest(tmp_path, "raise AssertionError('imported')", "pass", *RULES)
-    assert result.returncode == pytest.ExitCode.OK, result.stdout + result.stderr
+def test_nccl_must_run_or_fail_with_require_gpu(suite, cupy):
+    text = "@pytest.mark.gpu\n" + marked(["nccl", "nccl(23000)"])
+    found = suite(text, "--require-gpu", gpus=None)
+    assert found.ret == pytest.ExitCode.OK
+    found.assert_outcomes(passed=1, skipped=1)  # too old for one test: a skip
+    found.stdout.fnmatch_lines(["*nccl: NCCL 22809, 23000 needed*"])
+    cupy.has_nccl = False
+    plain, strict = suite(text, gpus=None), suite(text, "--require-gpu", gpus=None)
+    assert plain.ret == pytest.ExitCode.OK
+    plain.stdout.fnmatch_lines(["*nccl: CuPy finds no libnccl"])
+    assert strict.ret == pytest.ExitCode.TESTS_FAILED
+    strict.stdout.fnmatch_lines(["*--require-gpu: nccl: CuPy finds no libnccl"])
