@@ -1,8 +1,8 @@
 """What NVRTC makes of every kernel is executed: the PTX gives the bits of the NumPy reference.
 
 ``ptx/`` has the interpreter, the launches and the planted mutants. A launch fails if it reaches an
-unknown instruction, reads a register that was not written, accesses memory outside of its operands,
-off its alignment or of another thread, or does not end.
+unknown instruction, accesses memory outside of its operands, off its alignment or of another
+thread, or does not end. Registers that nothing wrote have random bits.
 """
 
 from __future__ import annotations

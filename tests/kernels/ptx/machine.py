@@ -2,7 +2,8 @@
 
 Lanes that are in the same block run it together. Threads cannot wait for each other, so any order
 of lanes is allowed; a byte that one lane writes and another one reads or writes is an error, so
-that the order makes no difference.
+that the order makes no difference. Registers begin with random bits: NVRTC computes with registers
+that nothing wrote, but a result that depends on them is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ SPACE, SEGMENT, START = 60, 36, 1 << 20
 FIRST = 1 << 10  # number of the first segment: below it is space for what no launch may reach
 NOBODY, SEVERAL = -1, -2  # in place of a lane
 WIDTHS = {1: np.dtype(bool), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
-Read = tuple[Array, Array | None]  # values, and which of their bits are missing
 
 
 class PtxError(Exception):
@@ -140,13 +140,11 @@ class Machine:
         self._symbols |= {"%ctaid.x": block + np.uint32(first_block), "%tid.x": thread}
         self._symbols["%nctaid.x"] = np.full_like(block, grid)
         self._symbols["%ntid.x"] = np.full_like(block, threads)
+        rng = np.random.default_rng(0)
         self._registers = {
-            name: np.zeros(self.lanes.size, WIDTHS[bits]) for name, bits in entry.registers.items()
+            name: rng.integers(0, 2**bits, self.lanes.size, WIDTHS[bits])
+            for name, bits in entry.registers.items()
         }
-        # The bits of each register that were not written; and whether an instruction wrote it, or a
-        # load that was not wanted. NVRTC computes with such bits and makes no use of the results.
-        self._missing = {name: ~np.zeros_like(each) for name, each in self._registers.items()}
-        self._reached = {name: np.zeros(self.lanes.size, bool) for name in self._registers}
         self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
         self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
         self.executed, self.num_steps = set[int](), 0
@@ -172,11 +170,7 @@ class Machine:
                  lanes: Array) -> None:  # fmt: skip
         try:
             if guard is not None:
-                chosen = _used(guard(lanes)) == instruction.guard[1]
-                if instruction.name.startswith("ld"):
-                    for name in _names(instruction.operands[0]):
-                        self._reached[name][lanes[~chosen]] = True
-                lanes = lanes[chosen]
+                lanes = lanes[guard(lanes) == instruction.guard[1]]
             self.executed.add(instruction.start)
             if lanes.size:
                 execute(lanes)
@@ -185,51 +179,35 @@ class Machine:
 
     # -- operands ---------------------------------------------------------------------------------
 
-    def _source(
-        self, text: str, kind: str, *, wider: bool = False, whole: bool = True
-    ) -> Callable[[Array], Read]:
-        """A function that reads an operand; if not ``whole``, nothing may have written it."""
+    def _source(self, text: str, kind: str, *, wider: bool = False) -> Callable[[Array], Array]:
+        """A function that reads an operand."""
         dtype = TYPES[kind]
-        if text in self._registers:
-            values, missing = self._registers[text], self._missing[text]
-            reached = self._reached[text]
-            self._check_width(text, values.itemsize, dtype, wider)
+        values = self._registers.get(text, self._symbols.get(text))
+        if values is None:
+            constant = np.array([_constant(text, dtype)], dtype)
+            return lambda lanes: constant
+        self._check_width(text, values.itemsize, dtype, wider and text in self._registers)
 
-            def read(lanes: Array) -> Read:
-                found, lost = values[lanes], missing[lanes]
-                if lost.any() and whole and not reached[lanes].all():
-                    raise PtxError(f"a read of {text}, which was not written")
-                if found.dtype.itemsize > dtype.itemsize:
-                    narrow = f"u{dtype.itemsize}"
-                    found, lost = found.astype(narrow), lost.astype(narrow)
-                return found.view(dtype), lost if lost.any() else None
+        def read(lanes: Array) -> Array:
+            found = values[lanes]
+            if values.itemsize > dtype.itemsize:
+                found = found.astype(f"u{dtype.itemsize}")
+            return found.view(dtype)
 
-            return read
-        if text in self._symbols:
-            symbol = self._symbols[text]
-            self._check_width(text, symbol.itemsize, dtype, False)
-            return lambda lanes: (symbol[lanes].view(dtype), None)
-        constant = np.array([_constant(text, dtype)], dtype)
-        return lambda lanes: (constant, None)
+        return read
 
     def _destination(self, text: str, kind: str, *, wider: bool = False) -> Callable:
         """A function that writes lanes of an operand; wider registers are filled by the sign."""
         if text not in self._registers:
             raise PtxError(f"{text} is no register")
-        values, missing, reached = self._registers[text], self._missing[text], self._reached[text]
+        values = self._registers[text]
         self._check_width(text, values.itemsize, TYPES[kind], wider)
         filled = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{values.itemsize}")
-        every = ~np.zeros(1, missing.dtype)
 
-        def write(lanes: Array, found: Array, lost: Array | None = None) -> None:
+        def write(lanes: Array, found: Array) -> None:
             if values.itemsize > found.itemsize:
                 found = found.astype(filled)
             values[lanes] = found.view(values.dtype)
-            reached[lanes] = True
-            if lost is None:
-                missing[lanes] = 0
-            else:
-                missing[lanes] = np.where(lost, every, 0) if lost.dtype == bool else lost
 
         return write
 
@@ -262,63 +240,39 @@ class Machine:
     def _compute(self, operands: Sequence[str], name: str) -> Callable:
         result, sources, function = TABLE[name]
         to, *texts = operands
-        write = self._destination(to, result, wider=name.startswith("cvt."))
-        # NVRTC 13 masks the bits of a register that nothing wrote.
-        masks = name.startswith("and.b") and not self._registers.keys() >= set(operands)
-        reads = [
-            self._source(text, kind, wider=name.startswith("cvt."), whole=not masks)
-            for text, kind in zip(texts, sources, strict=True)
-        ]
-
-        def execute(lanes: Array) -> None:
-            values, missing = zip(*[read(lanes) for read in reads], strict=True)
-            lost = None
-            if any(each is not None for each in missing):
-                lost = _lost(name, values, missing)
-            write(lanes, np.asarray(function(*values)), lost)
-
-        return execute
+        wider = name.startswith("cvt.")
+        write = self._destination(to, result, wider=wider)
+        pairs = zip(texts, sources, strict=True)
+        reads = [self._source(text, kind, wider=wider) for text, kind in pairs]
+        return lambda lanes: write(lanes, np.asarray(function(*(read(lanes) for read in reads))))
 
     def _move(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
-        """``mov`` of a register from or to its parts."""
+        """``mov`` of a register from or to its parts; "_" drops a part."""
         (kind,), (to, of) = modifiers, operands
         parts = _names(to if "{" in to else of)
         part = f"b{8 * TYPES[kind].itemsize // len(parts)}"
         if kind[0] != "b" or part not in TYPES:
             raise ValueError(kind)
-        return (
-            self._unpack(parts, part, of, kind) if "{" in to else self._pack(to, kind, parts, part)
-        )
+        if "{" in to:
+            read = self._source(of, kind)
+            writes = [(place, self._destination(each, part))
+                      for place, each in enumerate(parts) if each != "_"]  # fmt: skip
 
-    def _unpack(self, parts: Sequence[str], part: str, of: str, kind: str) -> Callable:
-        read = self._source(of, kind)
-        writes = [each != "_" and self._destination(each, part) for each in parts]
+            def unpack(lanes: Array) -> None:
+                found = np.broadcast_to(read(lanes), lanes.shape).astype(TYPES[kind])
+                for place, write in writes:
+                    write(lanes, found.view(TYPES[part])[place :: len(parts)])
 
-        def execute(lanes: Array) -> None:
-            found, missing = (
-                np.broadcast_to(0 if each is None else each, lanes.shape).astype(TYPES[kind])
-                for each in read(lanes)
-            )
-            for place, write in enumerate(writes):
-                if write:  # "_" drops a part
-                    each = slice(place, None, len(writes))
-                    write(lanes, found.view(TYPES[part])[each], missing.view(TYPES[part])[each])
+            return unpack
+        write, reads = self._destination(to, kind), [self._source(each, part) for each in parts]
 
-        return execute
+        def pack(lanes: Array) -> None:
+            found = np.empty((lanes.size, len(reads)), TYPES[part])
+            for place, each in enumerate(reads):
+                found[:, place] = each(lanes)
+            write(lanes, found.view(TYPES[kind])[:, 0])
 
-    def _pack(self, to: str, kind: str, parts: Sequence[str], part: str) -> Callable:
-        write = self._destination(to, kind)
-        # NVRTC 13 packs parts that nothing wrote, and makes no use of them.
-        reads = [self._source(each, part, whole=False) for each in parts]
-
-        def execute(lanes: Array) -> None:
-            found, missing = np.zeros((2, lanes.size, len(reads)), TYPES[part])
-            for place, read in enumerate(reads):
-                found[:, place], lost = read(lanes)
-                missing[:, place] = 0 if lost is None else lost
-            write(lanes, found.view(TYPES[kind])[:, 0], missing.view(TYPES[kind])[:, 0])
-
-        return execute
+        return pack
 
     def _access(self, address: str, modifiers: Sequence[str]) -> tuple[str, str, int, Callable]:
         """The space ("" for any), type and number of a load or store, and its address."""
@@ -332,7 +286,7 @@ class Machine:
         read, by = self._source(base, "b64"), np.uint64(int(offset or 0) % 2**64)
         if rest not in ([], ["v4"]) or kind == "pred":
             raise ValueError(rest)
-        return space, kind, count, lambda lanes: _used(read(lanes)) + by
+        return space, kind, count, lambda lanes: read(lanes) + by
 
     def _load(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
         target, source = operands
@@ -355,7 +309,7 @@ class Machine:
         def store(lanes: Array) -> None:
             found = np.empty((lanes.size, count), TYPES[kind])
             for place, read in enumerate(reads):
-                found[:, place] = _used(read(lanes))
+                found[:, place] = read(lanes)
             self._memory.store(space, where(lanes), found.view(np.uint8), lanes)
 
         return store
@@ -369,7 +323,7 @@ class Machine:
         target, source = operands
         read, write = self._source(source, kind), self._destination(target, kind)
         by = np.uint64((-window if to else window) % 2**64)
-        return lambda lanes: write(lanes, _used(read(lanes)) + by)
+        return lambda lanes: write(lanes, read(lanes) + by)
 
     def _branch(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
         target = self._labels[" ".join(operands)]
@@ -389,26 +343,6 @@ def _names(text: str, count: int | None = None) -> list[str]:
     if count and ((count > 1) != ("{" in text) or len(names) != count):
         raise ValueError(text)
     return names
-
-
-def _used(read: Read) -> Array:
-    """The values, which must not have missing bits: they decide what is stored, or where."""
-    values, lost = read
-    if lost is not None:
-        raise PtxError("a use of bits that were not written")
-    return values
-
-
-def _lost(name: str, values: Sequence[Array], missing: Sequence[Array | None]) -> Array:
-    """The missing bits of a result; if bool, the lanes of which it has none."""
-    masks = [0 if each is None else each for each in missing]
-    if name.startswith("and.b"):  # a bit that is 0 in one source is 0
-        a, b = map(np.bitwise_or, values, masks)
-        return (masks[0] | masks[1]) & a & b
-    lanes = np.broadcast_arrays(*[np.not_equal(each, 0) for each in masks])
-    if name.startswith("selp"):  # that of the value that is chosen
-        return np.where(values[2], lanes[0], lanes[1]) | lanes[2]
-    return np.logical_or.reduce(lanes)
 
 
 def _constant(text: str, dtype: np.dtype) -> object:
