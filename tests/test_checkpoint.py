@@ -18,7 +18,6 @@ from gradreduce.checkpoint import downloader
 
 @pytest.fixture(params=CASES)
 def case(request):
-    """An object after some steps."""
     with after_steps(CASES[request.param]) as made:
         yield made
 

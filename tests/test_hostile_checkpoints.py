@@ -59,7 +59,6 @@ def file_of(tensors, entries, compression=zipfile.ZIP_STORED):
 
 
 def nodes(value, path=()):
-    """The paths of all entries, dicts and lists of a state."""
     yield path
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -151,7 +150,6 @@ class LooksLikeAnArray:
 
 
 def deep(depth):
-    """Lists inside each other."""
     value = []
     for _ in range(depth):
         value = [value]

@@ -108,7 +108,6 @@ def on_each(jax, make):
 
 
 def values_of(array):
-    """The values on each device."""
     return np.stack([np.asarray(shard.data) for shard in array.addressable_shards])
 
 

@@ -106,7 +106,6 @@ class Listing:
 
     @classmethod
     def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
-        """From addresses, operations and their operands."""
         jumps = [
             (int(operands.split()[-1], 16), address)
             for address, operation, operands in instructions if operation.startswith("BRA")
@@ -165,7 +164,6 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
 
 
 def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
-    """The part of a table line for one entry."""
     accesses = (
         f"{listing.number('LD', wide=wide)}/{listing.number('ST', wide=wide)}"
         for wide in (True, False)
@@ -230,7 +228,6 @@ VERSIONS, RECORD = recorded() if TABLE.exists() else ({}, {})
 
 
 def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
-    """The text of a table."""
     columns = "".join(f"{column:<11}" for column in COLUMNS)
     width = 2 + max(len(name) for _, _, name in made)
     lines = [
@@ -244,7 +241,6 @@ def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if the table is up to date or was written."""
     made = {key: found for version in WHEELS for key, found in measured(version).items()}
     text = written(made, [importlib.metadata.version(wheel) for wheel in WHEELS.values()])
     before = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""

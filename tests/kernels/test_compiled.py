@@ -57,14 +57,12 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The shared library that g++ builds of ``small()``."""
     made = tmp_path_factory.mktemp("built") / "add_n-small.so"
     return host_compile._compile("g++", host_compile._host_text(small()), made, BUILD).read_bytes()
 
 
 @pytest.fixture
 def builds(built, monkeypatch):
-    """Records requested builds and skips g++."""
     made = []
 
     def build(compiler, text, path, build):

@@ -71,7 +71,6 @@ def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray],
 
 
 def ends(arrays: list[np.ndarray], size: int) -> list[np.ndarray]:
-    """The last elements of each operand."""
     return [array[max(0, size - BEHIND) :].copy() for array in arrays]
 
 
@@ -96,7 +95,6 @@ def test_the_end_of_a_large_row_and_the_row_behind_it(device, kernel):
 
 @pytest.fixture(params=[ASKED] if ASKED else ["compiled", "exact"])
 def host_device(request) -> Iterator[Device]:
-    """A device that runs the shipped text."""
     with opened(request.param) as made:
         yield made
 

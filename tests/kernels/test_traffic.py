@@ -67,8 +67,6 @@ class _Counted(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counter:
-    """A device on which the accesses of each launch are counted."""
-
     device: Device
     built: list[ctypes.CDLL]
 
@@ -130,7 +128,6 @@ TEMPLATES = {
 
 
 def of_a_rule(kernel: RuleKernel, *, first: int = 0):
-    """The traffic of a rule, in the form of the other kernels."""
     rule = rule_of(kernel)
     template = TEMPLATES.get(rule, ("float32", "float32"))
     kinds, dtypes = zip(*layout(kernel, template), strict=True)

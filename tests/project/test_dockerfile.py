@@ -52,7 +52,6 @@ def docker() -> list[Instruction]:
 
 @pytest.fixture(scope="module")
 def runs(docker) -> list[list[str]]:
-    """The words of every command of a RUN instruction."""
     texts = [step.text for step in docker if step.name == "RUN"]
     return [shlex.split(each) for text in texts for each in re.split(r"&&|;", text)]
 

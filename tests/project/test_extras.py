@@ -38,7 +38,6 @@ def combinations_in(text: str) -> set[tuple[str, ...]]:
 
 
 def documented() -> set[tuple[str, ...]]:
-    """All combinations in documents, and each extra alone."""
     found = (combinations_in(text_of(path)) for path in DOCUMENTS)
     return {(extra,) for extra in EXTRAS}.union(*found)
 

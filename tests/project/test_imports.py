@@ -57,7 +57,6 @@ def graph(sources: Sources) -> dict[str, set[str]]:
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, if there are any."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -160,7 +159,6 @@ def is_import(node: ast.AST) -> bool:
 
 
 def late_imports(sources: Sources) -> dict[str, set[str]]:
-    """File -> its functions that import."""
     found: dict[str, set[str]] = {}
     for path, nodes in sources.items():
         for node in nodes:

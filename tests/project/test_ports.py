@@ -34,7 +34,6 @@ def modules_with_sockets() -> set[str]:
 
 
 def listening_names(text: str) -> set[str]:
-    """The modules and names in a program that can open a port."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):

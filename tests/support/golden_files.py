@@ -139,7 +139,6 @@ FILES = {
 
 
 def text_of(name: str) -> str:
-    """The content of a golden file, from the current code."""
     return "".join(f"{line}\n" for line in FILES[name]())
 
 

@@ -84,7 +84,6 @@ class Program:
         return "\n".join(lines)
 
     def without(self, phase: int, thread: int, at: int) -> Program:
-        """The program without one operation."""
         phases = [list(threads) for threads in self.phases]
         operations = phases[phase][thread]
         phases[phase][thread] = operations[:at] + operations[at + 1 :]
@@ -98,8 +97,6 @@ class Program:
 
 
 class _Writer:
-    """Writes a random program."""
-
     def __init__(self, seed: int) -> None:
         self._random = pick = random.Random(seed)
         num_physical = pick.choice((1, 2, 2, 3))
@@ -324,8 +321,6 @@ class _Step:
 
 
 class OnMesh:
-    """The operations of a program, on a mesh."""
-
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self._mesh, self._state = mesh, mesh.mesh_state
         self._buffers = [mesh[home].upload(_first(slot)) for slot, home in enumerate(program.homes)]

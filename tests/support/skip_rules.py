@@ -177,12 +177,10 @@ class SkipLedger:
         self.forbidden.append((report.nodeid, str(reason)))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fails a run that passed but had a forbidden skip."""
         if self.forbidden and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the number of skips per need, and the forbidden ones by name."""
         if self.allowed:
             counts = Counter(self.allowed.values())
             text = ", ".join(f"{name} {counts[name]}" for name in self._needs if counts[name])
@@ -200,7 +198,6 @@ class SkipLedger:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--require-gpu`` and ``--require``."""
     parser.addoption(
         "--require-gpu",
         action="store_true",

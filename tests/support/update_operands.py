@@ -16,7 +16,6 @@ from gradreduce.ops import RULE_KERNELS, RULES, RuleKernel, update_rows
 
 
 def rule_of(kernel: RuleKernel) -> str:
-    """The name of the kernel's rule."""
     return kernel.name.removeprefix(f"{kernel.variant}_")
 
 
@@ -111,7 +110,6 @@ class UpdateBody(RowBody):
         return row
 
     def lead_of(self, lead):
-        """The scalar before those of the rule, if the variant has one."""
         return [self.leads[-1] if lead is None else lead] if self.leads else []
 
     def launch(self, device, rows, lead=None, name="momentum", **scalars):
@@ -125,7 +123,6 @@ class UpdateBody(RowBody):
             return self.written(case, row, scalars, *self.lead_of(lead))
 
     def written(self, case, row, scalars, *lead):
-        """The expected values of the operands that are written."""
         raise NotImplementedError
 
     def check(self, device, case, rows, starts=None, **options):

@@ -138,7 +138,6 @@ class Launch:
         return ""
 
     def _placed(self) -> tuple[Memory, dict[int, int]]:
-        """A memory with all operands, and the address of each."""
         num_written = self.kernel.num_written(self.scalars)
         written = {id(each.memory) for row in self.rows for each in row[:num_written]}
         memory, places = Memory(), dict[int, int]()
@@ -223,7 +222,6 @@ LAUNCHES = {
 
 
 def dtypes_of(kernel, template, num_operands, num_written):
-    """Of each operand."""
     names = [name for name in template if isinstance(name, str)]
     if isinstance(kernel, RuleKernel):
         found = [dtype for _, dtype in layout(kernel, template)]
@@ -235,7 +233,6 @@ def dtypes_of(kernel, template, num_operands, num_written):
 
 
 def launch_of(kernel, template):
-    """The number of operands, and the scalars."""
     if isinstance(kernel, RuleKernel):
         scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], period=1)
         return len(layout(kernel, template)), scalars

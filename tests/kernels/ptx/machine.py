@@ -180,7 +180,6 @@ class Machine:
     # -- operands ---------------------------------------------------------------------------------
 
     def _source(self, text: str, kind: str, *, wider: bool = False) -> Callable[[Array], Array]:
-        """A function that reads an operand."""
         dtype = TYPES[kind]
         values = self._registers.get(text, self._symbols.get(text))
         if values is None:
@@ -219,7 +218,6 @@ class Machine:
     # -- instructions -----------------------------------------------------------------------------
 
     def _decoded(self, instruction: Instruction) -> tuple[Instruction, Callable | None, Callable]:
-        """The instruction with functions that read its guard and that run it."""
         opcode, *modifiers = instruction.name.split(".")
         special = {"ld": self._load, "st": self._store, "cvta": self._cvta, "bra": self._branch,
                    "ret": self._return}  # fmt: skip
