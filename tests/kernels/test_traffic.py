@@ -178,7 +178,7 @@ def check(counter, kernel, template, scalars, dtypes, expected):
         assert counter.moved(kernel, template, row, scalars) == expected
 
 
-@pytest.mark.parametrize("num_inputs", range(1, 10))
+@pytest.mark.parametrize("num_inputs", [1, 3, 4, 9])
 def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
     """For any split, into other memory and in place."""
     template = ("float32", "float32", num_inputs if num_inputs in UNROLLED else 0)
