@@ -40,7 +40,11 @@ MUTATED = (
 )  # fmt: skip
 SEED = 1
 FEW, ALL = 4, 10  # mutants of each
-PLAIN = ("distance_scale", "take_rows", "adam")  # in a plain run; CI runs all kernels in its compile tier
+PLAIN = (
+    "distance_scale",
+    "take_rows",
+    "adam",
+)  # in a plain run; CI runs all kernels in its compile tier
 MISSED = 0.15  # share of the mutants: some change only the speed, or bits that have no meaning
 
 
