@@ -20,36 +20,22 @@ CUPY_OPTIONS = ("-arch=sm_{arch}", "--device-as-default-execution-space")
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of NVRTC for one instantiation.
+    """The result of NVRTC for one instantiation."""
 
-    Attributes:
-        parameters: in the PTX.
-        body: in the PTX.
-        code: the machine code.
-        registers: of a thread.
-        spills: bytes of stack, of spill stores and of spill loads together.
-        barriers: that a block uses.
-    """
-
-    parameters: str
-    body: str
-    code: bytes
-    registers: int
-    spills: int
-    barriers: int
+    parameters: str  # in the PTX
+    body: str  # in the PTX
+    code: bytes  # the machine code
+    registers: int  # of a thread
+    spills: int  # bytes of stack, of spill stores and of spill loads together
+    barriers: int  # that a block uses
 
 
 @dataclass(frozen=True)
 class Program:
-    """The result of NVRTC for a text and one architecture.
+    """The result of NVRTC for a text and one architecture."""
 
-    Attributes:
-        ptx: of all entries.
-        entries: by the C++ names that were asked for.
-    """
-
-    ptx: str
-    entries: dict[str, Entry]
+    ptx: str  # of all entries
+    entries: dict[str, Entry]  # by the C++ names that were asked for
 
 
 def options(arch: int) -> tuple[str, ...]:

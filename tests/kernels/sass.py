@@ -89,19 +89,13 @@ def load_batches(instructions: Iterable[tuple[str, str]], *, wide: bool = True) 
 
 @dataclass(frozen=True)
 class Listing:
-    """The instructions of an entry, as nvdisasm writes them.
+    """The instructions of an entry, as nvdisasm writes them."""
 
-    Attributes:
-        accesses: how often each load and store occurs, ``LDG.E.128``; none of constants.
-        loops: the same of each loop alone, without the loops in it.
-        batches: 16-byte loads before the first use, of the loop that has most of them.
-        unaligned: other loads before the first use, of the loop without 16-byte accesses that has
-            most of them.
-    """
-
-    accesses: Counter[str]
-    loops: tuple[Counter[str], ...]
+    accesses: Counter[str]  # how often each load and store occurs, ``LDG.E.128``; none of constants
+    loops: tuple[Counter[str], ...]  # the same of each loop alone, without the loops in it
+    # 16-byte loads before the first use, of the loop that has most of them.
     batches: tuple[int, ...]
+    # Other loads before the first use, of the loop without 16-byte accesses that has most of them.
     unaligned: tuple[int, ...]
 
     @classmethod

@@ -31,17 +31,11 @@ PLACEMENTS: tuple[tuple[int, ...], ...] = (
 
 @dataclass(frozen=True)
 class MeshCase:
-    """One simulated mesh, always strict.
+    """One simulated mesh, always strict."""
 
-    Attributes:
-        placement: the physical device of each logical one.
-        peer_access: whether a launch may touch another physical device's memory.
-        implementation: ``kernels=`` of the mesh.
-    """
-
-    placement: tuple[int, ...]
-    peer_access: bool = True
-    implementation: str = "numpy"
+    placement: tuple[int, ...]  # the physical device of each logical one
+    peer_access: bool = True  # whether a launch may touch another physical device's memory
+    implementation: str = "numpy"  # ``kernels=`` of the mesh
 
     def open(self) -> Mesh:
         return gr.open_mesh(

@@ -58,21 +58,14 @@ MIX = Kernel("mix", "none", _mix, (("num_written", "int64"),), (), writes="num_w
 
 @dataclass(frozen=True)
 class Program:
-    """A program.
+    """A program."""
 
-    Attributes:
-        seed: the seed that made it.
-        placement: the physical device of each logical one.
-        homes: the device of each slot.
-        max_ranges: how many ranges of a block are tracked separately.
-        phases: in each phase the operations of each thread, which begins when all threads have
-            finished the phase before. Threads of a phase write nothing that another one uses.
-    """
-
-    seed: int
-    placement: tuple[int, ...]
-    homes: tuple[int, ...]
-    max_ranges: int
+    seed: int  # the seed that made it
+    placement: tuple[int, ...]  # the physical device of each logical one
+    homes: tuple[int, ...]  # the device of each slot
+    max_ranges: int  # how many ranges of a block are tracked separately
+    # In each phase the operations of each thread, which begins when all threads have finished the
+    # phase before. Threads of a phase write nothing that another one uses.
     phases: tuple[tuple[tuple[Operation, ...], ...], ...]
 
     def __str__(self) -> str:

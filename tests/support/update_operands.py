@@ -75,18 +75,14 @@ def changed(case, values, grad, given):
 
 
 class UpdateBody(RowBody):
-    """Every rule in one variant of the kernel, against its formula.
-
-    Attributes:
-        variant: the variant.
-        leads: values of the scalar that the kernel takes before the scalars of the rule.
-    """
+    """Every rule in one variant of the kernel, against its formula."""
 
     cases = CASES
     few = (CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True))
     sized = few  # all rules share one kernel body
     groups = tuple({"case": case} for case in CASES if case[0] == "momentum")
-    variant: str
+    variant: str  # the variant
+    # Values of the scalar that the kernel takes before the scalars of the rule.
     leads: tuple[int, ...]
 
     def name_of(self, case):

@@ -31,17 +31,11 @@ MODES = ("rn", "rz")  # of rounding: to nearest, towards zero
 
 
 class Operation(NamedTuple):
-    """What an instruction computes.
+    """What an instruction computes."""
 
-    Attributes:
-        result: the type of what it writes.
-        sources: types of what it reads.
-        function: from arrays of these types to one array.
-    """
-
-    result: str
-    sources: tuple[str, ...]
-    function: Callable
+    result: str  # the type of what it writes
+    sources: tuple[str, ...]  # types of what it reads
+    function: Callable  # from arrays of these types to one array
 
 
 def bits_of(kind: str) -> int:

@@ -33,21 +33,13 @@ ROWS += (0, 5)
 
 
 class Operand(NamedTuple):
-    """An operand; those with the same ``memory`` share it.
+    """An operand; those with the same ``memory`` share it."""
 
-    Attributes:
-        memory: its bytes.
-        dtype: its dtype.
-        start: the bytes by which its address misses a 16-byte boundary.
-        before: its elements that do not exist, before those in ``memory``.
-        more: is added to its integers, but not for the reference.
-    """
-
-    memory: np.ndarray
-    dtype: np.dtype
-    start: int = 0
-    before: int = 0
-    more: int = 0
+    memory: np.ndarray  # its bytes
+    dtype: np.dtype  # its dtype
+    start: int = 0  # the bytes by which its address misses a 16-byte boundary
+    before: int = 0  # its elements that do not exist, before those in ``memory``
+    more: int = 0  # is added to its integers, but not for the reference
 
     @property
     def content(self) -> np.ndarray:
@@ -65,22 +57,15 @@ Row = list[Operand]
 
 
 class Geometry(NamedTuple):
-    """How a launch is made.
+    """How a launch is made."""
 
-    Attributes:
-        inline: whether the rows are in the parameters, or in memory with their map.
-        threads: of a block.
-        skipped: items of the first row that do not exist, a multiple of ``CHUNK``.
-        blocks: the number of blocks, of which only those that have a chunk are run. 0: two chunks
-            for each block, or one if the rows are in memory.
-        after: the number of last rows that belong to the table, but not to the launch.
-    """
-
-    inline: bool
-    threads: int
-    skipped: int = 0
+    inline: bool  # whether the rows are in the parameters, or in memory with their map
+    threads: int  # of a block
+    skipped: int = 0  # items of the first row that do not exist, a multiple of ``CHUNK``
+    # The number of blocks, of which only those that have a chunk are run. 0: two chunks for each
+    # block, or one if the rows are in memory.
     blocks: int = 0
-    after: int = 0
+    after: int = 0  # the number of last rows that belong to the table, but not to the launch
 
 
 CROSSING = Geometry(True, 4, 2**32 // CHUNK * CHUNK, 2**17 + 1)
