@@ -22,8 +22,7 @@ from gradreduce.device import Kernel, Template, as_dtype
 from gradreduce.device.run.table import INLINE_WORDS, row_map, row_words, struct
 from gradreduce.ops import RuleKernel, plan_segments
 
-from .machine import Machine, Memory
-from .text import Entry
+from .machine import MOST, Machine, Memory
 
 CHUNK = 112  # items: seven vectors of bytes
 FAR = 1 << 33  # is added to the numbers of rows, before which nothing exists
@@ -87,7 +86,6 @@ class Launch:
     def __init__(self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[float],
                  geometry: Geometry) -> None:  # fmt: skip
         self.kernel, self.rows, self.scalars, self.geometry = kernel, rows, scalars, geometry
-        self.executed, self.num_steps = set[int](), 0  # of the last run; see Machine
 
     @cached_property
     def expected(self) -> list[np.ndarray]:
@@ -99,16 +97,14 @@ class Launch:
             self.kernel.reference([row for row in launched if row[0].size], *self.scalars)
         return [operand for row in table for operand in row]
 
-    def problem(self, entry: Entry, most: int = 100_000) -> str:
+    def problem(self, machine: Machine, most: int = MOST) -> str:
         """Runs an entry; returns how its results differ from the reference, or nothing.
 
         Raises:
             PtxError: the entry does what no kernel may do, or runs more than ``most`` blocks.
         """
         memory, places = self._placed()
-        machine = self._machine(entry, memory, places)
-        machine.run(most)
-        self.executed, self.num_steps = machine.executed, machine.num_steps
+        self._run(machine, memory, places, most)
         operands = [each for row in self.rows for each in row]
         # A written operand comes first: its dtype is that of the results, some of which are NaN.
         first = {id(each.memory): each for each in reversed(operands)}
@@ -134,7 +130,7 @@ class Launch:
                     places[key] = memory.add(each.content, writes=writes, start=each.start)
         return memory, places
 
-    def _machine(self, entry: Entry, memory: Memory, places: dict[int, int]) -> Machine:
+    def _run(self, machine: Machine, memory: Memory, places: dict[int, int], most: int) -> None:
         inline, threads, skipped, blocks, after = self.geometry
         addresses = [
             [places[id(each.memory)] - each.before * each.dtype.itemsize for each in row]
@@ -162,7 +158,7 @@ class Launch:
             for (_, kind), value in zip(self.kernel.scalars, self.scalars, strict=True)
         ]
         parameters = [table.view(np.uint8)[: table.nbytes - 8 * num_unused], *scalars]
-        return Machine(entry, memory, parameters, grid, threads, first_block)
+        machine.run(memory, parameters, grid, threads, first_block, most)
 
 
 def values(size: int, dtype: str | np.dtype, number: int) -> np.ndarray:
