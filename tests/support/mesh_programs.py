@@ -60,10 +60,10 @@ PACKINGS = ({}, {"num_packs": 2}, {"num_packs": 0, "agg_small_grads_max_bytes": 
 GROUPS = {2: ((1, 0), ()), 3: ((2, 0), (1,)), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
 
 
-def every_dtype(algorithm: str, mesh: Mesh, **options) -> list[np.ndarray]:
+def every_dtype(algorithm: str, mesh: Mesh, dtypes=DTYPES, **options) -> list[np.ndarray]:
     """The inputs are freed while the reduction is queued; new tensors reuse their memory."""
     kept = []
-    for turn, dtype in enumerate(DTYPES):
+    for turn, dtype in enumerate(dtypes):
         cross = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **PACKINGS[turn % 3], **options)
         op = SUM if dtype.kind in "iu" else MEAN
         columns = [dense(mesh, shape, dtype, place) for place, shape in enumerate(SHAPES)]
@@ -411,7 +411,7 @@ PROGRAMS: dict[str, Program] = {
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
     "captured copies": captured_copies,
     "reduction groups": in_groups,
-    "half wire": partial(every_dtype, "hierarchical_copy", wire_dtype="float16"),
+    "half wire": partial(every_dtype, "hierarchical_copy", dtypes=FLOATS, wire_dtype="float16"),
     "flat buffer": flat,
     "gathered by nccl": gathered,
     "broadcast by nccl": spread,
