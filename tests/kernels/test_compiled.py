@@ -13,15 +13,8 @@ import tempfile
 from dataclasses import replace
 
 import pytest
-from support.exact_data import same
 from support.implementations import (
     EXACT,
-    INLINE_ROWS,
-    blank,
-    buffers,
-    opened,
-    operands,
-    random_terms,
 )
 from support.spoiled_entries import SPOILED
 
@@ -29,7 +22,6 @@ from gradreduce.backends import kernel_cache
 from gradreduce.backends.sim import host_compile
 from gradreduce.device.log import op_log
 from gradreduce.device.run.kernel import kernel_text
-from gradreduce.device.run.table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.ops import KERNELS, RULE_KERNELS, RULES
 from gradreduce.ops.add_n import ADD_N
@@ -279,16 +271,3 @@ def test_no_build_has_warnings(source, build, flags, tmp_path):
     command = ["g++", *host_compile.BUILDS[build], "-Werror", "-Wextra", *flags, "text.cpp"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("implementation", ["compiled", "exact"] if EXACT == "exact" else [EXACT])
-@pytest.mark.parametrize("num_rows", [INLINE_ROWS - 1, INLINE_ROWS, INLINE_ROWS + 1, 1000])
-def test_a_table_may_lie_outside_the_parameters(implementation, num_rows):
-    with opened(implementation) as device:
-        rows = [operands(device, random_terms(1, 20, "float32", seed=k)) for k in range(num_rows)]
-        outs = [blank(device, 20, "float32") for _ in range(num_rows)]
-        table = [buffers([out, *row]) for out, row in zip(outs, rows, strict=True)]
-        device.launch(ADD_N, ("float32", "float32", 1), table, (1,))
-        made = device._tables.find(table, [20] * num_rows, CHUNK_SIZE)
-        assert (made.held is not None) == (num_rows > INLINE_ROWS)
-    assert all(same(out.array, row[0].values) for out, row in zip(outs, rows, strict=True))
