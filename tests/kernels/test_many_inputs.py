@@ -1,11 +1,18 @@
-"""A thousand inputs of one tensor, in every implementation."""
+"""Tables that are not inline: a thousand inputs of one tensor, and many rows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import finite_data, same
-from support.implementations import Operand, accumulate_dtype_of, buffers, recorded
+from support.exact_data import finite_data, random_data, same
+from support.implementations import (
+    INLINE_ROWS,
+    Operand,
+    accumulate_dtype_of,
+    blank,
+    buffers,
+    recorded,
+)
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, divide
@@ -48,6 +55,14 @@ def test_a_thousand_inputs(device, dtype, start):
 def sums_of(terms) -> np.ndarray:
     """Like ``added``, without rounding."""
     return added([term.astype(accumulate_dtype_of(term.dtype)) for term in terms])
+
+
+@pytest.mark.parametrize("num_rows", [INLINE_ROWS, INLINE_ROWS + 1])
+def test_rows_that_just_fit_inline_and_one_more(device, num_rows):
+    terms = [random_data((20,), "float32", seed=row) for row in range(num_rows)]
+    outs = [blank(device, 20, "float32") for _ in terms]
+    add_n(buffers(outs), [[device.adopt(term)] for term in terms])
+    assert all(same(out.array, term) for out, term in zip(outs, terms, strict=True))
 
 
 @pytest.mark.parametrize("call", [add_n, accumulate_n, all_sum, divide])
