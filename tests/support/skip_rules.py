@@ -23,6 +23,7 @@ COMPILER_WHEELS = {
     "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
     "nvidia-cuda-nvdisasm": "cu13/bin/nvdisasm",
 }
+LIBRARIES = ("cupy", "torch", "jax", "ray", "safetensors", "uv")  # markers with their names
 
 
 def count_gpus() -> tuple[int, str]:
@@ -81,12 +82,7 @@ class SkipLedger:
             "nccl": self._lacks_nccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
-            "cupy": self._lacks_library,
-            "torch": self._lacks_library,
-            "jax": self._lacks_library,
-            "ray": self._lacks_library,
-            "safetensors": self._lacks_library,
-            "uv": self._lacks_library,
+            **dict.fromkeys(LIBRARIES, self._lacks_library),
             "mpi": self._lacks_mpi,
         }
 
