@@ -18,7 +18,6 @@ from gradreduce.checkpoint import downloader
 
 @pytest.fixture(params=CASES)
 def case(request):
-    """An object after some steps."""
     with after_steps(CASES[request.param]) as made:
         yield made
 
@@ -122,14 +121,9 @@ def test_a_state_is_a_consistent_snapshot(case):
     case.step(9)
     assert bits(state) == before
     assert bits(case.save()) != before
-
-
-@pytest.mark.parametrize("wrong", ["jax", "list", None])
-def test_other_output_types_are_refused(case, wrong):
-    text = f"output_type={wrong!r} is not one of ('numpy', 'torch')"
     with pytest.raises(ValueError) as error:
-        case.save(output_type=wrong)
-    assert str(error.value) == text
+        case.save(output_type="jax")
+    assert str(error.value) == "output_type='jax' is not one of ('numpy', 'torch')"
 
 
 def test_arrays_and_all_else_are_split():
@@ -263,35 +257,30 @@ def test_the_class_is_compared_before_its_hyperparameters():
 
 def test_names_that_differ_are_named():
     """Variables without a name are numbered as they are made."""
+
+    def step_of(*variables):
+        descent, ops = gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps(mesh=mesh)
+        return gr.SyncStep(variables, descent, ops)
+
     with gr.open_mesh(1, backend="sim") as mesh:
         variables = [gr.Variable(np.ones(2), dtype="float32", device=mesh) for _ in range(4)]
-        names = [variable.name for variable in variables]
+        one, two, *others = variables
         optimizers = [gr.MomentumOptimizer(0.1, 0.5) for _ in range(2)]
-        for made, own in zip(optimizers, (variables[:2], variables[2:]), strict=True):
+        for made, own in zip(optimizers, ((one, two), others), strict=True):
             made.apply_gradients([(np.ones(2, np.float32), each) for each in own])
-        with pytest.raises(KeyError) as error:
-            optimizers[1].load_state_dict(optimizers[0].state_dict(), variables[2:])
-    assert error.value.args[0] == (
-        f"state['slots'] has wrong keys: {names[0]!r}, {names[1]!r} unknown; Variables without a "
-        "name are numbered as they are made: give each a name"
-    )
-
-
-def test_variables_without_a_name_that_were_made_in_another_order():
-    def step_of(first, second):
-        return gr.SyncStep(
-            [first, second], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps(mesh=mesh)
-        )
-
-    with gr.open_mesh(1, backend="sim") as mesh:
-        one, two = (gr.Variable(np.ones(2), dtype="float32", device=mesh) for _ in range(2))
+        with pytest.raises(KeyError) as of_slots:
+            optimizers[1].load_state_dict(optimizers[0].state_dict(), others)
         state = step_of(one, two).state_dict()
         step_of(one, two).load_state_dict(state)
-        with pytest.raises(KeyError) as error:
+        with pytest.raises(KeyError) as of_order:
             step_of(two, one).load_state_dict(state)
-    assert error.value.args[0] == (
+    hint = "Variables without a name are numbered as they are made: give each a name"
+    assert of_slots.value.args[0] == (
+        f"state['slots'] has wrong keys: {one.name!r}, {two.name!r} unknown; {hint}"
+    )
+    assert of_order.value.args[0] == (
         f"state['variables'] has {one.name}, {two.name} in this order; expected {two.name}, "
-        f"{one.name}; Variables without a name are numbered as they are made: give each a name"
+        f"{one.name}; {hint}"
     )
 
 
@@ -315,11 +304,8 @@ def test_hyperparameters_that_are_numbers_are_restored():
     with gr.open_mesh(1, backend="sim") as mesh:
         w = gr.Variable(np.ones(2), "w", dtype="float32", device=mesh)
         saved = gr.MomentumOptimizer(np.float32(0.25), lambda: 0.5, use_nesterov=True).state_dict()
-        assert saved["hyperparameters"] == {
-            "learning_rate": 0.25,
-            "momentum": None,
-            "use_nesterov": True,
-        }
+        wanted = {"learning_rate": 0.25, "momentum": None, "use_nesterov": True}
+        assert saved["hyperparameters"] == wanted
         assert type(saved["hyperparameters"]["learning_rate"]) is float
         made = gr.MomentumOptimizer(0.1, 0.75)
         made.learning_rate = np.array(0.125)

@@ -108,7 +108,6 @@ def on_each(jax, make):
 
 
 def values_of(array):
-    """The values on each device."""
     return np.stack([np.asarray(shard.data) for shard in array.addressable_shards])
 
 
@@ -163,26 +162,12 @@ def test_a_tree_may_mix_dtypes_and_shardings(mesh, sharded):
 
 
 def test_means_of_integers_are_floats(jax, mesh, sharded):
-    found = gr.jax.all_reduce(sharded("rows", "int8"), mesh=mesh)
-    mean = np.mean(values_of(sharded("rows", "int8")), axis=0, dtype=np.float32)
-    assert found.dtype == np.float32
+    given = sharded("rows", "int8")
+    found = gr.jax.all_reduce(given, mesh=mesh)
+    wrapped = np.sum(values_of(given), axis=0, dtype=np.int8)
+    assert same(values_of(found)[0], (wrapped / np.float32(N)).astype(np.float32))
     by_jax = jax.pmap(lambda x: jax.lax.pmean(x, "i"), axis_name="i")(sharded("rows", "int32"))
     assert gr.jax.all_reduce(sharded("rows", "int32"), mesh=mesh).dtype == by_jax.dtype
-    wrapped = np.sum(values_of(sharded("rows", "int8")), axis=0, dtype=np.int8)
-    assert same(values_of(found)[0], (wrapped / np.float32(N)).astype(np.float32)), mean
-
-
-def test_what_pmap_returns_is_reduced_row_by_row(jax, mesh):
-    x = np.arange(4 * 6, dtype=np.float32).reshape(4, 6)
-    grads = jax.pmap(jax.grad(lambda w, x: (w["a"] * x).sum() + w["b"] * x[0]), in_axes=(None, 0))(
-        {"a": jax.numpy.ones(6), "b": jax.numpy.float32(1)}, x
-    )
-    found = gr.jax.all_reduce(grads, mesh=mesh)
-    assert same(np.asarray(found["a"]), np.broadcast_to(x.mean(axis=0), (4, 6)))
-    assert same(np.asarray(found["b"]), np.full(4, x[:, 0].mean(), np.float32))
-    assert found["a"].sharding == grads["a"].sharding
-    doubled = jax.pmap(lambda x: 2 * x)(found["a"])  # without moving it
-    assert same(np.asarray(doubled[3]), 2 * x.mean(axis=0))
 
 
 def test_the_structure_stays(jax, mesh):
@@ -310,26 +295,17 @@ def test_a_deadline_names_the_paths_of_what_is_late(jax, sharded):
         unless_raised.cancel()
 
 
-def test_cross_device_ops_choose_dtype_packs_and_algorithm(mesh, sharded):
-    given = [sharded("blocks"), sharded("columns")]
-    counts = []
-    for wire in (None, "bfloat16"):
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh, wire_dtype=wire)
-        with mesh.journal() as journal:
-            gr.jax.all_reduce(given, SUM, cross_device_ops=ops, mesh=mesh)
-        counts.append(journal.bytes)
-    assert counts[0] == 2 * counts[1]
-    to_one = gr.ReductionToOneDevice(mesh=mesh)
-    total = gr.jax.all_reduce(sharded("rows"), SUM, cross_device_ops=to_one)
-    assert same(values_of(total)[3], np.sum(values_of(sharded("rows")), axis=0))
-
-
 def test_a_wire_dtype_rounds_each_term_and_the_sum(jax, mesh):
     given = on_each(jax, lambda replica: {"w": np.full((4, 5), 1 + replica * 2**-9, np.float32)})
-    found = gr.jax.all_reduce(given, SUM, mesh=mesh)
-    assert {float(tree["w"][3, 4]) for tree in found} == {4 + 6 * 2**-9}
-    found = gr.jax.all_reduce(given, SUM, mesh=mesh, wire_dtype="bfloat16")  # 8 bits
-    assert {float(tree["w"][3, 4]) for tree in found} == {4.0}
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, wire_dtype="bfloat16")
+    for options, total in (
+        ({"mesh": mesh}, 4 + 6 * 2**-9),
+        ({"mesh": mesh, "wire_dtype": "bfloat16"}, 4.0),  # of 8 bits
+        ({"cross_device_ops": ops}, 4.0),
+        ({"cross_device_ops": gr.ReductionToOneDevice(mesh=mesh)}, 4 + 6 * 2**-9),
+    ):
+        found = gr.jax.all_reduce(given, SUM, **options)
+        assert {float(tree["w"][3, 4]) for tree in found} == {total}
 
 
 @pytest.mark.parametrize("op", gr.ReduceOp)
@@ -349,28 +325,25 @@ def test_equal_copies_of_a_replicated_array_count_once(jax, mesh, sharding, shar
     for name, array in tree.items():
         assert found[name].sharding == array.sharding
     trees = on_each(jax, lambda replica: np.float32(replica))
-    assert [
-        float(total) for total in gr.jax.all_reduce(trees, SUM, mesh=mesh, replicated="once")
-    ] == [6] * N
+    totals = gr.jax.all_reduce(trees, SUM, mesh=mesh, replicated="once")
+    assert [float(total) for total in totals] == [6] * N
 
 
 def test_without_a_mesh_the_default_one_is_used(mesh, sharded, monkeypatch):
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
-    assert same(
-        values_of(gr.jax.all_reduce(sharded("rows"))),
-        values_of(gr.jax.all_reduce(sharded("rows"), mesh=mesh)),
+    found, wanted = (
+        gr.jax.all_reduce(sharded("rows")),
+        gr.jax.all_reduce(sharded("rows"), mesh=mesh),
     )
+    assert same(values_of(found), values_of(wanted))
 
 
 def test_results_on_gpus_are_put_together(jax, sharded):
     like = sharded("columns")
-    parts = list(jax.device_put([np.full((3, 2), r, np.float32) for r in range(N)],
-                                jax.local_devices(backend="cpu")))  # fmt: skip
+    parts = on_each(jax, lambda replica: np.full((3, 2), replica, np.float32))
     made = gr.jax._like(like, (Results(parts), range(N)))
     assert (made.shape, made.sharding) == (like.shape, like.sharding)
-    assert same(
-        np.asarray(made), np.repeat(np.arange(N, dtype=np.float32), 2) * np.ones((3, 1), np.float32)
-    )
+    assert np.asarray(made).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert gr.jax._like(parts[2], (Results(parts), [2])).devices() == parts[2].devices()
 
 
@@ -391,25 +364,23 @@ def test_a_traced_array_is_refused_in_one_line(jax, mesh):
         (jax.eval_shape(traced, x) if transform is jax.eval_shape else transform(traced)(x))
 
 
-def wrong_leaves(jax, sharded):
+def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
     deleted = sharded("rows")
     deleted.delete()
-    return {
+    wrong = {
         r"ndarray is not a jax.Array: pass jax.numpy.asarray": (np.ones(3), TypeError),
         r"float is not a jax.Array": (1.0, TypeError),
         r"the JAX array was deleted or donated": (deleted, ValueError),
         r"dtype bool cannot be added": (sharded("rows").astype(bool), TypeError),
         r"the array has 1 shard\(s\) in this process, but <Mesh .*> has 4 device\(s\): pass "
         r"mesh=gr.open_mesh\(1, backend='sim'\)": (jax.numpy.ones(3), ValueError),
-    }
-
-
-def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
-    wrong = wrong_leaves(jax, sharded)
-    partly = jax.device_put(np.ones((4, 3)), sharding(("j",), (2, 2)))
-    wrong[r"the array is replicated over some of its devices, .*'j'"] = partly, ValueError
-    key = jax.device_put(jax.random.key(0), sharding(()))
-    wrong[r"JAX array with PRNGKey dtype cannot be converted"] = key, TypeError
+        r"the array is replicated over some of its devices, .*'j'": (
+            jax.device_put(np.ones((4, 3)), sharding(("j",), (2, 2))), ValueError,
+        ),
+        r"JAX array with PRNGKey dtype cannot be converted": (
+            jax.device_put(jax.random.key(0), sharding(())), TypeError,
+        ),
+    }  # fmt: skip
     for told, (leaf, error) in wrong.items():
         with mesh.journal() as journal, pytest.raises(error, match=rf"^grads\['a\.1'\]: {told}"):
             gr.jax.all_reduce({"a": [sharded("rows"), leaf]}, mesh=mesh)
@@ -417,43 +388,40 @@ def test_a_leaf_that_cannot_be_reduced_is_named(jax, mesh, sharded, sharding):
 
 
 def test_trees_that_do_not_fit_are_named(jax, mesh):
-    def changed(change, replica=2):
-        trees = on_each(jax, lambda r: {"w": [np.ones(3, np.float32)], "b": np.float32(r)})
-        device = jax.local_devices(backend="cpu")[replica]
-        trees[replica] = change(trees[replica], lambda x: jax.device_put(x, device))
-        return trees
+    first, _, third, _ = jax.local_devices(backend="cpu")
 
-    other = jax.local_devices(backend="cpu")[0]
+    def trees(**changed):
+        made = on_each(jax, lambda r: {"w": [np.ones(3, np.float32)], "b": np.float32(r)})
+        made[2] |= changed
+        return made
+
+    same_place = trees()
+    same_place[2] = jax.device_put(same_place[2], first)
+    other_key = trees()
+    other_key[2]["c"] = other_key[2].pop("b")
+    of_each = "that are each on one JAX device"
     cases = {
-        r"grads\[2\] has another structure than grads\[0\]: it lacks 'b' and it has also "
-        r"'c'$": lambda tree, put: {"w": tree["w"], "c": tree["b"]},
-        r"grads\[2\] has another structure .*: it lacks 'b'$": lambda tree, put: {
-            **tree, "b": None,
-        },
-        r"grads\[2\] has another structure .*: it is PyTreeDef.*, not PyTree": lambda tree, put: {
-            **tree, "w": tuple(tree["w"]),
-        },
+        r"grads\[2\] has another structure than grads\[0\]: it lacks 'b' and it has also 'c'$":
+            other_key,
+        r"grads\[2\] has another structure .*: it lacks 'b'$": trees(b=None),
+        r"grads\[2\] has another structure .*: it is PyTreeDef.*, not PyTree":
+            trees(w=(trees()[2]["w"][0],)),
         r"grads\[2\]\['w\.0'\] is float32\[4\], grads\[0\]\['w\.0'\] is float32\[3\]; replicas":
-            lambda tree, put: {**tree, "w": [put(np.ones(4, np.float32))]},
+            trees(w=[jax.device_put(np.ones(4, np.float32), third)]),
         r"grads\[2\]\['b'\] is int32\[\], grads\[0\]\['b'\] is float32\[\]; replicas must":
-            lambda tree, put: {**tree, "b": put(np.int32(1))},
+            trees(b=jax.device_put(np.int32(1), third)),
         r"grads\[2\] is on several JAX devices \('b' on cpu:0, 'w\.0' on cpu:2\): put":
-            lambda tree, put: {**tree, "b": jax.device_put(np.float32(1), other)},
+            trees(b=jax.device_put(np.float32(1), first)),
         r"the trees of grads are on cpu:0, cpu:1, cpu:0, cpu:3, but <Mesh sim \[0, 1, 2, 3\]> has":
-            lambda tree, put: jax.device_put(tree, other),
+            same_place,
+        rf"grads is a list of 3 entries {of_each}": trees()[:3],
+        rf"grads is a dict of arrays {of_each}": trees()[0],
+        rf"grads is a Four of 4 entries {of_each}": Four(*trees()),
     }  # fmt: skip
-    for told, change in cases.items():
+    for told, grads in cases.items():
         with mesh.journal() as journal, pytest.raises(ValueError, match=f"^{told}"):
-            gr.jax.all_reduce(changed(change), mesh=mesh)
+            gr.jax.all_reduce(grads, mesh=mesh)
         assert journal.launches == 0
-    trees = changed(lambda tree, put: tree)
-    for told, given in {
-        "list of 3 entries": trees[:3],
-        "dict of arrays": trees[0],
-        "Four of 4 entries": Four(*trees),
-    }.items():
-        with pytest.raises(ValueError, match=f"^grads is a {told} that are each on one JAX device"):
-            gr.jax.all_reduce(given, mesh=mesh)
 
 
 def test_wrong_arguments_are_named(jax, mesh, sharded, monkeypatch):

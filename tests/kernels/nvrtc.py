@@ -20,36 +20,22 @@ CUPY_OPTIONS = ("-arch=sm_{arch}", "--device-as-default-execution-space")
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of NVRTC for one instantiation.
+    """The result of NVRTC for one instantiation."""
 
-    Attributes:
-        parameters: in the PTX.
-        body: in the PTX.
-        code: the machine code.
-        registers: of a thread.
-        spills: bytes of stack, of spill stores and of spill loads together.
-        barriers: that a block uses.
-    """
-
-    parameters: str
-    body: str
-    code: bytes
-    registers: int
-    spills: int
-    barriers: int
+    parameters: str  # in the PTX
+    body: str  # in the PTX
+    code: bytes  # the machine code
+    registers: int  # of a thread
+    spills: int  # bytes of stack, of spill stores and of spill loads together
+    barriers: int  # that a block uses
 
 
 @dataclass(frozen=True)
 class Program:
-    """The result of NVRTC for a text and one architecture.
+    """The result of NVRTC for a text and one architecture."""
 
-    Attributes:
-        ptx: of all entries.
-        entries: by the C++ names that were asked for.
-    """
-
-    ptx: str
-    entries: dict[str, Entry]
+    ptx: str  # of all entries
+    entries: dict[str, Entry]  # by the C++ names that were asked for
 
 
 def options(arch: int) -> tuple[str, ...]:
@@ -108,15 +94,6 @@ def call(version: int, name: str, *arguments) -> None:
     status = getattr(library(version), name)(*arguments)
     if status:
         raise RuntimeError(f"{name}: {library(version).nvrtcGetErrorString(status).decode()}")
-
-
-def architectures(version: int) -> set[int]:
-    """The compute capabilities that this NVRTC compiles for, as 80 for 8.0."""
-    count = ctypes.c_int()
-    call(version, "nvrtcGetNumSupportedArchs", ctypes.byref(count))
-    found = (ctypes.c_int * count.value)()
-    call(version, "nvrtcGetSupportedArchs", found)
-    return set(found)
 
 
 def compiled(text: str, names: Sequence[str], arch: int, version: int = 12) -> Program:

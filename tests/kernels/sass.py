@@ -89,24 +89,17 @@ def load_batches(instructions: Iterable[tuple[str, str]], *, wide: bool = True) 
 
 @dataclass(frozen=True)
 class Listing:
-    """The instructions of an entry, as nvdisasm writes them.
+    """The instructions of an entry, as nvdisasm writes them."""
 
-    Attributes:
-        accesses: how often each load and store occurs, ``LDG.E.128``; none of constants.
-        loops: the same of each loop alone, without the loops in it.
-        batches: 16-byte loads before the first use, of the loop that has most of them.
-        unaligned: other loads before the first use, of the loop without 16-byte accesses that has
-            most of them.
-    """
-
-    accesses: Counter[str]
-    loops: tuple[Counter[str], ...]
+    accesses: Counter[str]  # how often each load and store occurs, ``LDG.E.128``; none of constants
+    loops: tuple[Counter[str], ...]  # the same of each loop alone, without the loops in it
+    # 16-byte loads before the first use, of the loop that has most of them.
     batches: tuple[int, ...]
+    # Other loads before the first use, of the loop without 16-byte accesses that has most of them.
     unaligned: tuple[int, ...]
 
     @classmethod
     def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
-        """From addresses, operations and their operands."""
         jumps = [
             (int(operands.split()[-1], 16), address)
             for address, operation, operands in instructions if operation.startswith("BRA")
@@ -165,7 +158,6 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
 
 
 def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
-    """The part of a table line for one entry."""
     accesses = (
         f"{listing.number('LD', wide=wide)}/{listing.number('ST', wide=wide)}"
         for wide in (True, False)
@@ -230,7 +222,6 @@ VERSIONS, RECORD = recorded() if TABLE.exists() else ({}, {})
 
 
 def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
-    """The text of a table."""
     columns = "".join(f"{column:<11}" for column in COLUMNS)
     width = 2 + max(len(name) for _, _, name in made)
     lines = [
@@ -244,7 +235,6 @@ def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if the table is up to date or was written."""
     made = {key: found for version in WHEELS for key, found in measured(version).items()}
     text = written(made, [importlib.metadata.version(wheel) for wheel in WHEELS.values()])
     before = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""

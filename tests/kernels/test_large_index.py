@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from kernels.test_traffic import MOVED
 from support.exact_data import random_data, same
 from support.implementations import ASKED, opened
-from support.update_formulas import FORMULAS
-from support.update_operands import all_scalars, layout, rule_of
+from support.update_operands import rule_of
 
 from gradreduce.device import Buffer, Device
 from gradreduce.device.run.kernel import Kernel, Template
@@ -26,36 +26,16 @@ SIZE = 2**32 + BEHIND
 GAP = 37  # of pack
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has it since 3.13
 LAST = 3  # chunks that run: the small row, the end of the large one
-# kernel -> template, dtypes of the operands, scalars
-LAUNCHES: dict[str, tuple[Template, list[str], tuple]] = {
-    "add_n": (("uint8", "uint8", 2), ["uint8"] * 3, (2,)),
-    "accumulate_n": (("uint8", "uint8"), ["uint8"] * 3, (2,)),
-    "all_sum": (("uint8", "uint8", 0), ["uint8"] * 5, (2, 3, 1, 1.0)),
-    "pack": (("uint8", "uint8"), ["uint8"] * 2, (1.0,)),
-    "divide": (("float32", "int8"), ["float32", "int8"], (3.0,)),
-    "distance_scale": (("float16",), ["float32"] * 2 + ["float16"] * 2, (0.3,)),
-}
-HALVES = ("float16", "float16")
-for rule_kernel in KERNELS:
-    if isinstance(rule_kernel, RuleKernel):
-        LAUNCHES[rule_kernel.name] = (
-            HALVES,
-            [dtype for _, dtype in layout(rule_kernel, HALVES)],
-            all_scalars(rule_kernel, HALVES, FORMULAS[rule_of(rule_kernel)][2]),
-        )
-ELEMENTWISE = [kernel for kernel in KERNELS if kernel.items is None]
 TAKE_ROWS, SEGMENT_SUM = (
     next(kernel for kernel in KERNELS if kernel.name == name)
     for name in ("take_rows", "segment_sum")
 )
-
-
 # All updates use the same indices, so only the rule with the most operands is tested everywhere.
 LARGE = [
     pytest.param(kernel, id=kernel.name, marks=() if is_first else pytest.mark.exhaustive)
-    for kernel in ELEMENTWISE
+    for kernel in KERNELS if kernel.items is None
     for is_first in [not isinstance(kernel, RuleKernel) or rule_of(kernel) == "adam"]
-]
+]  # fmt: skip
 
 
 def reserved(size: int, dtype: str) -> np.ndarray:
@@ -81,7 +61,7 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
 def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
     """Operands with data at their end and zeros before it."""
     arrays = []
-    for place, dtype in enumerate(LAUNCHES[kernel.name][1]):
+    for place, dtype in enumerate(MOVED[kernel.name][2]):
         short = GAP if kernel.name == "pack" and place else 0
         array = reserved(size - short, dtype)
         end = min(size, BEHIND) - short
@@ -91,13 +71,12 @@ def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray],
 
 
 def ends(arrays: list[np.ndarray], size: int) -> list[np.ndarray]:
-    """The last elements of each operand."""
     return [array[max(0, size - BEHIND) :].copy() for array in arrays]
 
 
 def right(device: Device, kernel: Kernel) -> bool:
     """Whether the ends of both rows equal the reference, and the rest is unchanged."""
-    template, _, scalars = LAUNCHES[kernel.name]
+    template, scalars, *_ = MOVED[kernel.name]
     sizes = (SIZE, BEHIND)
     rows = [row_of(device, kernel, size) for size in sizes]
     expected = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
@@ -116,7 +95,6 @@ def test_the_end_of_a_large_row_and_the_row_behind_it(device, kernel):
 
 @pytest.fixture(params=[ASKED] if ASKED else ["compiled", "exact"])
 def host_device(request) -> Iterator[Device]:
-    """A device that runs the shipped text."""
     with opened(request.param) as made:
         yield made
 

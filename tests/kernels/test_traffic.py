@@ -67,8 +67,6 @@ class _Counted(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counter:
-    """A device on which the accesses of each launch are counted."""
-
     device: Device
     built: list[ctypes.CDLL]
 
@@ -130,7 +128,6 @@ TEMPLATES = {
 
 
 def of_a_rule(kernel: RuleKernel, *, first: int = 0):
-    """The traffic of a rule, in the form of the other kernels."""
     rule = rule_of(kernel)
     template = TEMPLATES.get(rule, ("float32", "float32"))
     kinds, dtypes = zip(*layout(kernel, template), strict=True)
@@ -153,9 +150,7 @@ IN_PLAIN_RUNS = {*MOVED.keys() - {kernel.name for kernel in UPDATES}}
 IN_PLAIN_RUNS |= {"adam", "local_nesterov", "global_momentum"}
 CASES = [
     pytest.param(
-        kernel,
-        id=kernel.name,
-        marks=[] if kernel.name in IN_PLAIN_RUNS else pytest.mark.exhaustive,
+        kernel, id=kernel.name, marks=[] if kernel.name in IN_PLAIN_RUNS else pytest.mark.exhaustive
     )
     for kernel in KERNELS
     if kernel.items is None
@@ -183,7 +178,7 @@ def check(counter, kernel, template, scalars, dtypes, expected):
         assert counter.moved(kernel, template, row, scalars) == expected
 
 
-@pytest.mark.parametrize("num_inputs", range(1, 10))
+@pytest.mark.parametrize("num_inputs", [1, 3, 4, 9])
 def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
     """For any split, into other memory and in place."""
     template = ("float32", "float32", num_inputs if num_inputs in UNROLLED else 0)

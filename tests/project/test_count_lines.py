@@ -44,13 +44,10 @@ two
 '''
 
 
-def test_docstrings_comments_and_blank_lines_do_not_count():
+def test_what_counts_as_a_line_and_as_a_statement():
     assert count(MODULE) == (15, 9)
     assert count('"""Only a docstring."""\n') == (0, 0)
     assert count("") == (0, 0)
-
-
-def test_a_string_that_is_used_counts():
     assert count('print(\n    """a\nb"""\n)\n') == (4, 1)
     assert count('x = f"""\n{1}\n\n"""\n') == (4, 1)
 
@@ -63,15 +60,11 @@ def test_files_are_summed_per_folder(tmp_path):
     assert count_folders(tmp_path) == {".": (3, 3), "a": (6, 6), "a/b": (3, 3)}
 
 
-def test_a_limit_is_the_statements_and_two_percent_rounded_up():
-    assert limits_of({".": (9, 100), "a": (9, 101), "b": (0, 0)}) == {".": 102, "a": 104, "b": 0}
-
-
 def test_folders_are_compared_with_their_own_limits():
+    """A limit is the statements and two percent, rounded up."""
+    assert limits_of({".": (9, 100), "a": (9, 101), "b": (0, 0)}) == {".": 102, "a": 104, "b": 0}
     found = {".": (9, 3), "a": (9, 5)}
     assert above_limits(found, {".": 3, "a": 5}) == []
     assert above_limits(found, {".": 4, "a": 4}) == ["a: 5 statements, its limit is 4"]
-    assert above_limits(found, {".": 3, "b": 1}) == [
-        "a: has no limit",
-        "b: has a limit, but no code",
-    ]
+    wrong = ["a: has no limit", "b: has a limit, but no code"]
+    assert above_limits(found, {".": 3, "b": 1}) == wrong

@@ -6,13 +6,13 @@ Nothing is built here; that needs a Docker daemon and a GPU.
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 import pytest
@@ -40,9 +40,9 @@ def instructions(dockerfile: str) -> list[Instruction]:
     return [Instruction(name.upper(), " ".join(text.split())) for name, _, text in pairs]
 
 
-def commands(run: str) -> list[list[str]]:
-    """The words of every command of a RUN instruction."""
-    return [shlex.split(command) for command in re.split(r"&&|;", run)]
+def test_the_parser_joins_lines_and_drops_comments():
+    text = '# first\nFROM a\nrun b \\\n  # inside\n  && c  d \\\n  && e\nCMD ["f"]\n'
+    assert instructions(text) == [("FROM", "a"), ("RUN", "b && c d && e"), ("CMD", '["f"]')]
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +52,31 @@ def docker() -> list[Instruction]:
 
 @pytest.fixture(scope="module")
 def runs(docker) -> list[list[str]]:
-    return [words for step in docker if step.name == "RUN" for words in commands(step.text)]
+    texts = [step.text for step in docker if step.name == "RUN"]
+    return [shlex.split(each) for text in texts for each in re.split(r"&&|;", text)]
 
 
-def positions(docker: list[Instruction], name: str, text: str) -> list[int]:
+def positions(docker: list[Instruction], name: str, text: str = "") -> list[int]:
     return [i for i, step in enumerate(docker) if step.name == name and text in step.text]
 
 
-def test_the_parser_joins_lines_and_drops_comments():
-    text = '# first\nFROM a\nrun b \\\n  # inside\n  && c  d \\\n  && e\nCMD ["f"]\n'
-    assert instructions(text) == [("FROM", "a"), ("RUN", "b && c d && e"), ("CMD", '["f"]')]
-    assert commands("b && c 'd e'") == [["b"], ["c", "d e"]]
-
-
-def test_the_venv_is_first_on_path_before_pip_runs(docker, runs):
+def test_each_step_has_what_it_needs(docker, runs):
+    """The venv is first on the path and the files are copied before pip runs."""
     (create,) = [words for words in runs if words[:3] == ["python3", "-m", "venv"]]
     (made,) = positions(docker, "RUN", "python3 -m venv")
     (path,) = positions(docker, "ENV", "PATH=")
     (installed,) = positions(docker, "RUN", "pip install")
+    (workdir,) = positions(docker, "WORKDIR")
+    copies = positions(docker, "COPY")
     assert made < path < installed
+    assert workdir < min(copies) < max(copies) < installed
+    assert max(positions(docker, "ARG")) < installed
     (value,) = shlex.split(docker[path].text)
     assert value == f"PATH={create[-1]}/bin:$PATH"
-
-
-def expanded(words: list[str], **given: str) -> list[str]:
-    """The words that the shell passes to a command with these build arguments."""
-    text = " ".join(words)
-    for name, value in given.items():
-        text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
-    return text.split()
+    for place in positions(docker, "RUN"):
+        subprocess.run([shutil.which("sh"), "-n", "-c", docker[place].text], check=True)
+    assert not positions(docker, "ENTRYPOINT"), "it would swallow CMD"
+    assert docker[-1] == ("CMD", '["pytest", "--require-gpu"]')
 
 
 @pytest.mark.parametrize(
@@ -91,21 +87,12 @@ def test_pip_installs_the_package_with_its_tests_and_more(docker, runs, cuda, li
     upgrade, words = (words for words in runs if "pip" in words)
     assert upgrade == ["pip", "install", "--upgrade", "pip"]
     assert runs[runs.index(words) - 1] == ["set", "-f"], "jax[cuda13] is a pattern of file names"
-    wanted = ["pip", "install", f".[cuda{cuda},test]", *libraries.split()]
-    assert expanded(words, CUDA=cuda, LIBRARIES=libraries) == wanted
+    asked = Template(" ".join(words)).substitute(CUDA=cuda, LIBRARIES=libraries).split()
+    assert asked == ["pip", "install", f".[cuda{cuda},test]", *libraries.split()]
     defaults = dict(shlex.split(step.text)[0].split("=") for step in docker if step.name == "ARG")
     assert defaults == {"CUDA": "12", "LIBRARIES": ""}
-    (installed,) = positions(docker, "RUN", "pip install")
-    assert max(positions(docker, "ARG", "")) < installed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert {f"cuda{cuda}", "test"} <= set(extras["optional-dependencies"])
-
-
-def test_every_run_is_a_command_that_the_shell_reads(docker):
-    shell = shutil.which("sh")
-    for step in docker:
-        if step.name == "RUN":
-            subprocess.run([shell, "-n", "-c", step.text], check=True)
 
 
 def shown_commands(path: Path) -> list[str]:
@@ -147,21 +134,6 @@ def test_everything_copied_exists_and_is_not_ignored(docker):
     patterns = [line.removeprefix("**/") for line in lines if line and not line.startswith("#")]
     ignored = [s for s in sources for pattern in patterns if fnmatch.fnmatch(s, pattern)]
     assert ignored == []
-
-
-def test_what_is_copied_is_there_before_pip_needs_it(docker):
-    (installed,) = positions(docker, "RUN", "pip install")
-    copies = [i for i, step in enumerate(docker) if step.name == "COPY"]
-    (workdir,) = [i for i, step in enumerate(docker) if step.name == "WORKDIR"]
-    assert workdir < min(copies)
-    assert max(copies) < installed
-
-
-def test_the_container_cannot_pass_without_a_gpu(docker):
-    last = docker[-1]
-    assert last.name == "CMD"
-    assert json.loads(last.text) == ["pytest", "--require-gpu"]
-    assert not [step for step in docker if step.name == "ENTRYPOINT"], "it would swallow CMD"
 
 
 def test_the_torch_extra_names_the_version_that_is_tested():

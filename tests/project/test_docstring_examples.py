@@ -28,34 +28,14 @@ POINTER = re.compile(r"^ *Example: see ``([\w/]+\.(?:py|md))``", re.MULTILINE)
 # Methods that users call for themselves: each has an example of its own. The other methods are
 # shown by the example of their class.
 METHODS = """
-    AGNCenter.start_worker
-    AGNOptimizer.make_session_run_hook
-    AllReduceCrossDeviceOps.all_gather
-    AllReduceCrossDeviceOps.all_reduce
-    AllReduceCrossDeviceOps.capture
-    AllReduceCrossDeviceOps.plan
-    AllReduceCrossDeviceOps.prepare
-    AllReduceCrossDeviceOps.profile
-    AllReduceCrossDeviceOps.reduce_scatter
-    ConditionalAccumulatorBase.state_dict
-    CrossDeviceOps.batch_reduce
-    CrossDeviceOps.broadcast
-    CrossDeviceOps.reduce
-    IndexedSlices.coalesce
-    IndexedSlices.to_dense
-    Mesh.flat_buffer
-    Mesh.flight_record
-    Mesh.journal
-    Mesh.reset
-    Mesh.trace
-    Optimizer.apply_gradients
-    Optimizer.compute_gradients
-    Optimizer.minimize
-    Optimizer.prepare
-    Optimizer.state_dict
-    SyncStep.state_dict
-    Variable.array
-    Variable.assign
+    AGNCenter.start_worker AGNOptimizer.make_session_run_hook AllReduceCrossDeviceOps.all_gather
+    AllReduceCrossDeviceOps.all_reduce AllReduceCrossDeviceOps.capture AllReduceCrossDeviceOps.plan
+    AllReduceCrossDeviceOps.prepare AllReduceCrossDeviceOps.profile
+    AllReduceCrossDeviceOps.reduce_scatter ConditionalAccumulatorBase.state_dict
+    CrossDeviceOps.batch_reduce CrossDeviceOps.broadcast CrossDeviceOps.reduce
+    IndexedSlices.coalesce IndexedSlices.to_dense Mesh.flat_buffer Mesh.flight_record Mesh.journal
+    Mesh.reset Mesh.trace Optimizer.apply_gradients Optimizer.compute_gradients Optimizer.minimize
+    Optimizer.prepare Optimizer.state_dict SyncStep.state_dict Variable.array Variable.assign
 """.split()
 
 # ---- finding examples ----------------------------------------------------------------------------
@@ -74,24 +54,14 @@ def documented(path: Path) -> Iterator[tuple[str, str]]:
     yield from walk(ast.parse(path.read_text(encoding="utf-8")), "")
 
 
-def library_files(library: str) -> list[Path]:
-    """The files of ``gr.torch``, ``gr.jax`` or ``gr.ray``; the first has its ``__all__``."""
-    folder = PACKAGE / library
-    return [folder / "__init__.py", *sorted(folder.glob("*.py"))] if folder.is_dir() else [
-        folder.with_suffix(".py")
-    ]  # fmt: skip
-
-
 def library_docstrings(library: str) -> dict[str, str]:
-    files = library_files(library)
-    names = re.findall(r"__all__ = (\[[^]]*\])", files[0].read_text(encoding="utf-8"))
-    public = set(ast.literal_eval(names[0]))
-    return {
-        f"{library}.{name}": text
-        for path in files
-        for name, text in documented(path)
-        if name in public
-    }
+    """Those of ``gr.torch``, ``gr.jax`` or ``gr.ray``, which may be a folder."""
+    files = [*PACKAGE.glob(f"{library}.py"), *PACKAGE.glob(f"{library}/*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    (names,) = re.findall(r"__all__ = (\[[^]]*\])", "".join(texts))
+    public = ast.literal_eval(names)
+    found = [pair for path in files for pair in documented(path)]
+    return {f"{library}.{name}": text for name, text in found if name in public}
 
 
 def public_docstrings() -> dict[str, str]:

@@ -38,7 +38,6 @@ def combinations_in(text: str) -> set[tuple[str, ...]]:
 
 
 def documented() -> set[tuple[str, ...]]:
-    """All combinations in documents, and each extra alone."""
     found = (combinations_in(text_of(path)) for path in DOCUMENTS)
     return {(extra,) for extra in EXTRAS}.union(*found)
 
@@ -89,17 +88,6 @@ def test_documents_name_extras_that_exist_and_no_pair_that_cannot_be_installed()
         assert not {"cuda12", "torch"} <= set(extras), extras
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/faq.md", "docs/pytorch.md", "docs/containers.md"]
-)
-def test_the_pages_that_name_pytorch_on_gpus_say_cuda13(name):
-    text = text_of(ROOT / name)
-    if name == "docs/containers.md":
-        assert "With PyTorch it is 13" in text
-    else:
-        assert "[cuda13,torch]" in text
-
-
 def test_the_classifiers_are_those_of_the_bound_and_of_the_hosted_ci():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}." in text_of(ROOT / "README.md")
@@ -121,23 +109,17 @@ def test_the_hint_that_names_an_extra_stands_in_one_place():
     assert named <= set(EXTRAS)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.uv
-@pytest.mark.parametrize("python", [PYTHONS[0], PYTHONS[-1]])
-@pytest.mark.parametrize("extras", largest(documented()), ids=",".join)
-def test_every_documented_combination_can_be_resolved(extras, python):
-    done = resolve(extras, python)
-    assert done.returncode == 0, done.stderr
-    assert "numpy==" in done.stdout
+CASES = [(extras, []) for extras in largest(documented())] + images()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.uv
 @pytest.mark.parametrize("python", [PYTHONS[0], PYTHONS[-1]])
-@pytest.mark.parametrize(("extras", "libraries"), images(), ids=["12", "13"])
-def test_the_libraries_of_an_image_can_be_resolved(extras, libraries, python):
+@pytest.mark.parametrize(("extras", "libraries"), CASES, ids=lambda names: ",".join(names))
+def test_every_documented_combination_can_be_resolved(extras, libraries, python):
     done = resolve(extras, python, libraries)
     assert done.returncode == 0, done.stderr
+    assert "numpy==" in done.stdout
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from support.background_runs import ROOT, FinishedRun, environment
+from support.background_runs import ROOT, environment
 
 # The fake stores a clock for every use of memory, and the number of uses grows.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_memory_does_not_grow_with_use"
@@ -51,20 +51,13 @@ def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def passed(done: FinishedRun) -> None:
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    counted = done.stdout.strip().splitlines()[-1]
-    assert " passed" in counted, counted
-    assert "skipped" not in counted, counted
-
-
 @pytest.mark.repo
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.early(*PYTEST, *FILES, "-m", PLAIN)
 def test_the_cuda_backend_passes_on_the_fake(early):
     """In one process, because starting one for each file took longer than most of the files."""
-    passed(early)
+    early.check_passed()
 
 
 @pytest.mark.repo
@@ -73,7 +66,7 @@ def test_the_cuda_backend_passes_on_the_fake(early):
 @pytest.mark.exhaustive
 @pytest.mark.early(*PYTEST, *FILES, "-m", f"{MARKED} and (exhaustive or slow)")
 def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
-    passed(early)
+    early.check_passed()
 
 
 @pytest.mark.host
@@ -81,7 +74,7 @@ def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
 @pytest.mark.parametrize((), [on_seed("2"), on_seed("0", pytest.mark.exhaustive)])
 def test_tests_that_need_gpus_pass_on_the_fake(early):
     """With random orders, and as lazily as possible."""
-    passed(early)
+    early.check_passed()
 
 
 @pytest.mark.host
@@ -109,9 +102,3 @@ def test_the_record_is_that_of_the_installed_cupy():
     if importlib.util.find_spec("cupy") is not None:
         done = run("-m", "fake_cupy.signatures")
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_without_the_plugin_only_what_needs_gpus_is_collected():
-    rest = "not gpu and not multi_gpu"
-    done = run("-m", "pytest", "-q", "--collect-only", "tests/backends/cuda", "-m", rest)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

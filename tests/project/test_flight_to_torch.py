@@ -25,55 +25,43 @@ def record(process: int, digests: str, *, first: int = 0, num_processes: int = 3
         for number, digest in enumerate(digests, first)
     ]
     return {
-        "mesh": "sim, process 1",
-        "reason": "planted",
-        "entries": [],
-        "process": process,
-        "num_processes": num_processes,
-        "calls": calls,
-        "descriptions": DESCRIPTIONS,
-    }
+        "mesh": "sim, process 1", "reason": "planted", "entries": [], "process": process,
+        "num_processes": num_processes, "calls": calls, "descriptions": DESCRIPTIONS,
+    }  # fmt: skip
 
 
-def summaries(dump: dict) -> list[tuple]:
-    return [
-        (each["collective_seq_id"], each["profiling_name"], each["state"])
-        for each in dump["entries"]
-    ]
+def shown(dump: dict, *keys: str) -> list[tuple]:
+    return [tuple(each[key] for key in keys) for each in dump["entries"]]
+
+
+SUMMARY = ("collective_seq_id", "profiling_name", "state")
 
 
 def test_each_call_is_one_collective():
-    dumps = convert([record(0, "dabc", num_processes=1)])
-    assert summaries(dumps[0]) == [
+    (dump,) = convert([record(0, "dabc", num_processes=1)]).values()
+    assert shown(dump, *SUMMARY) == [
         (0, "nccl:barrier", "completed"),
         (1, "nccl:all_reduce", "completed"),
         (2, "nccl:all_reduce", "completed"),
         (3, "nccl:broadcast", "started"),
     ]
     for side in ("input", "output"):
-        found = [(each[f"{side}_sizes"], each[f"{side}_dtypes"]) for each in dumps[0]["entries"]]
-        assert found == [
+        assert shown(dump, f"{side}_sizes", f"{side}_dtypes") == [
             ([], []),
             ([[3, 5], []], ["float32", "bfloat16"]),
             ([[7]], ["int16"]),
             ([[2]], ["float64"]),
         ]
-    assert dumps[0]["pg_status"] == {
-        "0": {
-            "last_enqueued_collective": 3,
-            "last_started_collective": 3,
-            "last_completed_collective": 2,
-        }
-    }
+    last = {"enqueued": 3, "started": 3, "completed": 2}
+    assert dump["pg_status"] == {"0": {f"last_{key}_collective": last[key] for key in last}}
 
 
 def test_a_process_without_a_file_joined_what_another_has_completed():
     dumps = convert([record(2, "aab", first=4), record(0, "aa", first=4)])
     assert sorted(dumps) == [0, 1, 2]
     assert [len(dumps[rank]["entries"]) for rank in range(3)] == [2, 2, 3]
-    assert summaries(dumps[1]) == [
-        (4, "nccl:all_reduce", "completed"),
-        (5, "nccl:all_reduce", "completed"),
+    assert shown(dumps[1], *SUMMARY) == [
+        (number, "nccl:all_reduce", "completed") for number in (4, 5)
     ]
     assert {dump["pg_config"]["0"]["ranks"] for dump in dumps.values()} == {"[0, 1, 2]"}
 

@@ -8,7 +8,8 @@ import pkgutil
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -16,95 +17,68 @@ import pytest
 
 import gradreduce
 
-PACKAGE = Path(gradreduce.__file__).parent
+Sources = Mapping[str, Sequence[ast.AST]]  # of the fixture ``sources``
+IN_CYCLES = ("gradreduce.device", "gradreduce.comm")  # their modules may import each other
 
 
-class Sources(Mapping[str, tuple[ast.Module, bool]]):
-    """Module -> its source, and whether it is a package; parsed when asked for, to save memory."""
-
-    def __init__(self) -> None:
-        self._paths = {}
-        for path in sorted(PACKAGE.rglob("*.py")):
-            parts = ["gradreduce", *path.relative_to(PACKAGE).with_suffix("").parts]
-            is_package = parts[-1] == "__init__"
-            self._paths[".".join(parts[:-1] if is_package else parts)] = path, is_package
-
-    def __getitem__(self, module: str) -> tuple[ast.Module, bool]:
-        path, is_package = self._paths[module]
-        return ast.parse(path.read_text(encoding="utf-8")), is_package
-
-    def __contains__(self, module: object) -> bool:
-        return module in self._paths
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+def parsed(text: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(text))]
 
 
-def imported(module: str, source: ast.Module, is_package: bool) -> Iterator[str]:
-    """The dotted names that a module imports anywhere, those for annotations included."""
-    for node in ast.walk(source):
+def module_of(path: str) -> str:
+    return "gradreduce." + path.removesuffix(".py").replace("/", ".")
+
+
+def imported(path: str, nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """The dotted names that a file imports anywhere, those for annotations included."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")
-            above = above[: len(above) + is_package - node.level] if node.level else []
+            above = module_of(path).split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def graph(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
-    """Module -> the modules of the same sources that it imports; for packages their members."""
+def graph(sources: Sources) -> dict[str, set[str]]:
+    """Module -> the modules that it imports; the folders of ``IN_CYCLES`` are one module each."""
+    modules = {module_of(path).removesuffix(".__init__") for path in sources}
+
+    def shown(name: str) -> str:
+        module = name if name in modules else name.rpartition(".")[0]
+        return next((folder for folder in IN_CYCLES if module.startswith(folder)), module)
+
     edges: dict[str, set[str]] = {}
-    for module, (source, is_package) in sources.items():
-        found = set()
-        for name in imported(module, source, is_package):
-            found.add(name if name in sources else name.rpartition(".")[0])
-        edges[module] = (found & sources.keys()) - {module}
+    for path, nodes in sources.items():
+        module = shown(module_of(path).removesuffix(".__init__"))
+        found = {shown(name) for name in imported(path, nodes)}
+        edges.setdefault(module, set()).update(found - {module})
     return edges
 
 
-def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
-    """Sets of modules that import each other, directly or not."""
-
-    def reached(start: str) -> set[str]:
-        seen, left = set(), [start]
-        while left:
-            for each in edges[left.pop()] - seen:
-                seen.add(each)
-                left.append(each)
-        return seen
-
-    ways = {module: reached(module) for module in edges}
-    found: list[set[str]] = []
-    for module, there in ways.items():
-        both = {each for each in there if module in ways[each]}
-        if both and both not in found:
-            found.append(both)
-    return found
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
-def test_cycles_of_annotations_stay_inside_device_or_comm():
-    edges = graph(Sources())
-    edges["gradreduce.device.mesh"].remove("gradreduce.reduce.flat_buffer")  # see pyproject.toml
-    for found in cycles(edges):
-        folders = {module.rpartition(".")[0] for module in found}
-        assert all(each.startswith("gradreduce.device") for each in folders) or (
-            folders == {"gradreduce.comm"}
-        ), found
+def test_cycles_of_annotations_stay_inside_device_or_comm(sources):
+    edges = graph(sources)
+    edges["gradreduce.device"].remove("gradreduce.reduce.flat_buffer")  # see pyproject.toml
+    assert cycle(edges) == []
 
 
 def test_a_cycle_is_found():
-    text = {
-        "a": "if TYPE_CHECKING:\n    from a.b import B",
-        "a.b": "from .c import C",
-        "a.c": "def load():\n    import a",
-        "a.d": "from . import c",
+    texts = {
+        "a/__init__.py": "if TYPE_CHECKING:\n    from gradreduce.a.b import B",
+        "a/b.py": "from .c import C",
+        "a/c.py": "def load():\n    import gradreduce.a",
+        "a/d.py": "from . import c",
     }
-    planted = {name: (ast.parse(source), name == "a") for name, source in text.items()}
-    assert cycles(graph(planted)) == [{"a", "a.b", "a.c"}]
+    found = cycle(graph({path: parsed(text) for path, text in texts.items()}))
+    assert {*found} == {"gradreduce.a", "gradreduce.a.b", "gradreduce.a.c"}
 
 
 # Names of PyTorch and mpi4py that pickle or listen on a port, and imports by name, which could.
@@ -120,38 +94,30 @@ MPI_OBJECTS = {
 }
 
 
-def used(source: ast.Module) -> set[str]:
-    """The names, attributes and keywords of a module."""
-    found = set()
-    for node in ast.walk(source):
-        for name in ("id", "attr", "arg", "name"):
-            value = getattr(node, name, None)
-            if isinstance(value, str):
-                found.add(value)
-    return found
-
-
-def transports(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
-    """Module -> the names in it that pickle or listen."""
+def transports(sources: Sources) -> dict[str, set[str]]:
+    """File -> the names, attributes and keywords in it that pickle or listen."""
     found = {}
-    for module, (source, _) in sources.items():
-        names = used(source)
+    for path, nodes in sources.items():
+        values = (
+            getattr(node, key, None) for node in nodes for key in ("id", "attr", "arg", "name")
+        )
+        names = {value for value in values if isinstance(value, str)}
         bad = {name for name in names if PICKLING.fullmatch(name) or LISTENING.fullmatch(name)}
         bad |= names & BY_NAME
         if "MPI" in names:
             bad |= names & MPI_OBJECTS
         if bad:
-            found[module] = bad
+            found[path] = bad
     return found
 
 
-def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
-    assert transports(Sources()) == {
-        "gradreduce": {"import_module"},  # imports parts of the package
-        "gradreduce.comm.launchers": {"import_module"},  # likewise
-        "gradreduce.comm.torch_group": {"TCPStore", "PrefixStore", "rendezvous"},
-        "gradreduce.cli.system_info": {"import_module"},  # imports the libraries that it describes
-        "gradreduce.torch.ddp_hook": {"get_objects"},  # of gc
+def test_only_the_store_of_pytorch_listens_and_nothing_pickles(sources):
+    assert transports(sources) == {
+        "__init__.py": {"import_module"},  # imports parts of the package
+        "comm/launchers.py": {"import_module"},  # likewise
+        "comm/torch_group.py": {"TCPStore", "PrefixStore", "rendezvous"},
+        "cli/system_info.py": {"import_module"},  # imports the libraries that it describes
+        "torch/ddp_hook.py": {"get_objects"},  # of gc
     }
 
 
@@ -166,20 +132,20 @@ def test_only_the_store_of_pytorch_listens_and_nothing_pickles():
     ],
 )
 def test_what_pickles_or_listens_is_found(text, name):
-    assert transports({"a": (ast.parse(text), False)}) == {"a": {name}}
+    assert transports({"a": parsed(text)}) == {"a": {name}}
 
 
 # The functions that import at their first call: CONTRIBUTING.md says when they may.
 LATE = {
-    "gradreduce": {"__getattr__"},
-    "gradreduce.__main__": {"main"},
-    "gradreduce.backends": {"_cuda_backend", "_open_sim"},
-    "gradreduce.backends.cuda.nccl": {"_nccl"},
-    "gradreduce.comm.launchers": {"_import"},
-    "gradreduce.cli.pictures": {"new_figure"},
-    "gradreduce.device.mesh": {"flat_buffer"},
-    "gradreduce.comm.description": {"digest_of"},
-    "gradreduce.cli.system_info": {"_gpus", "_import_version", "_read_version", "find_system_info"},
+    "__init__.py": {"__getattr__"},
+    "__main__.py": {"main"},
+    "backends/__init__.py": {"_cuda_backend", "_open_sim"},
+    "backends/cuda/nccl.py": {"_nccl"},
+    "comm/launchers.py": {"_import"},
+    "cli/pictures.py": {"new_figure"},
+    "device/mesh.py": {"flat_buffer"},
+    "comm/description.py": {"digest_of"},
+    "cli/system_info.py": {"_gpus", "_import_version", "_read_version", "find_system_info"},
 }
 LATE_IN_NUMPY = np.__numpy_submodules__ - {"dtypes", "exceptions", "lib", "linalg"}
 
@@ -192,29 +158,28 @@ def is_import(node: ast.AST) -> bool:
     return is_by_name or isinstance(node, ast.Import | ast.ImportFrom)
 
 
-def late_imports(sources: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
-    """Module -> its functions that import."""
+def late_imports(sources: Sources) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for module, (source, _) in sources.items():
-        for node in ast.walk(source):
+    for path, nodes in sources.items():
+        for node in nodes:
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if is_function and any(map(is_import, ast.walk(node))):
-                found.setdefault(module, set()).add(node.name)
+                found.setdefault(path, set()).add(node.name)
     return found
 
 
-def test_no_function_imports_at_its_first_call():
+def test_no_function_imports_at_its_first_call(sources):
     """A fork meanwhile would leave the lock of the import held in the child, for ever.
 
     ``test_import.py`` makes first calls, and so finds what a library of ours imports in them.
     """
-    assert late_imports(Sources()) == LATE
+    assert late_imports(sources) == LATE
 
 
 @pytest.mark.parametrize("text", ["import a", "from a import b", "import_module('a')", "np.ma.x"])
 def test_a_late_import_is_found(text):
-    source = ast.parse(f"class A:\n    def f(self):\n        np.linalg.norm(1)\n        {text}")
-    assert late_imports({"a": (source, False)}) == {"a": {"f"}}
+    text = f"class A:\n    def f(self):\n        np.linalg.norm(1)\n        {text}"
+    assert late_imports({"a": parsed(text)}) == {"a": {"f"}}
 
 
 def protected_modules() -> list[str]:
@@ -232,47 +197,16 @@ def protected_modules() -> list[str]:
 NEED_A_LIBRARY = ("gradreduce.backends.cuda", "gradreduce.ray", "gradreduce.torch")
 
 
-def packages() -> Iterator[types.ModuleType]:
-    yield gradreduce
-    for found in pkgutil.walk_packages(gradreduce.__path__, "gradreduce."):
-        if found.ispkg and found.name not in NEED_A_LIBRARY:
-            yield importlib.import_module(found.name)
-
-
 @pytest.mark.repo
 def test_only_ops_reexports_names_of_its_modules():
+    names = [found.name for found in pkgutil.walk_packages(gradreduce.__path__, "gradreduce.")
+             if found.ispkg and found.name not in NEED_A_LIBRARY]  # fmt: skip
     hidden = {}
-    for package in packages():
-        names = {found.name for found in pkgutil.iter_modules(package.__path__)}
-        other = {
-            name
-            for name in names
-            if not isinstance(vars(package).get(name, gradreduce), types.ModuleType)
-        }
+    for package in map(importlib.import_module, ["gradreduce", *names]):
+        modules = {found.name for found in pkgutil.iter_modules(package.__path__)}
+        held = {name: vars(package).get(name, gradreduce) for name in modules}
+        other = {name for name in modules if not isinstance(held[name], types.ModuleType)}
         if other:
             hidden[package.__name__] = other
     private = {name.rpartition(".")[2] for name in protected_modules()}
     assert hidden == {"gradreduce.ops": private}
-
-
-def compared_backends(source: ast.AST) -> list[int]:
-    """The lines that compare the name of a backend."""
-    return [
-        node.lineno
-        for node in ast.walk(source)
-        if isinstance(node, ast.Compare)
-        for side in (node.left, *node.comparators)
-        if isinstance(side, ast.Attribute) and side.attr == "backend"
-    ]
-
-
-def test_code_above_the_backends_asks_what_they_can_do():
-    assert compared_backends(
-        ast.parse("if a.b.backend != 'sim' or 'cuda' == mesh.backend: c()")
-    ) == [
-        1,
-        1,
-    ]
-    for module, (source, _) in Sources().items():
-        is_backend = module.startswith("gradreduce.backends")
-        assert is_backend or not compared_backends(source), module

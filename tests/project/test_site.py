@@ -45,14 +45,11 @@ def test_every_page_is_in_a_table_of_contents():
     assert sorted([*listed, ROOT / "docs/index.md"]) == SITE
 
 
-def test_the_readme_leads_to_every_guide():
+def test_the_first_pages_lead_to_the_others():
     text = text_of(ROOT / "README.md")
     guides = tables_of_contents()["Guides"]
     assert len(guides) > 5
     assert [page.name for page in guides if f"(docs/{page.name})" not in text] == []
-
-
-def test_the_first_page_leads_to_every_page():
     text = text_of(ROOT / "docs/index.md")
     names = [page.relative_to(ROOT / "docs").as_posix() for page in SITE]
     inside = [name for name in names if not name.startswith(("api/", "project/"))]
@@ -67,21 +64,17 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
 
 
-def test_every_link_leads_to_a_file_or_a_heading():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`]*`", "", text_of(page))):
-            path, _, anchor = target.partition("#")
-            file = page.parent / path if path else page
-            if not target.startswith("https://"):
-                assert file.exists(), (page.name, target)
-                assert not anchor or anchor in anchors_of(file), (page.name, target)
-
-
-def test_every_file_named_exists():
+def test_every_link_and_every_name_of_a_file_leads_to_it():
     folders = "src|examples|bench|kernels|docs|tests|tools"
     for page in PAGES:
-        for name in re.findall(rf"`((?:{folders})/[\w/.]+\.\w+)`", text_of(page)):
+        text = text_of(page)
+        for name in re.findall(rf"`((?:{folders})/[\w/.]+\.\w+)`", text):
             assert (ROOT / name).is_file(), (page.name, name)
+        for target in re.findall(r"\]\((?!https://)([^)]+)\)", re.sub(r"`[^`]*`", "", text)):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), (page.name, target)
+            assert not anchor or anchor in anchors_of(file), (page.name, target)
 
 
 # --- diagrams -------------------------------------------------------------------------------------

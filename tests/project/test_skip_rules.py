@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import skip_rules as skips
 
 pytest_plugins = ("pytester",)
-
-TESTS = Path(__file__).resolve().parents[1]
 
 MARKERS = """
 [pytest]
@@ -31,11 +30,12 @@ NO_GPU = (0, "ImportError: No module named 'cupy'")
 def suite(pytester, monkeypatch):
     """Runs a suite given as text, on a machine with ``gpus`` devices, and returns the result."""
 
-    def run(text: str, *args: str, gpus: tuple[int, str] = NO_GPU) -> pytest.RunResult:
-        monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
+    def run(text: str, *args: str, gpus: tuple[int, str] | None = NO_GPU) -> pytest.RunResult:
+        if gpus is not None:
+            monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
         # Without third-party plugins, which could change the results; and runs start faster.
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        pytester.makeini(MARKERS)
+        pytester.makeini(MARKERS + "filterwarnings = error\n")
         pytester.makepyfile("import pytest\n" + text)
         return pytester.runpytest_inprocess(
             "-p", "support.skip_rules", "-ra", "--strict-markers", *args
@@ -68,7 +68,7 @@ def test_passes(): pass
 """
 
 
-def test_a_skip_of_its_own_fails_the_run(suite):
+def test_a_skip_of_its_own_fails_the_run(suite, pytester):
     result = suite(FORBIDDEN, gpus=(1, ""))
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, skipped=6)
@@ -84,22 +84,10 @@ def test_a_skip_of_its_own_fails_the_run(suite):
             "The run FAILS: 6 skipped, *",
         ]
     )
-
-
-def test_a_skipped_module_fails_the_run(suite, pytester):
     pytester.makepyfile(test_other="def test_b(): pass")
     result = suite("pytest.importorskip('no_such_module')\ndef test_a(): pass")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*forbidden skips*", "*could not import 'no_such_module'*"])
-
-
-def test_an_expected_failure_is_no_skip(suite):
-    result = suite(
-        "@pytest.mark.xfail(run=False)\ndef test_a(): pass\n"
-        "@pytest.mark.xfail\ndef test_b(): assert False\n"
-    )
-    assert result.ret == pytest.ExitCode.OK
-    result.assert_outcomes(xfailed=2)
 
 
 def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
@@ -109,9 +97,11 @@ def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
         "@pytest.mark.multi_gpu(2)\ndef test_b(): pass\n"
         "@pytest.mark.nccl\ndef test_c(): pass\n"
         "def test_d(): pass\n"
+        "@pytest.mark.xfail(run=False)\ndef test_e(): pass\n"
+        "@pytest.mark.xfail\ndef test_f(): assert False\n"
     )
     assert result.ret == pytest.ExitCode.OK
-    result.assert_outcomes(passed=1, skipped=4)
+    result.assert_outcomes(passed=1, skipped=4, xfailed=2)
     result.stdout.fnmatch_lines(
         [
             "allowed skips: gpu 2, multi_gpu 1, nccl 1",
@@ -121,7 +111,7 @@ def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
 
 
 def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
-    text = "@pytest.mark.host\ndef test_a(): pass\n@pytest.mark.nvrtc\ndef test_b(): pass\n"
+    text = marked(["host", "nvrtc"])
     with monkeypatch.context() as patch:
         patch.setattr(skips, "find_compiler", lambda wheel: None)
         patch.setenv("PATH", "")
@@ -148,107 +138,78 @@ def test_nvrtc_is_found_in_the_wheels_folder_only(tmp_path, monkeypatch):
     assert skips.find_compiler("nvidia-cuda-nvrtc") == library
 
 
+def marked(marks: Sequence[str]) -> str:
+    """A suite with a test for each mark."""
+    return "\n".join(
+        f"@pytest.mark.{mark}\ndef test_{number}(): pass" for number, mark in enumerate(marks)
+    )
+
+
 def test_figures_of_another_version_are_not_compared(suite, monkeypatch):
     monkeypatch.setattr(skips, "find_compiler", Path)
     monkeypatch.setattr(skips.importlib.metadata, "version", lambda wheel: "12.9.86")
     wheels = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvrtc-cu12==12.9.41"]
-    result = suite(
-        "".join(
-            f"@pytest.mark.nvrtc({wheel!r})\ndef test_{n}(): pass\n"
-            for n, wheel in enumerate(wheels)
-        )
-    )
+    result = suite(marked([f"nvrtc({wheel!r})" for wheel in wheels]))
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*nvrtc: the figures are of *==12.9.41, not of 12.9.86"])
 
 
-def test_several_gpus_are_a_number(suite):
-    text = "".join(f"@pytest.mark.multi_gpu({n})\ndef test_{n}(): pass\n" for n in (2, 3))
-    result = suite(text, "--require-gpu", gpus=(2, ""))
+def test_several_gpus_are_a_number_of_at_least_two(suite):
+    result = suite(marked(["multi_gpu(2)", "multi_gpu(3)"]), "--require-gpu", gpus=(2, ""))
     assert result.ret == pytest.ExitCode.OK  # too few GPUs for a test is a skip too
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*multi_gpu: 2 CUDA devices, 3 needed"])
-
-
-def test_multi_gpu_needs_a_number_of_at_least_two(suite):
-    marks = ["", "(1)", "(2, 3)", "('2')"]
-    text = "\n".join(
-        f"@pytest.mark.multi_gpu{args}\ndef test_{i}(): pass" for i, args in enumerate(marks)
-    )
-    result = suite(text, gpus=(8, ""))
-    result.assert_outcomes(errors=len(marks))
+    wrong = ["multi_gpu", "multi_gpu(1)", "multi_gpu(2, 3)", "multi_gpu('2')"]
+    result = suite(marked(wrong), gpus=(8, ""))
+    result.assert_outcomes(errors=len(wrong))
     result.stdout.fnmatch_lines(["*multi_gpu takes one int of at least 2, got *"])
 
 
-@pytest.mark.parametrize("text", ["def test_a(): pass", "@pytest.mark.gpu\ndef test_a(): pass"])
-def test_require_gpu_without_a_gpu_ends_the_run(suite, text):
-    result = suite(text, "--require-gpu")
+@pytest.fixture
+def cupy(monkeypatch):
+    """Stands for CuPy: its number of devices, or its error, and whether it finds NCCL."""
+
+    class Cuda:
+        devices: int | Exception = 1
+        has_nccl = True
+        runtime = property(lambda self: self)
+
+        def getDeviceCount(self) -> int:
+            if isinstance(self.devices, Exception):
+                raise self.devices
+            return self.devices
+
+        @property
+        def nccl(self) -> SimpleNamespace:
+            warnings.warn("NCCL could not be loaded", stacklevel=1)
+            return SimpleNamespace(available=self.has_nccl, get_version=lambda: 22809)
+
+    cuda = Cuda()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    return cuda
+
+
+def test_require_gpu_without_a_gpu_ends_the_run(suite, cupy, pytestconfig):
+    assert pytestconfig.pluginmanager.has_plugin("skip-ledger"), "these rules are those of our run"
+    cupy.devices = RuntimeError("cudaErrorInsufficientDriver: too old\nand more")
+    result = suite("def test_a(): pass", "--require-gpu", gpus=None)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --require-gpu: no CUDA device (ImportError: *cupy*)"])
+    result.stderr.fnmatch_lines(["ERROR: *: no CUDA device (RuntimeError: cudaError*: too old)"])
     result.stdout.no_fnmatch_line("*passed*")
+    cupy.devices = AssertionError("nobody asked")  # a run without tests of GPUs does not
+    assert suite("def test_a(): pass", gpus=None).ret == pytest.ExitCode.OK
 
 
-def fake_cupy(folder: Path, body: str, *, nccl: bool = False) -> dict[str, str]:
-    """An environment whose ``cupy`` is a stand-in, found before a real one."""
-    package = folder / "fake" / "cupy"
-    (package / "cuda").mkdir(parents=True)
-    runtime = "from types import SimpleNamespace\n\n\ndef getDeviceCount():\n    {}\n\n\n"
-    (package / "__init__.py").write_text("from cupy import cuda\n")
-    (package / "cuda" / "__init__.py").write_text(
-        runtime.format(body) + "runtime = SimpleNamespace(getDeviceCount=getDeviceCount)\n"
-    )
-    (package / "cuda" / "nccl.py").write_text(
-        f"import warnings\n\navailable = {nccl}\nwarnings.warn('NCCL could not be loaded')\n"
-        "def get_version():\n    return 22809\n"
-    )
-    return {**os.environ, "PYTHONPATH": str(package.parent)}
-
-
-def run_pytest(cwd: Path, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
-    env = {**env, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
-
-
-def test_our_own_suite_refuses_to_pass_without_its_gpu(tmp_path):
-    env = fake_cupy(tmp_path, "raise RuntimeError('cudaErrorInsufficientDriver: too old')")
-    # Collected only: if the run did not end as it must, it would start itself again and again.
-    args = ("--require-gpu", "--collect-only", str(TESTS / "test_conftest.py"))
-    result = run_pytest(TESTS.parent, env, *args)
-    assert result.returncode == pytest.ExitCode.USAGE_ERROR
-    assert result.stderr.strip() == (
-        "ERROR: --require-gpu: no CUDA device (RuntimeError: cudaErrorInsufficientDriver: too old)"
-    )
-
-
-@pytest.mark.parametrize("nccl", [True, False])
-def test_nccl_must_run_or_fail_with_require_gpu(tmp_path, nccl):
-    env = fake_cupy(tmp_path, "return 1", nccl=nccl)
-    env["PYTHONPATH"] += os.pathsep + str(TESTS)
-    suite = tmp_path / "suite"
-    suite.mkdir()
-    (suite / "pytest.ini").write_text(MARKERS + "filterwarnings = error\n")
-    (suite / "test_it.py").write_text(
-        "import pytest\n@pytest.mark.gpu\n@pytest.mark.nccl\ndef test_a(): pass\n"
-        "@pytest.mark.nccl(23000)\ndef test_b(): pass\n"
-    )
-    plain = run_pytest(suite, env, "-p", "support.skip_rules", "-ra")
-    strict = run_pytest(suite, env, "-p", "support.skip_rules", "-ra", "--require-gpu")
-    assert plain.returncode == pytest.ExitCode.OK
-    if nccl:
-        assert strict.returncode == pytest.ExitCode.OK, strict.stdout
-        assert "nccl: NCCL 22809, 23000 needed" in strict.stdout  # too old for one test: a skip
-        return
-    assert "nccl: CuPy finds no libnccl" in plain.stdout
-    assert strict.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "--require-gpu: nccl: CuPy finds no libnccl" in strict.stdout
-
-
-def test_a_cpu_run_never_imports_cupy(tmp_path):
-    env = fake_cupy(tmp_path, "raise AssertionError('nobody asked')")
-    (tmp_path / "fake" / "cupy" / "__init__.py").write_text("raise AssertionError('imported')\n")
-    env["PYTHONPATH"] += os.pathsep + str(TESTS)
-    (tmp_path / "pytest.ini").write_text(MARKERS)
-    (tmp_path / "test_it.py").write_text("def test_a(): pass\n")
-    result = run_pytest(tmp_path, env, "-p", "support.skip_rules")
-    assert result.returncode == pytest.ExitCode.OK, result.stdout + result.stderr
+def test_nccl_must_run_or_fail_with_require_gpu(suite, cupy):
+    text = "@pytest.mark.gpu\n" + marked(["nccl", "nccl(23000)"])
+    found = suite(text, "--require-gpu", gpus=None)
+    assert found.ret == pytest.ExitCode.OK
+    found.assert_outcomes(passed=1, skipped=1)  # too old for one test: a skip
+    found.stdout.fnmatch_lines(["*nccl: NCCL 22809, 23000 needed*"])
+    cupy.has_nccl = False
+    plain, strict = suite(text, gpus=None), suite(text, "--require-gpu", gpus=None)
+    assert plain.ret == pytest.ExitCode.OK
+    plain.stdout.fnmatch_lines(["*nccl: CuPy finds no libnccl"])
+    assert strict.ret == pytest.ExitCode.TESTS_FAILED
+    strict.stdout.fnmatch_lines(["*--require-gpu: nccl: CuPy finds no libnccl"])

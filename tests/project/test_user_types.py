@@ -37,18 +37,13 @@ def fits(value: Any, said: Any) -> bool:
     return kind is not dict or all(fits(each, inner[1]) for each in value.values())
 
 
-def test_results_have_the_annotated_types(monkeypatch):
+def test_results_have_the_annotated_types_and_refused_calls_raise(monkeypatch):
     said = []
     monkeypatch.setitem(sys.modules, "torch", WITHOUT_PYTORCH)
     monkeypatch.setattr(typing, "assert_type", lambda *pair: said.append(pair))
-    runpy.run_path(str(PROGRAM))
+    names = runpy.run_path(str(PROGRAM))
     assert len(said) > 20
     assert [(value, kind) for value, kind in said if not fits(value, kind)] == []
-
-
-def test_refused_calls_raise(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", WITHOUT_PYTORCH)
-    names = runpy.run_path(str(PROGRAM))
     tree = ast.parse(PROGRAM.read_text(encoding="utf-8"))
     (refused,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "refused"]
     calls = [ast.unparse(each) for each in refused.body[1:]]

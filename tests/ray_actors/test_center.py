@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ray_actors.actor_world import load
-from support import compiled_first
+from support.compiled_first import check_compiled_first
 
 import gradreduce as gr
 
@@ -243,13 +243,20 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     assert client.ask("registry", "list_begun") == []
 
 
+class Decay(gr.Optimizer):
+    """A rule in Python."""
+
+    def _apply(self, variable, slots, gradient):
+        variable -= gradient
+
+
 @pytest.mark.parametrize("distance_scale", [None, 0.5])
 @pytest.mark.parametrize(
     "rule",
     [
         lambda: gr.MomentumOptimizer(0.1, 0.9),
         lambda: gr.AdamOptimizer(master_dtype="float32"),
-        lambda: compiled_first.Decay("decay"),
+        lambda: Decay("decay"),
     ],
     ids=["momentum", "masters", "python"],
 )
@@ -263,10 +270,15 @@ def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, ru
         monkeypatch.setattr(settings, "open_device", lambda self: actor.devices[0])
         center = gr.AGNCenter(worker)
         center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")
-        yield from compiled_first.agn(
-            worker, rule, worker.devices[0], sparse=True, center=center,
-            distance_scale=distance_scale,
-        )  # fmt: skip
+        getter = gr.AGNCustomGetter(worker.devices[0], center=center)
+        whole = np.ones((4, 3), np.float16)
+        one, two = [gr.get_variable(name, whole, custom_getter=getter) for name in "ab"]
+        optimizer = gr.AGNOptimizer(rule(), 1, getter, 2, distance_scale=distance_scale)
+        yield
+        rows = gr.IndexedSlices(whole[:2], [1, 2])
+        for given in (whole, whole, rows, rows, rows, whole):
+            optimizer.apply_gradients([(given, one), (whole, two)])
+            yield
 
     with gr.open_mesh(1, backend="sim") as watched, gr.open_mesh(1, backend="sim") as other:
-        compiled_first.check_compiled_first(watched, calls)
+        check_compiled_first(watched, calls)

@@ -33,6 +33,13 @@ class FinishedRun(NamedTuple):
     stderr: str
     folder: Path
 
+    def check_passed(self, *, may_skip: bool = False) -> None:
+        """Checks that this was a run of pytest in which tests passed."""
+        assert self.returncode == 0, self.stdout[-6000:] + self.stderr
+        counted = self.stdout.strip().splitlines()[-1]
+        assert " passed" in counted, counted
+        assert may_skip or "skipped" not in counted, counted
+
 
 class BackgroundRunner:
     """A thread that runs processes one after the other.

@@ -37,7 +37,6 @@ _all_examples = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--sample-exhaustive``."""
     parser.addoption(
         "--sample-exhaustive",
         metavar="SEED:COUNT",
@@ -137,7 +136,6 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 
 
 def _named(config: pytest.Config) -> set[str]:
-    """The node ids on the command line."""
     return {argument.replace("\\", "/") for argument in config.args}
 
 

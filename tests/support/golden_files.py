@@ -110,8 +110,9 @@ def template(text: ast.expr) -> str:
 
 def messages_of(tree: ast.Module) -> Iterator[str]:
     """The messages of the errors that a file creates or raises, each with its class."""
-    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    raised = {node.exc for node in nodes if isinstance(node, ast.Raise)}
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             text = ", ".join(template(argument) for argument in node.args)
@@ -138,7 +139,6 @@ FILES = {
 
 
 def text_of(name: str) -> str:
-    """The content of a golden file, from the current code."""
     return "".join(f"{line}\n" for line in FILES[name]())
 
 

@@ -52,7 +52,6 @@ def segment_sum(*operands, **options) -> None:
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def implementation(request) -> str:
-    """``kernels=`` of a simulated mesh."""
     return request.param
 
 
@@ -81,7 +80,6 @@ def opened(implementation: str) -> Iterator[Device]:
 
 
 def recorded(device: Device) -> AbstractContextManager[Journal]:
-    """A journal of what the device does in this context."""
     return device.mesh_state.log.journal()
 
 
@@ -169,7 +167,6 @@ def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operan
 
 
 def blank_values(size: int, dtype: DTypeLike) -> np.ndarray:
-    """Values that no result has."""
     dtype = as_dtype(dtype)
     return np.full(size * dtype.itemsize, BLANK, np.uint8).view(dtype)
 
@@ -177,7 +174,6 @@ def blank_values(size: int, dtype: DTypeLike) -> np.ndarray:
 def operands(
     device: Device, values: Sequence[np.ndarray], starts: Sequence[int] | None = None
 ) -> list[Operand]:
-    """One operand per entry of ``values``."""
     return [
         Operand(device, part, start)
         for part, start in zip(values, starts or [0] * len(values), strict=True)

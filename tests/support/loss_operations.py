@@ -21,22 +21,15 @@ PAIRS: list[tuple[Shape, ...]] = [
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: the name of its test.
-        do: computes the operation; takes NumPy or HIPS autograd's NumPy module, and the operands.
-        shapes: the operands' shapes, one entry per case.
-        low: the smallest value of an operand.
-        high: the largest value of an operand.
-        oracle: computes the same by operations that HIPS autograd supports, if ``do`` uses others.
-    """
-
-    name: str
+    name: str  # the name of its test
+    # Computes the operation; takes NumPy or HIPS autograd's NumPy module, and the operands.
     do: Callable[..., Any]
-    shapes: Sequence[tuple[Shape, ...]]
-    low: float = -1.7
-    high: float = 1.7
+    shapes: Sequence[tuple[Shape, ...]]  # the operands' shapes, one entry per case
+    low: float = -1.7  # the smallest value of an operand
+    high: float = 1.7  # the largest value of an operand
+    # Computes the same by operations that HIPS autograd supports, if ``do`` uses others.
     oracle: Callable[..., Any] | None = None
 
     def __str__(self) -> str:

@@ -7,50 +7,46 @@ queue, which could hide a missing wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations, starmap
 from unittest.mock import patch
 
 import numpy as np
-from optim.agn.team import Own, Worker
-from optim.test_update_rules import RULES
-from support.all_reduce_jobs import pack, reduce_jobs
 from support.captures import captured
-from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
+from support.exact_data import DTYPES, FLOATS, random_data, same
 from support.implementations import segment_sum
-from support.reduction_calls import arrays_of, dense, everything
+from support.reduction_calls import (
+    SHAPES,
+    arrays_of,
+    dense,
+    everything,
+    on_each,
+    on_one_gpu,
+    overwrite,
+    read,
+)  # fmt: skip
+from support.training_programs import (
+    AGN_WAYS,
+    CLIPPED,
+    OPTIMIZERS,
+    clipped,
+    crossed,
+    mirrored,
+    optimized,
+    trained,
+    trained_by_agn,
+)  # fmt: skip
 
 import gradreduce as gr
 from gradreduce.device import Buffer, Mesh, as_dtype, mean_dtype
 from gradreduce.ops import plan_segments
 from gradreduce.reduce import pipeline
-from gradreduce.reduce.algorithm import Job
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.reduce.packing import plan_packing
 from gradreduce.sums.aggregators import aggregate_buffers
 
 Program = Callable[[Mesh], list[np.ndarray]]
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-SHAPES = [(33, 7), (5,), (), (40, 45)]
-
-
-def read(buffers: Iterable[Buffer]) -> list[np.ndarray]:
-    return [buffer.numpy() for buffer in reversed(list(buffers))]
-
-
-def overwrite(*lists: Iterable[Buffer]) -> None:
-    for buffer in [each for buffers in lists for each in buffers]:
-        buffer.device.upload(np.full(buffer.shape, 9, buffer.dtype), out=buffer)
-
-
-def on_each(mesh: Mesh, shape, dtype="float32", seed: int = 0) -> list[Buffer]:
-    return dense(mesh, shape, dtype, seed).buffers
-
-
-def on_one_gpu(mesh: Mesh) -> Mesh:
-    """The devices of the GPU that has the most."""
-    return mesh[list(max(mesh.by_physical.values(), key=len))]
 
 
 def has_peers(mesh: Mesh) -> bool:
@@ -64,10 +60,10 @@ PACKINGS = ({}, {"num_packs": 2}, {"num_packs": 0, "agg_small_grads_max_bytes": 
 GROUPS = {2: ((1, 0), ()), 3: ((2, 0), (1,)), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
 
 
-def every_dtype(algorithm: str, mesh: Mesh, **options) -> list[np.ndarray]:
+def every_dtype(algorithm: str, mesh: Mesh, dtypes=DTYPES, **options) -> list[np.ndarray]:
     """The inputs are freed while the reduction is queued; new tensors reuse their memory."""
     kept = []
-    for turn, dtype in enumerate(DTYPES):
+    for turn, dtype in enumerate(dtypes):
         cross = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **PACKINGS[turn % 3], **options)
         op = SUM if dtype.kind in "iu" else MEAN
         columns = [dense(mesh, shape, dtype, place) for place, shape in enumerate(SHAPES)]
@@ -83,12 +79,12 @@ def in_groups(mesh: Mesh) -> list[np.ndarray]:
 def gathered(mesh: Mesh) -> list[np.ndarray]:
     """Integers of 16 bits, which NCCL cannot add."""
     kept = []
-    for num_packs in (1, 0, 3):
+    for num_packs, op in ((1, SUM), (1, MEAN), (0, MEAN), (3, SUM)):
         for shapes in (SHAPES, SHAPES[::-1]):
             columns = [on_each(mesh, shape, "uint16", place) for place, shape in enumerate(shapes)]
             grads = [list(row) for row in zip(*columns, strict=True)]
             cross = gr.NcclAllReduce(num_packs, mesh=mesh)
-            reduced = cross.all_reduce(grads, SUM, output_type="buffer")
+            reduced = cross.all_reduce(grads, op, output_type="buffer")
             overwrite(*grads)
             kept += [buffer for row in reduced for buffer in row]
     return read(kept)
@@ -171,6 +167,18 @@ def repeated(
     return read(kept)
 
 
+def flat(mesh: Mesh) -> list[np.ndarray]:
+    """Steps that overwrite the gradients of the step before."""
+    buffer = mesh.flat_buffer([(5,), (7,)], "float16")
+    step = buffer.prepare_all_reduce(MEAN, cross_device_ops=gr.HierarchicalCopyAllReduce(mesh=mesh))
+    for turn in range(2):
+        for view in [view for views in buffer.views for view in views]:
+            view.device.upload(random_data(view.shape, "float16", seed=turn), out=view)
+        step()
+        step()
+    return read(view for views in buffer.views for view in views)
+
+
 def captured_copies(mesh: Mesh) -> list[np.ndarray]:
     """Two graphs of different devices; later copies and uploads on either queue wait for them."""
     first, second, third = mesh.devices[0], mesh.devices[1], mesh.devices[-1]
@@ -197,33 +205,13 @@ def spread(mesh: Mesh) -> list[np.ndarray]:
     return list(arrays_of(gr.NcclAllReduce().broadcast(source, mesh)))
 
 
-def jobs_alone(algorithm: str, mesh: Mesh) -> list[np.ndarray]:
-    """Partial sums that a peer reads, also in place."""
-    kept = []
-    for num_outs in (1, 2):
-        columns = [on_each(mesh, (70,), seed=turn) for turn in range(2)]
-        outs = columns[0] if num_outs == 1 else on_each(mesh, (70,), seed=3)
-        jobs = [Job(columns[0], outs), Job(columns[1], columns[1], 3.0)]
-        reduce_jobs(algorithm, jobs)
-        if num_outs == 2:
-            overwrite(columns[0])
-        kept += [*outs, *columns[1]]
-    return read(kept)
-
-
-def packs_alone(mesh: Mesh) -> list[np.ndarray]:
-    gradients = [on_each(mesh, (37,)), on_each(mesh, (5, 3))]
-    plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
-    packed = pack(plans, gradients, mesh.devices, consume=False)
-    overwrite(*gradients)
-    return read(packed[0].inputs)
-
-
 # -- sums on one device ---------------------------------------------------------------------------
 
 
-def sum_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.ReductionToOneDevice().reduce(MEAN, value, mesh.devices[0]).primary
+def gradient_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
+    accumulator = gr.ConditionalAccumulator("bfloat16", device=mesh.devices[0])
+    accumulator.apply_grad(value.buffers[1], cast=True)
+    return accumulator.accumulator_ref.totals[0]
 
 
 def rows_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
@@ -231,24 +219,19 @@ def rows_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
     return gr.ReductionToOneDevice().reduce(SUM, tables, mesh.devices[0]).primary.values
 
 
-def terms_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.add_n(value.buffers)
+PEER_READERS: dict[str, Callable[[Mesh, gr.PerReplica], Buffer]] = {
+    "sum": lambda mesh, value: gr.ReductionToOneDevice().reduce(MEAN, value, mesh[0]).primary,
+    "terms": lambda mesh, value: gr.add_n(value.buffers),
+    "partial sums": lambda mesh, value: gr.add_n([*value.buffers, *value.buffers]),
+    "rows": rows_of,
+    "gradient": gradient_of,
+}
 
 
-def partial_sums_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    return gr.add_n([*value.buffers, *value.buffers])
-
-
-def gradient_of(mesh: Mesh, value: gr.PerReplica) -> Buffer:
-    accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
-    accumulator.apply_grad(value.buffers[1])
-    return accumulator.accumulator_ref.totals[0]
-
-
-def read_by_a_peer(use: Callable[[Mesh, gr.PerReplica], Buffer], mesh: Mesh) -> list[np.ndarray]:
+def read_by_a_peer(reader: str, mesh: Mesh) -> list[np.ndarray]:
     """Overwrites memory of a peer while the launch that reads it is queued."""
     value = dense(mesh, (40, 7), "float32", 1)
-    made = use(mesh, value)
+    made = PEER_READERS[reader](mesh, value)
     overwrite(value.buffers[::-1])
     return [made.numpy()]
 
@@ -403,159 +386,6 @@ def sparse_side_by_side(dtype: str, mesh: Mesh) -> list[np.ndarray]:
     return [array for acc in accs for array in _taken(acc)]
 
 
-# -- training -------------------------------------------------------------------------------------
-
-
-def trained(algorithm: str, num_packs: int, mesh: Mesh, **options) -> list[np.ndarray]:
-    """Steps with three micro-batches; of those that are clipped, one is not finite."""
-    rng = np.random.default_rng(5)
-    cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
-    variables = [gr.Variable(rng.normal(size=shape).astype("f4"), str(shape), device=mesh)
-                 for shape in SHAPES]  # fmt: skip
-    step = gr.SyncStep(variables, gr.MomentumOptimizer(0.1, 0.9), cross, **options)
-    for number in range(3):
-        terms = [[list(rng.normal(size=(3, *shape)).astype("f4")) for shape in SHAPES]
-                 for _ in mesh]  # fmt: skip
-        is_wrong = number == 1 and "clip_norm" in options
-        if is_wrong:
-            terms[-1][0][2][0] = np.inf
-        assert step(terms) is not is_wrong
-    return read(buffer for variable in variables for buffer in variable.buffers)
-
-
-CLIPPED = {"clip_norm": 1.0, "loss_scale": gr.DynamicLossScale(8.0, growth_interval=2)}
-
-
-class Signs(gr.Optimizer):
-    """A rule that a user has written."""
-
-    _slot_names = ("mean",)
-
-    def __init__(self, **more):
-        super().__init__("Signs", **more)
-
-    def _apply(self, variable, slots, gradient):
-        slots["mean"] += gradient
-        variable -= np.sign(slots["mean"])
-
-
-OPTIMIZERS = {
-    **{name: make for name, (_, make, _) in RULES.items()},
-    "lazy adam": lambda **more: gr.AdamOptimizer(0.5, lazy=True, **more),
-    "own": Signs,
-}
-
-
-def optimized(make: Callable[..., gr.Optimizer], mesh: Mesh) -> list[np.ndarray]:
-    """Dense and sparse gradients, per replica and of one device, and a checkpoint on the way."""
-    optimizer = make(master_dtype="float32")
-    table = gr.Variable(exact_data((7, 3), "float16"), "table", device=mesh)
-    weights = gr.Variable(exact_data((40,), "float32"), "weights", device=mesh)
-    alone = gr.Variable(exact_data((5,), "float32"), "alone", device=mesh.devices[1])
-    for turn in range(3):
-        given = exact_data((6, 4, 3), "float16", seed=turn)
-        parts = [gr.IndexedSlices(part, [5, turn, 5, 2]) for part in given[: len(mesh)]]
-        whole = list(exact_data((len(mesh), 40), "float32", seed=turn))
-        pairs = [(gr.PerReplica(parts, mesh), table), (gr.PerReplica(whole, mesh), weights),
-                 (exact_data((5,), "float32", seed=turn), alone)]  # fmt: skip
-        optimizer.cross_device_ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        optimizer.apply_gradients(pairs)
-        if turn == 1:
-            optimizer.load_state_dict(optimizer.state_dict(), [alone, table, weights])
-        del given, parts, whole, pairs
-    kept = [table, weights, alone, *optimizer.variables()]
-    return read(buffer for each in kept for buffer in each.buffers)
-
-
-def crossed(has_copies: bool, is_sparse: bool, mesh: Mesh) -> list[np.ndarray]:
-    """A variable on both devices of a GPU, or a gradient on the device without a copy of it."""
-    near = on_one_gpu(mesh)
-    home, beside = near.devices[0], near.devices[-1]
-    start = np.zeros((6, 3), "float32")
-    variable = gr.Variable(start, "v", device=near if has_copies else home)
-    optimizer = gr.MomentumOptimizer(0.5, 0.5)
-    for turn in range(4):
-        variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
-        owner = home if has_copies else beside
-        given = owner.empty((6, 3), "float32")
-        for seed in range(40):  # a reader that does not wait reads an earlier one
-            owner.upload(exact_data((6, 3), "float32", seed=seed), out=given)
-        if is_sparse:
-            given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
-        optimizer.apply_gradients([(given, variable)])
-        del given
-    return read(buffer for each in (variable, *optimizer.variables()) for buffer in each.buffers)
-
-
-def mirrored(mesh: Mesh) -> list[np.ndarray]:
-    """A gradient that is overwritten when the update has returned."""
-    variable = gr.Variable(random_data((37,), "float32"), device=mesh)
-    value = random_data((37,), "float32", seed=1)
-    gradient = gr.Mirrored([device.upload(value) for device in mesh], mesh)
-    gr.GradientDescentOptimizer(0.5).apply_gradients([(gradient, variable)])
-    overwrite(gradient.buffers)
-    return read(variable.buffers)
-
-
-def clipped(mesh: Mesh) -> list[np.ndarray]:
-    """Arrays that a queued launch of each device will write, overwritten after the call."""
-    given = []
-    for place, device in enumerate(mesh):
-        terms = [device.upload(exact_data((40,), "float32", seed=place)) for _ in range(2)]
-        given.append(gr.add_n(terms, output_type="buffer"))
-    found, norm = gr.clip_by_global_norm(given, 1.0)
-    overwrite(given)
-    return read([*found, norm])
-
-
-AGN_SHAPES = {"table": (7, 3), "weights": (40,), "bias": (5,)}
-AGN_WAYS = {
-    "momentum": (lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
-                 {"distance_scale": 2.0, "reset_momentum": True}),
-    "lazy adam": (lambda: gr.AdamOptimizer(0.5, lazy=True), {"use_locking": False}),
-    "own": (Own, {}),
-}  # fmt: skip
-
-
-def trained_by_agn(way: str, mesh: Mesh) -> list[np.ndarray]:
-    """Three workers, one with two replicas; their gradients are freed before they are read."""
-    (make, more), last = AGN_WAYS[way], len(mesh) - 1
-    center = gr.AGNCenter(mesh[[0, *range(2, len(mesh))]])
-    dtype = "float16" if way == "momentum" else "float32"
-    starts = {name: exact_data(shape, dtype) for name, shape in AGN_SHAPES.items()}
-    homes = [mesh.devices[1], mesh[[last, last - 1]], mesh.devices[0]]
-    team = [Worker(home, center, starts, make, 3, 2, **more) for home in homes]
-    for turn in range(9):
-        worker = team[turn % 3]
-        worker.step(_agn_gradients(worker, mesh, dtype, turn))
-        if turn == 4:
-            worker.optimizer.get_init_op(1)()
-        if turn == 5:
-            center.load_state_dict(center.state_dict())
-            worker.optimizer.load_state_dict(worker.optimizer.state_dict())
-    kept = [var for worker in team[::-1] for var in worker.variables.values()]
-    kept += [worker.getter.accumulation(var)
-             for worker in team for var in worker.variables.values()]  # fmt: skip
-    kept += [each for worker in team for each in worker.inner.variables()]
-    kept += [*center.variables(), *center._shared.slot_variables()]
-    return [buffer.numpy() for each in kept for buffer in each.buffers]
-
-
-def _agn_gradients(worker: Worker, mesh: Mesh, dtype: str, seed: int) -> dict:
-    home = mesh.devices[seed % len(mesh)]
-    grads = {name: home.upload(exact_data(shape, dtype, seed=seed))
-             for name, shape in AGN_SHAPES.items()}  # fmt: skip
-    if seed % 3 == 1:  # several replicas
-        whole = [exact_data(AGN_SHAPES["weights"], dtype, seed=seed + place) for place in (0, 1)]
-        grads["weights"] = gr.PerReplica(whole, devices=worker.getter.devices)
-    if seed % 2:
-        rows = exact_data((4, 3), dtype, seed=seed)
-        grads["table"] = gr.IndexedSlices(mesh.devices[-2].upload(rows), [5, seed % 7, 5, 2])
-    if seed > 5:
-        del grads["bias"]
-    return grads
-
-
 # -- all of them ----------------------------------------------------------------------------------
 
 
@@ -566,7 +396,6 @@ def _by_algorithm() -> dict[str, Program]:
         made[f"every dtype, {each}"] = partial(every_dtype, each)
         made[f"stages, {each}"] = partial(in_stages, each, 3)
         made[f"shares, {each}"] = partial(shares, each)
-        made[f"jobs, {each}"] = partial(jobs_alone, each)
         for num_packs, method in enumerate(gr.AggregationMethod):
             name = f"steps of training, {each}, {method.name}"
             made[name] = partial(trained, each, num_packs, aggregation_method=method)
@@ -582,11 +411,11 @@ PROGRAMS: dict[str, Program] = {
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
     "captured copies": captured_copies,
     "reduction groups": in_groups,
+    "half wire": partial(every_dtype, "hierarchical_copy", dtypes=FLOATS, wire_dtype="float16"),
+    "flat buffer": flat,
     "gathered by nccl": gathered,
     "broadcast by nccl": spread,
-    "packs": packs_alone,
-    **{use.__name__: partial(read_by_a_peer, use)
-       for use in (sum_of, rows_of, terms_of, partial_sums_of, gradient_of)},
+    **{f"{reader} of a peer": partial(read_by_a_peer, reader) for reader in PEER_READERS},
     "aggregated": aggregated,
     "sparse terms": sparse_terms,
     "segment sums": segment_sums,
@@ -598,6 +427,7 @@ PROGRAMS: dict[str, Program] = {
     **{f"sparse accumulators, {dtype}": partial(sparse_side_by_side, str(dtype))
        for dtype in FLOATS},
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
+    "checked steps of training": partial(trained, "hierarchical_copy", 0, check_finite=True),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},
     **{f"one GPU, {'copies' if copies else 'beside'}, {'rows' if rows else 'dense'}":

@@ -31,20 +31,13 @@ PLACEMENTS: tuple[tuple[int, ...], ...] = (
 
 @dataclass(frozen=True)
 class MeshCase:
-    """One simulated mesh, always strict.
+    """One simulated mesh, always strict."""
 
-    Attributes:
-        placement: the physical device of each logical one.
-        peer_access: whether a launch may touch another physical device's memory.
-        implementation: ``kernels=`` of the mesh.
-    """
-
-    placement: tuple[int, ...]
-    peer_access: bool = True
-    implementation: str = "numpy"
+    placement: tuple[int, ...]  # the physical device of each logical one
+    peer_access: bool = True  # whether a launch may touch another physical device's memory
+    implementation: str = "numpy"  # ``kernels=`` of the mesh
 
     def open(self) -> Mesh:
-        """Opens a mesh; use it in a ``with`` statement."""
         return gr.open_mesh(
             self.placement,
             backend="sim",
@@ -100,8 +93,6 @@ def numpy_mesh(request) -> Iterator[Mesh]:
 
 
 def mesh_of(devices: int | Sequence[int], *, scope: str = "function", **options):
-    """A fixture that opens a simulated mesh."""
-
     @pytest.fixture(scope=scope)
     def mesh() -> Iterator[Mesh]:
         with gr.open_mesh(devices, backend="sim", **options) as opened:
@@ -115,12 +106,10 @@ def placement_of(mesh: Mesh) -> list[int]:
 
 
 def owned(device: Device, array: np.ndarray) -> Buffer:
-    """A copy of ``array`` in memory of the device's pool."""
     return device.upload(array)
 
 
 def adopted(device: Device, array: np.ndarray) -> Buffer:
-    """A Buffer on the caller's own memory."""
     buffer = device.put(array)
     assert not buffer.block.owned
     return buffer
@@ -159,7 +148,6 @@ def refused(mesh: Mesh, error: type[Exception], match: str) -> Iterator[None]:
 
 
 def launches_of(journal: Journal, name: str) -> list:
-    """The records of one kernel's launches."""
     return [record for record in journal.of("launch") if record.name == name]
 
 

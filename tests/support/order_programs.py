@@ -1,4 +1,4 @@
-"""Random programs of operations, run by NumPy in their order and by a mesh in a random one.
+"""Random programs of operations, run by a mesh at once and by another in a random order.
 
 An operation is a tuple: its name, and its arguments. A view is (slot, first element, size). A slot
 holds one array; ``renew`` drops it and makes another one. Any part of a program is a program, so
@@ -40,7 +40,6 @@ DTYPE = np.dtype(np.uint32)
 NUM_OPERATIONS = 48
 MOST_RUNS = 600  # to make a failing program shorter
 QUEUES = ("compute", "transfer")
-ROLES = ("own", "other", "both")  # of a slot, for a thread: it is its own, or both only read it
 
 View = tuple[int, int, int]
 Operation = tuple
@@ -59,21 +58,14 @@ MIX = Kernel("mix", "none", _mix, (("num_written", "int64"),), (), writes="num_w
 
 @dataclass(frozen=True)
 class Program:
-    """A program.
+    """A program."""
 
-    Attributes:
-        seed: the seed that made it.
-        placement: the physical device of each logical one.
-        homes: the device of each slot.
-        max_ranges: how many ranges of a block are tracked separately.
-        phases: in each phase the operations of each thread, which begins when all threads have
-            finished the phase before. Threads of a phase write nothing that another one uses.
-    """
-
-    seed: int
-    placement: tuple[int, ...]
-    homes: tuple[int, ...]
-    max_ranges: int
+    seed: int  # the seed that made it
+    placement: tuple[int, ...]  # the physical device of each logical one
+    homes: tuple[int, ...]  # the device of each slot
+    max_ranges: int  # how many ranges of a block are tracked separately
+    # In each phase the operations of each thread, which begins when all threads have finished the
+    # phase before. Threads of a phase write nothing that another one uses.
     phases: tuple[tuple[tuple[Operation, ...], ...], ...]
 
     def __str__(self) -> str:
@@ -84,38 +76,20 @@ class Program:
                 lines += [f"  phase {number}, thread {thread}: {each}" for each in operations]
         return "\n".join(lines)
 
-    def without(self, *at: int) -> Program:
-        """The program without one operation, given by its place; inside of a recorded step too."""
+    def without(self, phase: int, thread: int, at: int) -> Program:
+        phases = [list(threads) for threads in self.phases]
+        operations = phases[phase][thread]
+        phases[phase][thread] = operations[:at] + operations[at + 1 :]
+        return replace(self, phases=tuple(map(tuple, phases)))
 
-        def left_out(operations: tuple[Operation, ...], at: tuple[int, ...]) -> tuple:
-            first, *rest = at
-            found = operations[first]
-            if rest and found[0] != "record":
-                raise IndexError  # what contained it was left out
-            kept = ((*found[:3], left_out(found[3], tuple(rest))),) if rest else ()
-            return operations[:first] + kept + operations[first + 1 :]
-
-        phase, thread, *rest = at
-        threads = list(self.phases[phase])
-        threads[thread] = left_out(threads[thread], tuple(rest))
-        phases = list(self.phases)
-        phases[phase] = tuple(threads)
-        return replace(self, phases=tuple(phases))
-
-    def places(self) -> Iterator[tuple[int, ...]]:
-        """The places of all operations, from the last to the first."""
-        for phase, threads in reversed(list(enumerate(self.phases))):
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """The places of all operations; those of a thread from the last to the first."""
+        for phase, threads in enumerate(self.phases):
             for thread, operations in enumerate(threads):
-                for at, each in reversed(list(enumerate(operations))):
-                    yield phase, thread, at
-                    if each[0] == "record":
-                        for inner in reversed(range(len(each[3]))):
-                            yield phase, thread, at, inner
+                yield from ((phase, thread, at) for at in reversed(range(len(operations))))
 
 
 class _Writer:
-    """Writes a random program."""
-
     def __init__(self, seed: int) -> None:
         self._random = pick = random.Random(seed)
         num_physical = pick.choice((1, 2, 2, 3))
@@ -290,7 +264,6 @@ class _Writer:
 
 
 def random_program(seed: int) -> Program:
-    """A random program."""
     return _Writer(seed).program
 
 
@@ -300,100 +273,6 @@ def _first(slot: int) -> np.ndarray:
 
 def _host_values(size: int, number: int) -> np.ndarray:
     return np.arange(size, dtype=DTYPE) * (2 * number + 1) + number
-
-
-class Model:
-    """NumPy runs a program in the order of its operations.
-
-    Attributes:
-        seen: what each thread has downloaded.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._arrays = [_first(slot) for slot in range(len(program.homes))]
-        self._steps: dict[int, list[Callable[[], None]]] = {}
-        self._batches: dict[int, list[np.ndarray]] = {}
-        self._recorded: list[Callable[[], None]] | None = None
-        self.seen: list[list[np.ndarray]] = [[], []]
-        for phase in program.phases:
-            for self._thread, operations in enumerate(phase):
-                for each in operations:
-                    getattr(self, each[0])(*each[1:])
-        self.last = [array.copy() for array in self._arrays]
-
-    def _view(self, view: View) -> np.ndarray:
-        slot, start, size = view
-        return self._arrays[slot][start : start + size]
-
-    def _run(self, work: Callable[[], None]) -> None:
-        work()
-        if self._recorded is not None:
-            self._recorded.append(work)
-
-    def launch(self, device, queue, num_written, rows) -> None:
-        arrays = [list(map(self._view, row)) for row in rows]
-        self._run(partial(_mix, arrays, num_written))
-
-    def copy(self, at, queue, target, source) -> None:
-        self._run(partial(np.copyto, self._view(target), self._view(source)))
-
-    def fill(self, view) -> None:
-        self._run(partial(self._view(view).fill, 0))
-
-    def upload(self, queue, view, number) -> None:
-        self._view(view)[...] = _host_values(view[2], number)
-
-    def download(self, device, view) -> None:
-        self.seen[self._thread].append(self._view(view).copy())
-
-    def renew(self, slot, how, queue, source) -> None:
-        before, self._arrays[slot] = self._arrays[source], np.zeros(SIZE, DTYPE)
-        if how == "zeros":
-            self.fill((slot, 0, SIZE))
-        elif how == "copy":
-            self._run(partial(np.copyto, self._arrays[slot], before))
-        else:
-            self._arrays[slot][...] = _first(slot)
-
-    def collective(self, name, queue, inputs, outputs, root) -> None:
-        ins, outs = list(map(self._view, inputs)), list(map(self._view, outputs))
-
-        def work() -> None:
-            made = {
-                "broadcast": lambda: ins[root].copy(),
-                "all_gather": lambda: np.concatenate(ins),
-            }.get(name, lambda: np.add.reduce(ins, dtype=DTYPE))()
-            for out in [outs[root]] if name == "reduce" else outs:
-                out[...] = made
-
-        self._run(work)
-
-    def exchange(self, device, queue, sends, receives) -> None:
-        ins, outs = list(map(self._view, sends)), list(map(self._view, receives))
-        self._run(partial(_move, ins, outs))
-
-    def host(self, slot) -> None:
-        array = self._arrays[slot]
-        array *= 5
-
-    def batch(self, number, device, outs, terms) -> None:
-        arrays = self._batches.setdefault(number, list(map(self._view, outs)))
-        rows = list(zip(arrays, map(self._view, terms), strict=True))
-        self._run(partial(_mix, rows, 1))
-
-    def record(self, number, kind, operations) -> None:
-        self._recorded = []
-        for each in operations:
-            getattr(self, each[0])(*each[1:])
-        self._steps[number], self._recorded = self._recorded, None
-
-    def replay(self, number) -> None:
-        for work in self._steps.get(number, ()):
-            work()
-
-    def forget(self, number) -> None:
-        self._steps.pop(number, None)
 
 
 def _move(sends: Sequence[np.ndarray], receives: Sequence[np.ndarray]) -> None:
@@ -435,8 +314,6 @@ class _Step:
 
 
 class OnMesh:
-    """The operations of a program, on a mesh."""
-
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self._mesh, self._state = mesh, mesh.mesh_state
         self._buffers = [mesh[home].upload(_first(slot)) for slot, home in enumerate(program.homes)]
@@ -550,9 +427,11 @@ def _together(found: OnMesh, phase: Sequence[Sequence[Operation]]) -> list[list[
         sys.setswitchinterval(before)
 
 
-def difference(program: Program, schedule: int, model: Model | None = None) -> str:
-    """Runs a program under a schedule; what is wrong, or nothing."""
-    model = Model(program) if model is None else model
+def _run(program: Program, schedule: int | None) -> list[list[np.ndarray]]:
+    """What each thread has downloaded, and all slots at the end.
+
+    Without a schedule, a mesh runs each operation when it is submitted, in this thread alone.
+    """
     with (
         patch.object(uses, "MAX_RANGES", program.max_ranges),
         gr.open_mesh(program.placement, backend="sim", schedule_seed=schedule) as mesh,
@@ -561,25 +440,29 @@ def difference(program: Program, schedule: int, model: Model | None = None) -> s
         found = OnMesh(program, mesh)
         seen: list[list[np.ndarray]] = [[], []]
         for phase in program.phases:
-            for thread, downloaded in enumerate(_together(found, phase)):
+            together = map(found.run, phase) if schedule is None else _together(found, phase)
+            for thread, downloaded in enumerate(together):
                 seen[thread] += downloaded
         last = found.last()
         mesh.mesh_state.processes = alone
-    for thread, (ours, wanted) in enumerate(zip(seen, model.seen, strict=True)):
-        for number, (one, other) in enumerate(zip(ours, wanted, strict=True)):
+    return [*seen, last]
+
+
+def difference(program: Program, schedule: int, wanted: list[list[np.ndarray]]) -> str:
+    """Runs a program under a schedule; what is wrong, or nothing."""
+    lists = zip(_run(program, schedule), wanted, strict=True)
+    for place, (ours, theirs) in zip(("thread 0", "thread 1", "slots"), lists, strict=True):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             if not np.array_equal(one, other):
-                return f"thread {thread}, download {number}: {one}, expected {other}"
-    for slot, (one, other) in enumerate(zip(last, model.last, strict=True)):
-        if not np.array_equal(one, other):
-            return f"slot {slot} at the end: {one}, expected {other}"
+                return f"{place}, {number}: {one}, expected {other}"
     return ""
 
 
 def check(program: Program, schedules: Sequence[int]) -> None:
     """Raises ``AssertionError`` with a short program if one schedule gives other values."""
-    model = Model(program)
+    wanted = _run(program, None)
     for schedule in schedules:
-        wrong = difference(program, schedule, model)
+        wrong = difference(program, schedule, wanted)
         if wrong:
             short, wrong = _shortened(program, [schedule, *schedules], wrong)
             raise AssertionError(f"schedule_seed={schedule}: {wrong}\n{short}")
@@ -591,15 +474,13 @@ def _shortened(program: Program, schedules: Sequence[int], wrong: str) -> tuple[
     while changed:
         changed = False
         for place in list(program.places()):
-            try:
-                shorter = program.without(*place)
-            except IndexError:
-                continue
+            shorter = program.without(*place)
+            wanted = _run(shorter, None)
             for schedule in schedules:
                 num_runs += 1
                 if num_runs > MOST_RUNS:
                     return program, wrong
-                found = difference(shorter, schedule)
+                found = difference(shorter, schedule, wanted)
                 if found:
                     program, wrong, changed = shorter, f"{schedule=}: {found}", True
                     break

@@ -48,7 +48,6 @@ class Run(NamedTuple):
 
 
 def run_scenario(launcher: str, size: int, scenario: str, *arguments: str, **options: int) -> Run:
-    """Runs a scenario of ``program.py``; see ``run``."""
     return run(launcher, size, str(PROGRAM), scenario, launcher, *arguments, **options)
 
 
@@ -64,7 +63,6 @@ def check_scenario(
 def run_fault(
     launcher: str, size: int, fault: str, call: str = "reduce", deadline: float = 3.0
 ) -> Run:
-    """Runs ``fault_program.py``; see ``run``."""
     return run(launcher, size, str(FAULT_PROGRAM), launcher, fault, call, str(deadline))
 
 
@@ -125,7 +123,6 @@ def result_of(program: subprocess.Popen[str], run_id: str) -> Run:
 
 
 def processes_of(run_id: str) -> Iterator[int]:
-    """The processes of a run; they are not in the process group of their launcher."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or belongs to another user
             if f"{RUN_ID}={run_id}".encode() in path.read_bytes():
@@ -133,7 +130,6 @@ def processes_of(run_id: str) -> Iterator[int]:
 
 
 def end_all(run_id: str) -> None:
-    """Ends the processes of a run that still exist."""
     for process in processes_of(run_id):
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

@@ -65,7 +65,6 @@ def unique_name(request: pytest.FixtureRequest, cluster: None) -> str:
 
 
 def in_actor(name: str, function: Callable[[Any], Any]) -> Any:
-    """Calls a function with the object of an actor, in its process."""
     import ray
 
     actor = ray.get_actor(name, namespace="gradreduce")

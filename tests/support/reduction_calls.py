@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from support.exact_data import random_data
 
 import gradreduce as gr
-from gradreduce.device import Mesh
+from gradreduce.device import Buffer, Mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPES = [(33, 7), (5,), (), (40, 45)]
 
 
 def everything(mesh: Mesh, algorithm: str) -> list[np.ndarray]:
@@ -50,6 +51,24 @@ def dense(mesh: Mesh, shape, dtype, seed: int) -> gr.PerReplica:
     return gr.PerReplica(
         [device.upload(data(shape, dtype, seed + 7 * device.index)) for device in mesh], mesh
     )
+
+
+def read(buffers: Iterable[Buffer]) -> list[np.ndarray]:
+    return [buffer.numpy() for buffer in reversed(list(buffers))]
+
+
+def overwrite(*lists: Iterable[Buffer]) -> None:
+    for buffer in [each for buffers in lists for each in buffers]:
+        buffer.device.upload(np.full(buffer.shape, 9, buffer.dtype), out=buffer)
+
+
+def on_each(mesh: Mesh, shape, dtype="float32", seed: int = 0) -> list[Buffer]:
+    return dense(mesh, shape, dtype, seed).buffers
+
+
+def on_one_gpu(mesh: Mesh) -> Mesh:
+    """The devices of the GPU that has the most."""
+    return mesh[list(max(mesh.by_physical.values(), key=len))]
 
 
 def table(device, seed: int) -> gr.IndexedSlices:

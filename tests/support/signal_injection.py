@@ -107,7 +107,6 @@ class SignalInjection:
 
 
 def num_points_of(call: Callable[[], object]) -> int:
-    """The number of points of a call."""
     with SignalInjection(0, raise_interrupt) as injection:
         call()
     return injection.points

@@ -23,6 +23,7 @@ COMPILER_WHEELS = {
     "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
     "nvidia-cuda-nvdisasm": "cu13/bin/nvdisasm",
 }
+LIBRARIES = ("cupy", "torch", "jax", "ray", "safetensors", "uv")  # markers with their names
 
 
 def count_gpus() -> tuple[int, str]:
@@ -81,12 +82,7 @@ class SkipLedger:
             "nccl": self._lacks_nccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
-            "cupy": self._lacks_library,
-            "torch": self._lacks_library,
-            "jax": self._lacks_library,
-            "ray": self._lacks_library,
-            "safetensors": self._lacks_library,
-            "uv": self._lacks_library,
+            **dict.fromkeys(LIBRARIES, self._lacks_library),
             "mpi": self._lacks_mpi,
         }
 
@@ -177,12 +173,10 @@ class SkipLedger:
         self.forbidden.append((report.nodeid, str(reason)))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fails a run that passed but had a forbidden skip."""
         if self.forbidden and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the number of skips per need, and the forbidden ones by name."""
         if self.allowed:
             counts = Counter(self.allowed.values())
             text = ", ".join(f"{name} {counts[name]}" for name in self._needs if counts[name])
@@ -200,7 +194,6 @@ class SkipLedger:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--require-gpu`` and ``--require``."""
     parser.addoption(
         "--require-gpu",
         action="store_true",
@@ -218,8 +211,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Installs the ledger; with ``--require-gpu`` and no GPU the run ends here."""
     ledger = SkipLedger(
-        require_gpu=config.getoption("--require-gpu"),
-        required=tuple(config.getoption("--require")),
+        require_gpu=config.getoption("--require-gpu"), required=tuple(config.getoption("--require"))
     )
     if ledger.require_gpu and not ledger.gpus[0]:
         raise pytest.UsageError(f"--require-gpu: no CUDA device ({ledger.gpus[1]})")

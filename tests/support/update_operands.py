@@ -16,7 +16,6 @@ from gradreduce.ops import RULE_KERNELS, RULES, RuleKernel, update_rows
 
 
 def rule_of(kernel: RuleKernel) -> str:
-    """The name of the kernel's rule."""
     return kernel.name.removeprefix(f"{kernel.variant}_")
 
 
@@ -76,18 +75,14 @@ def changed(case, values, grad, given):
 
 
 class UpdateBody(RowBody):
-    """Every rule in one variant of the kernel, against its formula.
-
-    Attributes:
-        variant: the variant.
-        leads: values of the scalar that the kernel takes before the scalars of the rule.
-    """
+    """Every rule in one variant of the kernel, against its formula."""
 
     cases = CASES
     few = (CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True))
     sized = few  # all rules share one kernel body
     groups = tuple({"case": case} for case in CASES if case[0] == "momentum")
-    variant: str
+    variant: str  # the variant
+    # Values of the scalar that the kernel takes before the scalars of the rule.
     leads: tuple[int, ...]
 
     def name_of(self, case):
@@ -111,7 +106,6 @@ class UpdateBody(RowBody):
         return row
 
     def lead_of(self, lead):
-        """The scalar before those of the rule, if the variant has one."""
         return [self.leads[-1] if lead is None else lead] if self.leads else []
 
     def launch(self, device, rows, lead=None, name="momentum", **scalars):
@@ -125,7 +119,6 @@ class UpdateBody(RowBody):
             return self.written(case, row, scalars, *self.lead_of(lead))
 
     def written(self, case, row, scalars, *lead):
-        """The expected values of the operands that are written."""
         raise NotImplementedError
 
     def check(self, device, case, rows, starts=None, **options):

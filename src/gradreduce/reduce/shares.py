@@ -25,10 +25,12 @@ def reduce_scatter(
             number of replicas.
     """
     results: list[tuple[Buffer, ...]] = [()] * len(requests)
-    for indices, counts in batches_of(requests, reduce_op)[0]:
-        gradients, plan = plan_requests(
-            settings, reduce_op, requests, indices, counts, call="reduce-scatter"
-        )
+    batches = batches_of(requests, reduce_op)[0]
+    planned = [
+        plan_requests(settings, reduce_op, requests, *batch, call="reduce-scatter")
+        for batch in batches
+    ]  # before the first launch, because each compiles its kernels
+    for (indices, _), (gradients, plan) in zip(batches, planned, strict=True):
         num_replicas = Replicas.of(gradients[0]).count
         rows = [
             [_rows_of(buffer, owner, num_replicas) for buffer in replicas]

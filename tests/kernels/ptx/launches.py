@@ -8,7 +8,6 @@ one is after the end of the launch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -23,8 +22,7 @@ from gradreduce.device import Kernel, Template, as_dtype
 from gradreduce.device.run.table import INLINE_WORDS, row_map, row_words, struct
 from gradreduce.ops import RuleKernel, plan_segments
 
-from .machine import Machine, Memory
-from .text import Entry
+from .machine import MOST, Machine, Memory
 
 CHUNK = 112  # items: seven vectors of bytes
 FAR = 1 << 33  # is added to the numbers of rows, before which nothing exists
@@ -34,21 +32,13 @@ ROWS += (0, 5)
 
 
 class Operand(NamedTuple):
-    """An operand; those with the same ``memory`` share it.
+    """An operand; those with the same ``memory`` share it."""
 
-    Attributes:
-        memory: its bytes.
-        dtype: its dtype.
-        start: the bytes by which its address misses a 16-byte boundary.
-        before: its elements that do not exist, before those in ``memory``.
-        more: is added to its integers, but not for the reference.
-    """
-
-    memory: np.ndarray
-    dtype: np.dtype
-    start: int = 0
-    before: int = 0
-    more: int = 0
+    memory: np.ndarray  # its bytes
+    dtype: np.dtype  # its dtype
+    start: int = 0  # the bytes by which its address misses a 16-byte boundary
+    before: int = 0  # its elements that do not exist, before those in ``memory``
+    more: int = 0  # is added to its integers, but not for the reference
 
     @property
     def content(self) -> np.ndarray:
@@ -66,22 +56,15 @@ Row = list[Operand]
 
 
 class Geometry(NamedTuple):
-    """How a launch is made.
+    """How a launch is made."""
 
-    Attributes:
-        inline: whether the rows are in the parameters, or in memory with their map.
-        threads: of a block.
-        skipped: items of the first row that do not exist, a multiple of ``CHUNK``.
-        blocks: the number of blocks, of which only those that have a chunk are run. 0: two chunks
-            for each block, or one if the rows are in memory.
-        after: the number of last rows that belong to the table, but not to the launch.
-    """
-
-    inline: bool
-    threads: int
-    skipped: int = 0
+    inline: bool  # whether the rows are in the parameters, or in memory with their map
+    threads: int  # of a block
+    skipped: int = 0  # items of the first row that do not exist, a multiple of ``CHUNK``
+    # The number of blocks, of which only those that have a chunk are run. 0: two chunks for each
+    # block, or one if the rows are in memory.
     blocks: int = 0
-    after: int = 0
+    after: int = 0  # the number of last rows that belong to the table, but not to the launch
 
 
 CROSSING = Geometry(True, 4, 2**32 // CHUNK * CHUNK, 2**17 + 1)
@@ -103,7 +86,6 @@ class Launch:
     def __init__(self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[float],
                  geometry: Geometry) -> None:  # fmt: skip
         self.kernel, self.rows, self.scalars, self.geometry = kernel, rows, scalars, geometry
-        self.executed, self.num_steps = Counter[int](), 0  # of the last run; see Machine
 
     @cached_property
     def expected(self) -> list[np.ndarray]:
@@ -115,16 +97,14 @@ class Launch:
             self.kernel.reference([row for row in launched if row[0].size], *self.scalars)
         return [operand for row in table for operand in row]
 
-    def problem(self, entry: Entry, most: int = 100_000) -> str:
+    def problem(self, machine: Machine, most: int = MOST) -> str:
         """Runs an entry; returns how its results differ from the reference, or nothing.
 
         Raises:
             PtxError: the entry does what no kernel may do, or runs more than ``most`` blocks.
         """
         memory, places = self._placed()
-        machine = self._machine(entry, memory, places)
-        machine.run(most)
-        self.executed, self.num_steps = machine.executed, machine.num_steps
+        self._run(machine, memory, places, most)
         operands = [each for row in self.rows for each in row]
         # A written operand comes first: its dtype is that of the results, some of which are NaN.
         first = {id(each.memory): each for each in reversed(operands)}
@@ -139,7 +119,6 @@ class Launch:
         return ""
 
     def _placed(self) -> tuple[Memory, dict[int, int]]:
-        """A memory with all operands, and the address of each."""
         num_written = self.kernel.num_written(self.scalars)
         written = {id(each.memory) for row in self.rows for each in row[:num_written]}
         memory, places = Memory(), dict[int, int]()
@@ -151,7 +130,7 @@ class Launch:
                     places[key] = memory.add(each.content, writes=writes, start=each.start)
         return memory, places
 
-    def _machine(self, entry: Entry, memory: Memory, places: dict[int, int]) -> Machine:
+    def _run(self, machine: Machine, memory: Memory, places: dict[int, int], most: int) -> None:
         inline, threads, skipped, blocks, after = self.geometry
         addresses = [
             [places[id(each.memory)] - each.before * each.dtype.itemsize for each in row]
@@ -179,7 +158,7 @@ class Launch:
             for (_, kind), value in zip(self.kernel.scalars, self.scalars, strict=True)
         ]
         parameters = [table.view(np.uint8)[: table.nbytes - 8 * num_unused], *scalars]
-        return Machine(entry, memory, parameters, grid, threads, first_block)
+        machine.run(memory, parameters, grid, threads, first_block, most)
 
 
 def values(size: int, dtype: str | np.dtype, number: int) -> np.ndarray:
@@ -224,7 +203,6 @@ LAUNCHES = {
 
 
 def dtypes_of(kernel, template, num_operands, num_written):
-    """Of each operand."""
     names = [name for name in template if isinstance(name, str)]
     if isinstance(kernel, RuleKernel):
         found = [dtype for _, dtype in layout(kernel, template)]
@@ -236,7 +214,6 @@ def dtypes_of(kernel, template, num_operands, num_written):
 
 
 def launch_of(kernel, template):
-    """The number of operands, and the scalars."""
     if isinstance(kernel, RuleKernel):
         scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], period=1)
         return len(layout(kernel, template)), scalars

@@ -1,407 +1,357 @@
-"""Runs a PTX entry for all threads of a launch: each thread is a lane of NumPy arrays.
+"""Runs a PTX entry for all threads of a launch, as a program of C++.
 
-Lanes that are in the same block run it together. Threads cannot wait for each other, so any order
-of lanes is allowed; a byte that one lane writes and another one reads or writes is an error, so
-that the order makes no difference.
+The threads, here called lanes, run one after the other. They cannot wait for each other, so any
+order is allowed; a byte that one lane writes and another one reads or writes is an error, so that
+the order makes no difference. Registers begin with random bits: NVRTC computes with registers that
+nothing wrote, but a result that depends on them is wrong.
 """
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from .instructions import CARRY, TABLE, TYPES, Array, Operation
+from .instructions import C_TYPES, FUNCTIONS, TABLE, bits_of
 from .text import Entry, Instruction
 
-SPACES = ("global", "param", "local")
+SPACES = ("global", "param")
 # Bits of an address: its space if it is generic (0 for global), its segment, its place there.
 SPACE, SEGMENT, START = 60, 36, 1 << 20
 FIRST = 1 << 10  # number of the first segment: below it is space for what no launch may reach
-NOBODY, SEVERAL = -1, -2  # in place of a lane
-WIDTHS = {1: np.dtype(bool), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
-VECTORS = {"v2": 2, "v4": 4}
-Read = tuple[Array, Array | None]  # values, and which of their bits are missing
+MOST = 10_000_000  # blocks of instructions of a run
+REGISTERS = {1: "bool", 16: "uint16_t", 32: "uint32_t", 64: "uint64_t"}
+SPECIAL = {"%ctaid.x": "block", "%tid.x": "thread", "%nctaid.x": "grid", "%ntid.x": "threads"}
+FLAGS = "-O1 -std=c++17 -shared -fPIC -ffp-contract=off -frounding-math -fwrapv -w".split()
+
+HEADER = f"""
+#include <cstdint>
+#define memcpy __builtin_memcpy
+extern "C" int fesetround(int);
+enum {{ TO_NEAREST, TOWARDS_ZERO = {0xC00000 if platform.machine() == "aarch64" else 0xC00} }};
+template <typename T> T from(uint64_t bits) {{
+    T value;
+    memcpy(&value, &bits, sizeof(T));
+    return value;
+}}
+{FUNCTIONS}
+struct Segment {{ uint64_t start, size, space, writes; uint8_t* bytes; int32_t *writer, *reader; }};
+static Segment* segments;
+static uint64_t num_segments, num_steps, most;
+static int32_t lane, current;
+static uint8_t* executed;
+static const int NOBODY = -1, SEVERAL = -2;
+
+template <typename R, typename T> void write(R& into, T value) {{
+    if constexpr (sizeof(R) == sizeof(T)) memcpy(&into, &value, sizeof(T));
+    else into = value;  // filled by the sign
+}}
+template <typename R> uint64_t bits(R value) {{
+    uint64_t made = 0;
+    memcpy(&made, &value, sizeof(R));
+    return made;
+}}
+static uint64_t random_bits() {{  // SplitMix64
+    static uint64_t state = 0;
+    uint64_t bits = state += 0x9e3779b97f4a7c15;
+    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
+    bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
+    return bits ^ bits >> 31;
+}}
+static void step() {{ if (++num_steps > most) throw "it does not end"; }}
+static uint8_t* at(uint64_t address, int size, int space, bool writes) {{
+    const uint64_t window = address >> {SPACE}, place = address & ((1ull << {SPACE}) - 1);
+    const uint64_t number = (place >> {SEGMENT}) - {FIRST};
+    if (number >= num_segments) throw "an access outside of every buffer";
+    const Segment& segment = segments[number];
+    const uint64_t offset = place - segment.start;
+    const bool inside = offset <= segment.size && size <= segment.size - offset;
+    if (!inside || window != (space < 0 ? segment.space : 0))
+        throw "an access outside of every buffer";
+    if (space >= 0 && segment.space != space) throw "an access to another space";
+    if (place % size) throw "an access that is not aligned";
+    if (writes && !segment.writes) throw "a write to what is only read";
+    for (uint64_t k = offset; segment.writes && k < offset + size; ++k) {{
+        int32_t &writer = segment.writer[k], &reader = segment.reader[k];
+        if (writer != NOBODY && writer != lane) throw "an access to what another thread writes";
+        if (writes && reader != NOBODY && reader != lane)
+            throw "a write to what another thread reads";
+        if (writes) writer = lane;
+        else reader = reader == NOBODY || reader == lane ? lane : SEVERAL;
+    }}
+    return segment.bytes + offset;
+}}
+"""
+RUN = """
+extern "C" const char* run(Segment* given, uint64_t count, const uint64_t* parameters,
+                           uint32_t grid, uint32_t threads, uint32_t first_block, uint64_t limit,
+                           uint8_t* reached, uint64_t* steps, int32_t* place) {
+    segments = given, num_segments = count, most = limit, num_steps = 0, executed = reached;
+    const char* failure = nullptr;
+    try {
+        for (lane = 0; lane < (grid - first_block) * threads; ++lane)
+            one(parameters, grid, threads, first_block + lane / threads, lane % threads);
+    } catch (const char* why) { failure = why; }
+    fesetround(TO_NEAREST);
+    *steps = num_steps, *place = current;
+    return failure;
+}
+"""
 
 
 class PtxError(Exception):
     """An instruction that is unknown, or that does what no kernel may do."""
 
 
-class Memory:
-    """Segments of one address space, 64 GiB apart.
+class _Segment(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in (
+        "start", "size", "space", "writes", "bytes", "writer", "reader",
+    ))  # fmt: skip
 
-    Attributes:
-        bytes: of all segments together.
-    """
+
+class Memory:
+    """Segments of one address space, 64 GiB apart."""
 
     def __init__(self) -> None:
-        self.bytes = np.empty(0, np.uint8)
-        self._writer = np.empty(0, np.int64)  # of each byte, or NOBODY
-        self._reader = np.empty(0, np.int64)
-        # Of each segment: its first address, size, first byte, space, and whether it is written.
-        self._segments = np.empty((0, 5), np.int64)
+        self._contents: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = []
+        self.segments: list[_Segment] = []
 
-    def add(self, content: Array, *, space: str = "global", writes: bool = False, start: int = 0,
-            copies: int = 1) -> int:  # fmt: skip
-        """Adds segments with this content, and returns the address of the first one.
+    def add(
+        self, content: np.ndarray, *, space: str = "global", writes: bool = False, start: int = 0
+    ) -> int:
+        """Adds a segment with this content, and returns its address.
 
         Args:
             content: bytes.
             space: one of ``SPACES``.
             writes: whether lanes may write it.
             start: the bytes by which the address misses a multiple of 2**20.
-            copies: the number of segments.
         """
-        first, size = len(self._segments), content.size
-        made = np.zeros((copies, 5), np.int64)
-        made[:, 0] = (np.arange(first, first + copies) + FIRST << SEGMENT) + START + start
-        made[:, 1] = size
-        made[:, 2] = self.bytes.size + size * np.arange(copies)
-        made[:, 3:] = SPACES.index(space), writes
-        self._segments = np.concatenate([self._segments, made])
-        self.bytes = np.concatenate([self.bytes, *[content] * copies])
-        nobody = np.full(size * copies, NOBODY)
-        self._writer = np.concatenate([self._writer, nobody])
-        self._reader = np.concatenate([self._reader, nobody])
-        return int(made[0, 0])
+        address = (len(self.segments) + FIRST << SEGMENT) + START + start
+        self._contents.append(content.copy())
+        users = np.full((2, content.size), -1, np.int32)  # the lanes that write and read each byte
+        self._kept.append(users)
+        self.segments.append(_Segment(
+            address, content.size, SPACES.index(space), writes, self._contents[-1].ctypes.data,
+            users[0].ctypes.data, users[1].ctypes.data,
+        ))  # fmt: skip
+        return address
 
-    def content(self, address: int) -> Array:
+    def content(self, address: int) -> np.ndarray:
         """The bytes of the segment that starts there."""
-        _, size, first, *_ = self._segments[(address >> SEGMENT) - FIRST]
-        return self.bytes[first : first + size].copy()
-
-    def load(self, space: str, address: Array, size: int, lanes: Array) -> Array:
-        """Returns ``(lanes, size)`` bytes."""
-        places, segments = self._places(space, address, size)
-        shared = segments[:, 4] != 0
-        if shared.any():
-            bytes_, lane = places[shared], lanes[shared, None]
-            writer, reader = self._writer[bytes_], self._reader[bytes_]
-            if (writer[segments[shared, 3] == SPACES.index("local")] == NOBODY).any():
-                raise PtxError("a read of local memory that was not written")
-            if ((writer != NOBODY) & (writer != lane)).any():
-                raise PtxError("a read of what another thread writes")
-            mine = np.where((reader == NOBODY) | (reader == lane), lane, SEVERAL)
-            self._reader[bytes_] = mine
-            self._reader[bytes_[self._reader[bytes_] != mine]] = SEVERAL
-        return self.bytes[places]
-
-    def store(self, space: str, address: Array, values: Array, lanes: Array) -> None:
-        """Writes ``(lanes, size)`` bytes."""
-        places, segments = self._places(space, address, values.shape[1])
-        if not segments[:, 4].all():
-            raise PtxError("a write to what is only read")
-        writer, reader, lane = self._writer[places], self._reader[places], lanes[:, None]
-        self._writer[places] = lane
-        if (((writer != NOBODY) & (writer != lane)) | (self._writer[places] != lane)).any():
-            raise PtxError("a write to what another thread writes")
-        if ((reader != NOBODY) & (reader != lane)).any():
-            raise PtxError("a write to what another thread reads")
-        self.bytes[places] = values
-
-    def _places(self, space: str, address: Array, size: int) -> tuple[Array, Array]:
-        """The places of the bytes in ``bytes``, and the segments of the lanes."""
-        address = address.view(np.int64)
-        window, address = address >> SPACE, address & (1 << SPACE) - 1
-        number = (address >> SEGMENT) - FIRST
-        known = (number >= 0) & (number < len(self._segments))
-        segments = self._segments[np.where(known, number, 0)]
-        wanted = 0 if space else segments[:, 3]  # of a generic address
-        offset = address - segments[:, 0]
-        inside = (offset >= 0) & (offset + size <= segments[:, 1])
-        if not (known & inside & (window == wanted)).all():
-            raise PtxError("an access outside of every buffer")
-        if space and (segments[:, 3] != SPACES.index(space)).any():
-            raise PtxError(f"an access to another space than {space}")
-        if (address % size).any():
-            raise PtxError("an access that is not aligned")
-        return (segments[:, 2] + offset)[:, None] + np.arange(size), segments
+        return self._contents[(address >> SEGMENT) - FIRST]
 
 
 class Machine:
-    """The lanes of one launch of an entry, with their registers.
-
-    Args:
-        entry: the entry.
-        memory: with everything that it reads and writes, but for parameters and local memory.
-        parameters: the bytes of each.
-        grid: the number of blocks of threads.
-        threads: the number of threads of each of these.
-        first_block: the blocks before this one are not run.
+    """An entry that has been compiled.
 
     Attributes:
-        executed: the place in the text of each instruction that a lane has reached -> how often
-            lanes have run it.
-        num_steps: how many blocks of instructions have been run.
+        executed: the places in the text of the instructions that lanes of the last run reached.
+        num_steps: how many blocks of instructions they have run.
+
+    Raises:
+        PtxError: an instruction is unknown.
     """
 
-    def __init__(self, entry: Entry, memory: Memory, parameters: Sequence[Array], grid: int,
-                 threads: int, first_block: int = 0) -> None:  # fmt: skip
-        self._memory, self._labels = memory, entry.labels
-        self.lanes = np.arange((grid - first_block) * threads)
-        self._symbols = {
-            name: np.full(self.lanes.size, memory.add(content, space="param"), np.uint64)
-            for name, content in zip(entry.parameters, parameters, strict=True)
-        }
-        for name, size in entry.local.items():
-            first = memory.add(np.zeros(size, np.uint8), space="local", writes=True,
-                               copies=self.lanes.size)  # fmt: skip
-            self._symbols[name] = (first + (self.lanes << SEGMENT)).astype(np.uint64)
-        block, thread = np.divmod(self.lanes.astype(np.uint32), np.uint32(threads))
-        self._symbols |= {"%ctaid.x": block + np.uint32(first_block), "%tid.x": thread}
-        self._symbols["%nctaid.x"] = np.full_like(block, grid)
-        self._symbols["%ntid.x"] = np.full_like(block, threads)
-        widths = entry.registers | {CARRY: 1}
-        self._registers = {
-            name: np.zeros(self.lanes.size, WIDTHS[bits]) for name, bits in widths.items()
-        }
-        # The bits of each register that were not written; and whether an instruction wrote it, or a
-        # load that was not wanted. NVRTC computes with such bits and makes no use of the results.
-        self._missing = {name: ~np.zeros_like(each) for name, each in self._registers.items()}
-        self._reached = {name: np.zeros(self.lanes.size, bool) for name in self._registers}
-        self._blocks = [[self._decoded(each) for each in block] for block in entry.blocks]
-        self._at = np.zeros(self.lanes.size, np.int64)  # the block that each lane enters next
-        self.executed, self.num_steps = Counter[int](), 0
+    def __init__(self, entry: Entry) -> None:
+        self._instructions = [*entry.instructions()]
+        self.executed, self.num_steps = set[int](), 0
+        with tempfile.TemporaryDirectory() as folder:
+            text, library = Path(folder, "text.cpp"), Path(folder, "text.so")
+            text.write_text(HEADER + "\n".join(_Translation(entry).lines()) + RUN)
+            command = ["g++", *FLAGS, "-o", str(library), str(text)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            self._run = ctypes.CDLL(str(library)).run
+        self._run.restype = ctypes.c_char_p
 
-    def run(self, most: int = 100_000) -> None:
+    def run(
+        self, memory: Memory, parameters: Sequence[np.ndarray], grid: int, threads: int,
+        first_block: int = 0, most: int = MOST,
+    ) -> None:  # fmt: skip
         """Runs all lanes to their end.
 
+        Args:
+            memory: with everything that it reads and writes, but for parameters.
+            parameters: the bytes of each.
+            grid: the number of blocks of threads.
+            threads: the number of threads of each of these.
+            first_block: the blocks before this one are not run.
+            most: how many blocks of instructions may be run.
+
         Raises:
-            PtxError: the entry does what no kernel may do, or runs more than ``most`` blocks.
+            PtxError: the entry does what no kernel may do, or runs too many blocks.
         """
-        with np.errstate(all="ignore"):
-            for self.num_steps in range(most):
-                number = int(self._at.min())
-                if number == len(self._blocks):
-                    return
-                lanes = np.flatnonzero(self._at == number)
-                self._at[lanes] = number + 1
-                for instruction, guard, execute in self._blocks[number]:
-                    self._execute(instruction, guard, execute, lanes)
-        raise PtxError("it does not end")
+        addresses = [memory.add(content, space="param") for content in parameters]
+        segments = (_Segment * len(memory.segments))(*memory.segments)
+        reached = np.zeros(len(self._instructions), np.uint8)
+        steps, place = ctypes.c_uint64(), ctypes.c_int32()
+        failure = self._run(
+            segments, ctypes.c_uint64(len(segments)),
+            (ctypes.c_uint64 * len(addresses))(*addresses), grid, threads, first_block,
+            ctypes.c_uint64(most), ctypes.c_void_p(reached.ctypes.data), ctypes.byref(steps),
+            ctypes.byref(place),
+        )  # fmt: skip
+        self.num_steps = steps.value
+        self.executed = {self._instructions[k].start for k in np.flatnonzero(reached)}
+        if failure:
+            raise PtxError(f"{self._instructions[place.value].text}: {failure.decode()}")
 
-    def _execute(self, instruction: Instruction, guard: Callable | None, execute: Callable,
-                 lanes: Array) -> None:  # fmt: skip
-        try:
-            if guard is not None:
-                chosen = _used(guard(lanes)) == instruction.guard[1]
-                if instruction.name.startswith("ld"):
-                    for name in _names(instruction.operands[0]):
-                        self._reached[name][lanes[~chosen]] = True
-                lanes = lanes[chosen]
-            self.executed[instruction.start] += lanes.size
-            if lanes.size:
-                execute(lanes)
-        except (PtxError, ArithmeticError) as error:
-            raise PtxError(f"{instruction.text}: {error}") from None
 
-    # -- operands ---------------------------------------------------------------------------------
+class _Translation:
+    """The text of a function of C++ that runs one lane of an entry."""
 
-    def _source(
-        self, text: str, kind: str, *, wider: bool = False, whole: bool = True
-    ) -> Callable[[Array], Read]:
-        """A function that reads an operand; if not ``whole``, nothing may have written it."""
-        dtype = TYPES[kind]
-        if text in self._registers:
-            values, missing = self._registers[text], self._missing[text]
-            reached = self._reached[text]
-            self._check_width(text, values.itemsize, dtype, wider)
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._names = {name: f"r{number}" for number, name in enumerate(entry.registers)}
+        self._symbols = {name: ("uint64_t", 64, f"parameters[{number}]")
+                         for number, name in enumerate(entry.parameters)}  # fmt: skip
+        self._symbols |= {name: ("uint32_t", 32, text) for name, text in SPECIAL.items()}
 
-            def read(lanes: Array) -> Read:
-                found, lost = values[lanes], missing[lanes]
-                if lost.any() and whole and not reached[lanes].all():
-                    raise PtxError(f"a read of {text}, which was not written")
-                if found.dtype.itemsize > dtype.itemsize:
-                    narrow = f"u{dtype.itemsize}"
-                    found, lost = found.astype(narrow), lost.astype(narrow)
-                return found.view(dtype), lost if lost.any() else None
+    def lines(self) -> Iterator[str]:
+        yield "static void one(const uint64_t* parameters, uint32_t grid, uint32_t threads,"
+        yield "                uint32_t block, uint32_t thread) {"
+        for name, bits in self._entry.registers.items():
+            random = "random_bits() & 1" if bits == 1 else "random_bits()"
+            yield f"{REGISTERS[bits]} {self._names[name]} = {random};"
+        number = 0
+        for block, instructions in enumerate(self._entry.blocks):
+            yield f"L{block}: step();"
+            for each in instructions:
+                guard = ""
+                if each.guard:
+                    guard = f"if ({self._read(each.guard[0], 'pred')} == {int(each.guard[1])}) "
+                yield f"current = {number}; executed[{number}] = 1; {guard}{{ {self._text(each)} }}"
+                number += 1
+        yield f"L{len(self._entry.blocks)}: return; }}"
 
-            return read
-        if text in self._symbols:
-            symbol = self._symbols[text]
-            self._check_width(text, symbol.itemsize, dtype, False)
-            return lambda lanes: (symbol[lanes].view(dtype), None)
-        constant = np.array([_constant(text, dtype)], dtype)
-        return lambda lanes: (constant, None)
-
-    def _destination(self, text: str, kind: str, *, wider: bool = False) -> Callable:
-        """A function that writes lanes of an operand; wider registers are filled by the sign."""
-        if text not in self._registers:
-            raise PtxError(f"{text} is no register")
-        values, missing, reached = self._registers[text], self._missing[text], self._reached[text]
-        self._check_width(text, values.itemsize, TYPES[kind], wider)
-        filled = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{values.itemsize}")
-        every = ~np.zeros(1, missing.dtype)
-
-        def write(lanes: Array, found: Array, lost: Array | None = None) -> None:
-            if values.itemsize > found.itemsize:
-                found = found.astype(filled)
-            values[lanes] = found.view(values.dtype)
-            reached[lanes] = True
-            if lost is None:
-                missing[lanes] = 0
-            else:
-                missing[lanes] = np.where(lost, every, 0) if lost.dtype == bool else lost
-
-        return write
-
-    @staticmethod
-    def _check_width(text: str, itemsize: int, dtype: np.dtype, wider: bool) -> None:
-        if itemsize < dtype.itemsize or (itemsize > dtype.itemsize and not wider):
-            raise PtxError(f"{text} has {8 * itemsize} bits, not {8 * dtype.itemsize}")
-
-    # -- instructions -----------------------------------------------------------------------------
-
-    def _decoded(self, instruction: Instruction) -> tuple[Instruction, Callable | None, Callable]:
-        """The instruction with functions that read its guard and that run it."""
-        opcode, *modifiers = instruction.name.split(".")
+    def _text(self, each: Instruction) -> str:
+        opcode, *modifiers = each.name.split(".")
         special = {"ld": self._load, "st": self._store, "cvta": self._cvta, "bra": self._branch,
                    "ret": self._return}  # fmt: skip
         try:
-            if opcode == "mov" and any("{" in operand for operand in instruction.operands):
-                execute = self._move(instruction.operands, modifiers)
-            elif opcode in special:
-                execute = special[opcode](instruction.operands, modifiers)
-            else:
-                execute = self._compute(instruction.operands, instruction.name)
-            guard = instruction.guard and self._source(instruction.guard[0], "pred")
+            if opcode == "mov" and any("{" in operand for operand in each.operands):
+                return self._move(each.operands, modifiers)
+            if opcode in special:
+                return special[opcode](each.operands, modifiers)
+            return self._compute(each.operands, each.name)
         except (PtxError, KeyError, ValueError) as error:
-            raise PtxError(
-                f"{instruction.text}: unknown, or with other operands: {error}"
-            ) from None
-        return instruction, guard, execute
+            raise PtxError(f"{each.text}: unknown, or with other operands: {error}") from None
 
-    def _compute(self, operands: Sequence[str], name: str) -> Callable:
-        operation: Operation = TABLE[name]
-        texts = list(operands)
-        texts[1:1] = [CARRY] * (CARRY in operation.results)
-        texts += [CARRY] * (CARRY in operation.sources)
-        split, wider = len(operation.results), name.startswith("cvt.")
-        # NVRTC 13 masks the bits of a register that nothing wrote.
-        masks = name.startswith("and.b") and not self._registers.keys() >= set(texts)
-        kinds = operation.results + operation.sources
-        pairs = list(zip(texts, kinds, strict=True))
-        writes = [self._destination(*pair, wider=wider) for pair in pairs[:split]]
-        reads = [self._source(*pair, wider=wider, whole=not masks) for pair in pairs[split:]]
+    # -- operands ---------------------------------------------------------------------------------
 
-        def execute(lanes: Array) -> None:
-            values, missing = zip(*[read(lanes) for read in reads], strict=True)
-            found = operation.function(*values)
-            lost = None
-            if any(each is not None for each in missing):
-                lost = _lost(name, values, missing)
-            for write, each in zip(writes, found if split > 1 else (found,), strict=True):
-                write(lanes, np.asarray(each), lost)
+    def _read(self, text: str, kind: str, *, wider: bool = False) -> str:
+        """An operand as a value of this type."""
+        if text in self._names:
+            self._check_width(text, self._entry.registers[text], kind, wider)
+            value = f"bits({self._names[text]})"
+        elif text in self._symbols:
+            _, width, value = self._symbols[text]
+            self._check_width(text, width, kind, False)
+        else:
+            value = f"{_constant(text, kind)}ull"
+        return f"from<{C_TYPES[kind]}>({value})"
 
-        return execute
+    def _write(self, text: str, kind: str, value: str, *, wider: bool = False) -> str:
+        if text not in self._names:
+            raise PtxError(f"{text} is no register")
+        self._check_width(text, self._entry.registers[text], kind, wider)
+        return f"write({self._names[text]}, {C_TYPES[kind]}({value}));"
 
-    def _move(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
-        """``mov`` of a register from or to its parts."""
-        (kind,), (to, of) = modifiers, operands
-        parts = _names(to if "{" in to else of)
-        part = f"b{8 * TYPES[kind].itemsize // len(parts)}"
-        if kind[0] != "b" or part not in TYPES:
-            raise ValueError(kind)
+    @staticmethod
+    def _check_width(text: str, width: int, kind: str, wider: bool) -> None:
+        if width < bits_of(kind) or (width > bits_of(kind) and not wider):
+            raise PtxError(f"{text} has {width} bits, not {bits_of(kind)}")
+
+    # -- instructions -----------------------------------------------------------------------------
+
+    def _compute(self, operands: Sequence[str], name: str) -> str:
+        result, sources, text = TABLE[name]
+        to, *texts = operands
+        wider, rounds = name.startswith("cvt."), ".rz." in name
+        const = "volatile " if rounds else ""  # so that it is computed between the two calls
+        reads = "".join(
+            f"{const}{C_TYPES[kind]} {letter} = {self._read(each, kind, wider=wider)}; "
+            for letter, each, kind in zip("abc", texts, sources, strict=False)
+        )
+        if len(texts) != len(sources):
+            raise ValueError(texts)
+        if not rounds:
+            return reads + self._write(to, result, text, wider=wider)
         return (
-            self._unpack(parts, part, of, kind) if "{" in to else self._pack(to, kind, parts, part)
+            f"{reads}fesetround(TOWARDS_ZERO); volatile {C_TYPES[result]} found = {text}; "
+            f"fesetround(TO_NEAREST); {self._write(to, result, 'found', wider=wider)}"
         )
 
-    def _unpack(self, parts: Sequence[str], part: str, of: str, kind: str) -> Callable:
-        read = self._source(of, kind)
-        writes = [each != "_" and self._destination(each, part) for each in parts]
+    def _move(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
+        """``mov`` of a register from or to its parts; "_" drops a part."""
+        (kind,), (to, of) = modifiers, operands
+        parts = _names(to if "{" in to else of)
+        bits = bits_of(kind) // len(parts)
+        part = f"b{bits}"
+        if kind[0] != "b" or part not in C_TYPES:
+            raise ValueError(kind)
+        if "{" in to:
+            writes = (self._write(each, part, f"whole >> {bits * place}")
+                      for place, each in enumerate(parts) if each != "_")  # fmt: skip
+            return f"uint64_t whole = {self._read(of, kind)}; {''.join(writes)}"
+        reads = (f"uint64_t({self._read(each, part)}) << {bits * place}"
+                 for place, each in enumerate(parts))  # fmt: skip
+        return self._write(to, kind, " | ".join(reads))
 
-        def execute(lanes: Array) -> None:
-            found, missing = (
-                np.broadcast_to(0 if each is None else each, lanes.shape).astype(TYPES[kind])
-                for each in read(lanes)
-            )
-            for place, write in enumerate(writes):
-                if write:  # "_" drops a part
-                    each = slice(place, None, len(writes))
-                    write(lanes, found.view(TYPES[part])[each], missing.view(TYPES[part])[each])
-
-        return execute
-
-    def _pack(self, to: str, kind: str, parts: Sequence[str], part: str) -> Callable:
-        write = self._destination(to, kind)
-        # NVRTC 13 packs parts that nothing wrote, and makes no use of them.
-        reads = [self._source(each, part, whole=False) for each in parts]
-
-        def execute(lanes: Array) -> None:
-            found, missing = np.zeros((2, lanes.size, len(reads)), TYPES[part])
-            for place, read in enumerate(reads):
-                found[:, place], lost = read(lanes)
-                missing[:, place] = 0 if lost is None else lost
-            write(lanes, found.view(TYPES[kind])[:, 0], missing.view(TYPES[kind])[:, 0])
-
-        return execute
-
-    def _access(self, address: str, modifiers: Sequence[str]) -> tuple[str, str, int, Callable]:
-        """The space ("" for any), type and number of a load or store, and its address."""
+    def _access(self, address: str, modifiers: Sequence[str], writes: bool) -> tuple[str, int, str]:
+        """The type and number of a load or store, and the text that finds its bytes."""
         *rest, kind = modifiers
-        space = rest.pop(0) if rest and rest[0] in SPACES else ""
-        if rest and rest[0] == "nc" and space == "global":  # through a cache for what is only read
-            rest.pop(0)
-        count = VECTORS[rest.pop(0)] if rest else 1
+        space = SPACES.index(rest.pop(0)) if rest and rest[0] in SPACES else -1
+        count = 4 if rest == ["v4"] else 1
         found = re.fullmatch(r"\[([%$\w]+)(?:\+(-?\d+))?\]", address)
-        if not found:
+        if not found or rest not in ([], ["v4"]) or kind == "pred":
             raise ValueError(address)
-        base, offset = found.groups()
-        read, by = self._source(base, "b64"), np.uint64(int(offset or 0) % 2**64)
-        if rest or kind == "pred":
-            raise ValueError(rest)
-        return space, kind, count, lambda lanes: _used(read(lanes)) + by
+        base, offset = self._read(found[1], "b64"), int(found[2] or 0) % 2**64
+        size = bits_of(kind) // 8 * count
+        text = f"at({base} + {offset}ull, {size}, {space}, {int(writes)})"
+        return kind, count, f"uint8_t* place = {text}; {C_TYPES[kind]} values[{count}]; "
 
-    def _load(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
+    def _load(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         target, source = operands
-        space, kind, count, where = self._access(source, modifiers)
-        writes = [self._destination(each, kind, wider=True) for each in _names(target, count)]
+        kind, count, text = self._access(source, modifiers, False)
+        writes = (self._write(each, kind, f"values[{k}]", wider=True)
+                  for k, each in enumerate(_names(target, count)))  # fmt: skip
+        return f"{text}memcpy(values, place, sizeof(values)); {''.join(writes)}"
 
-        def load(lanes: Array) -> None:
-            size = TYPES[kind].itemsize * count
-            found = self._memory.load(space, where(lanes), size, lanes).view(TYPES[kind])
-            for place, write in enumerate(writes):
-                write(lanes, np.ascontiguousarray(found[:, place]))
-
-        return load
-
-    def _store(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
+    def _store(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         target, source = operands
-        space, kind, count, where = self._access(target, modifiers)
-        reads = [self._source(each, kind, wider=True) for each in _names(source, count)]
+        kind, count, text = self._access(target, modifiers, True)
+        reads = (f"values[{k}] = {self._read(each, kind, wider=True)}; "
+                 for k, each in enumerate(_names(source, count)))  # fmt: skip
+        return f"{text}{''.join(reads)}memcpy(place, values, sizeof(values));"
 
-        def store(lanes: Array) -> None:
-            found = np.empty((lanes.size, count), TYPES[kind])
-            for place, read in enumerate(reads):
-                found[:, place] = _used(read(lanes))
-            self._memory.store(space, where(lanes), found.view(np.uint8), lanes)
-
-        return store
-
-    def _cvta(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
+    def _cvta(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         """An address of a space as a generic one, or the other way round."""
         *to, space, kind = modifiers
         window = SPACES.index(space) << SPACE
         if to not in ([], ["to"]) or kind != "u64":
             raise ValueError(modifiers)
         target, source = operands
-        read, write = self._source(source, kind), self._destination(target, kind)
-        by = np.uint64((-window if to else window) % 2**64)
-        return lambda lanes: write(lanes, _used(read(lanes)) + by)
+        by = (-window if to else window) % 2**64
+        return self._write(target, kind, f"{self._read(source, kind)} + {by}ull")
 
-    def _branch(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
-        target = self._labels[" ".join(operands)]
+    def _branch(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         if modifiers not in ([], ["uni"]):
             raise ValueError(modifiers)
-        return lambda lanes: self._at.__setitem__(lanes, target)
+        return f"goto L{self._entry.labels[' '.join(operands)]};"
 
-    def _return(self, operands: Sequence[str], modifiers: Sequence[str]) -> Callable:
+    def _return(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         if operands or modifiers:
             raise ValueError(modifiers)
-        return lambda lanes: self._at.__setitem__(lanes, len(self._blocks))
+        return "return;"
 
 
 def _names(text: str, count: int | None = None) -> list[str]:
@@ -412,35 +362,13 @@ def _names(text: str, count: int | None = None) -> list[str]:
     return names
 
 
-def _used(read: Read) -> Array:
-    """The values, which must not have missing bits: they decide what is stored, or where."""
-    values, lost = read
-    if lost is not None:
-        raise PtxError("a use of bits that were not written")
-    return values
-
-
-def _lost(name: str, values: Sequence[Array], missing: Sequence[Array | None]) -> Array:
-    """The missing bits of a result; if bool, the lanes of which it has none."""
-    masks = [0 if each is None else each for each in missing]
-    if name.startswith("and.b"):  # a bit that is 0 in one source is 0
-        a, b = map(np.bitwise_or, values, masks)
-        return (masks[0] | masks[1]) & a & b
-    lanes = np.broadcast_arrays(*[np.not_equal(each, 0) for each in masks])
-    if name.startswith("selp"):  # that of the value that is chosen
-        return np.where(values[2], lanes[0], lanes[1]) | lanes[2]
-    return np.logical_or.reduce(lanes)
-
-
-def _constant(text: str, dtype: np.dtype) -> object:
-    """The value of a number: ``7``, ``0x7fU``, ``0f3F800000`` or ``0d3FF0000000000000``."""
+def _constant(text: str, kind: str) -> int:
+    """The bits of a number: ``7``, ``0x7fU``, ``0f3F800000`` or ``0d3FF0000000000000``."""
+    bits = bits_of(kind)
     if found := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", text):
-        if (found[1], dtype.itemsize) not in (("f", 4), ("d", 8)) or dtype.kind not in "fu":
+        if (found[1], bits) not in (("f", 32), ("d", 64)) or kind[0] == "s":
             raise ValueError(text)
-        return np.array(int(found[2], 16), f"u{dtype.itemsize}").view(dtype)
-    if dtype.kind == "f":
+        return int(found[2], 16)
+    if kind[0] == "f":
         raise ValueError(text)
-    value = int(text.removesuffix("U"), 0)
-    if dtype.kind == "b":
-        return bool(value)
-    return np.array(value % 2 ** (8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
+    return int(text.removesuffix("U"), 0) % 2**bits

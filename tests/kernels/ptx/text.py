@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 BLANK = re.compile(r"(?:\s|//[^\n]*)*")
 STATEMENT = re.compile(r"(?:([$\w]+):(?!:)|([{}])|((?:[^;{}]|\{[^;{}]*\})*);)")
 DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
-LOCAL = re.compile(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]")
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?")
 INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z]\w*(?:\.\w+)*)\s*(.*)", re.DOTALL)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s{}[\]]+")
@@ -22,40 +21,24 @@ WIDTHS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-        text: of the instruction, without the semicolon.
-        start: its place in the body.
-        name: such as ``add.rn.f32``.
-        operands: their texts, the destination first.
-        guard: the predicate without which a lane skips it, and the value that it must have.
-    """
-
-    text: str
-    start: int
-    name: str
-    operands: tuple[str, ...]
+    text: str  # of the instruction, without the semicolon
+    start: int  # its place in the body
+    name: str  # such as ``add.rn.f32``
+    operands: tuple[str, ...]  # their texts, the destination first
+    # The predicate without which a lane skips it, and the value that it must have.
     guard: tuple[str, bool] | None
 
 
 @dataclass
 class Entry:
-    """A function.
+    """A function."""
 
-    Attributes:
-        parameters: name -> bytes, in order.
-        registers: name -> bits; a predicate has 1.
-        local: name -> bytes of each thread's memory.
-        blocks: of instructions.
-        labels: name -> the number of its block.
-    """
-
-    parameters: dict[str, int]
-    registers: dict[str, int] = field(default_factory=dict)
-    local: dict[str, int] = field(default_factory=dict)
-    blocks: list[list[Instruction]] = field(default_factory=lambda: [[]])
-    labels: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, int]  # name -> bytes, in order
+    registers: dict[str, int] = field(default_factory=dict)  # name -> bits; a predicate has 1
+    blocks: list[list[Instruction]] = field(default_factory=lambda: [[]])  # of instructions
+    labels: dict[str, int] = field(default_factory=dict)  # name -> the number of its block
 
     def instructions(self) -> Iterator[Instruction]:
         return (instruction for block in self.blocks for instruction in block)
@@ -95,9 +78,6 @@ def parsed(parameters: str, body: str) -> Entry:
 
 def _declare(entry: Entry, scopes: list[dict[str, str]], statement: str) -> None:
     if statement == '.pragma "nounroll"':
-        return
-    if found := LOCAL.fullmatch(statement):
-        entry.local[found[2]] = int(found[3])
         return
     found = DECLARED.fullmatch(statement)
     if not found or found[1] not in WIDTHS:

@@ -1,30 +1,24 @@
-"""Ten thousand tensors in one launch, and a thousand inputs of one, in every implementation."""
+"""Tables that are not inline: a thousand inputs of one tensor, and many rows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.exact_data import finite_data, random_data, same
-from support.implementations import Operand, accumulate_dtype_of, buffers, recorded
+from support.implementations import (
+    INLINE_ROWS,
+    Operand,
+    accumulate_dtype_of,
+    blank,
+    buffers,
+    recorded,
+)
 
-from gradreduce.device import Buffer, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, divide
 
-NUM_TENSORS, NUM_BYTES = 10_000, 64
 NUM_INPUTS = 1000
 DTYPES = ["bfloat16", "float32", "complex64", "int8"]
-
-
-def tensors(device, values) -> list[Buffer]:
-    """Each row of ``values`` as a separate Buffer."""
-    whole = device.adopt(values)
-    num_elements = values.shape[1]
-    return [whole.view(num_elements * row, (num_elements,)) for row in range(len(values))]
-
-
-def terms_of(count: int) -> list[np.ndarray]:
-    shape = (NUM_TENSORS, NUM_BYTES // 4)
-    return [random_data(shape, "float32", seed=seed) for seed in range(count)]
 
 
 def added(terms) -> np.ndarray:
@@ -33,23 +27,6 @@ def added(terms) -> np.ndarray:
         for term in terms[1:]:
             total = total + term.astype(total.dtype)
         return total.astype(terms[0].dtype)
-
-
-def launches(journal) -> list[tuple[str, int]]:
-    return [(record.name, record.num_rows) for record in journal.records]
-
-
-def test_ten_thousand_tensors_are_added_by_one_launch(device):
-    terms = terms_of(3)
-    out, first = np.empty_like(terms[0]), terms[0].copy()
-    rows = list(zip(*(tensors(device, term) for term in terms), strict=True))
-    totals = tensors(device, first)
-    with recorded(device) as journal:
-        add_n(tensors(device, out), rows)
-        accumulate_n(totals, [row[1:] for row in rows])
-    assert launches(journal) == [("add_n", NUM_TENSORS), ("accumulate_n", NUM_TENSORS)]
-    assert same(out, added(terms))
-    assert same(first, added(terms))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +41,8 @@ def test_a_thousand_inputs(device, dtype, start):
         add_n([out.buffer], [buffers(inputs)])
         accumulate_n([total.buffer], [buffers(inputs[1:])])
         all_sum([[mean.buffer]], [buffers(inputs)], 500)
-    assert launches(journal) == [("add_n", 1), ("accumulate_n", 1), ("all_sum", 1)]
+    found = [(record.name, record.num_rows) for record in journal.records]
+    assert found == [("add_n", 1), ("accumulate_n", 1), ("all_sum", 1)]
     assert same(out.array, added(terms))
     assert same(total.array, added(terms))
     halves = [sums_of(part) for part in (terms[:500], terms[500:])]
@@ -77,6 +55,14 @@ def test_a_thousand_inputs(device, dtype, start):
 def sums_of(terms) -> np.ndarray:
     """Like ``added``, without rounding."""
     return added([term.astype(accumulate_dtype_of(term.dtype)) for term in terms])
+
+
+@pytest.mark.parametrize("num_rows", [INLINE_ROWS, INLINE_ROWS + 1])
+def test_rows_that_just_fit_inline_and_one_more(device, num_rows):
+    terms = [random_data((20,), "float32", seed=row) for row in range(num_rows)]
+    outs = [blank(device, 20, "float32") for _ in terms]
+    add_n(buffers(outs), [[device.adopt(term)] for term in terms])
+    assert all(same(out.array, term) for out, term in zip(outs, terms, strict=True))
 
 
 @pytest.mark.parametrize("call", [add_n, accumulate_n, all_sum, divide])
