@@ -229,15 +229,6 @@ def test_a_load_completes_waiting_takes(sparse, accumulator, call_threads):
     assert contents(last.result()) == [Sparse.result(2.0)]
 
 
-def test_a_load_that_lowers_the_step_does_not_warn(accumulator, caplog):
-    acc = accumulator()
-    state = acc.state_dict()
-    acc.set_global_step(7)
-    acc.load_state_dict(state)
-    assert acc.global_step == 0
-    assert caplog.text == ""
-
-
 def test_a_load_restores_the_array_type_of_the_next_result(accumulator, device, monkeypatch):
     acc, fresh = accumulator(), accumulator()
     acc.apply_grad(device.put(np.ones(1, "float32")))

@@ -6,12 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from accumulator.kinds import Sparse, bits, counters, expected
+from accumulator.kinds import Sparse, bits, expected
 from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
-from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -225,28 +224,6 @@ def test_scalars_and_gradients_without_elements(accumulator, mesh):
         taken = empty.take_grad(len(mesh))
     assert [value.shape for value in taken.values] == [(0, 2)] * len(mesh)
     assert journal.launches == journal.copies == 0
-
-
-def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
-    acc = accumulator(shape=(None,))
-    values = list(replicas(mesh))
-    odd = [*values[:-1], np.ones(4, "float32")]
-    for grad, match in [
-        (gr.PerReplica(odd, mesh), "replicas differ in shape"),
-        (gr.PerReplica([value.reshape(1, -1) for value in values], mesh), "incompatible"),
-        (gr.PerReplica([*values[:-1], values[0].astype("float64")], mesh), "float64"),
-        (gr.PerReplica([gr.IndexedSlices(np.ones((1,)), [0], (1,))] * len(mesh), mesh), "float64"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            acc.apply_grad(grad)
-    with pytest.raises(TypeError, match="Mirrored"):
-        acc.apply_grad(gr.Mirrored(values, mesh))
-    assert counters(acc) == [(0, 0, 0)]
-    acc.apply_grad(np.ones(4, "float32"))
-    with pytest.raises(InvalidArgumentError, match=r"expected \[4\], got \[19\]"):
-        acc.apply_grad(gr.PerReplica(values, mesh))
-    assert counters(acc) == [(1, 0, 0)]
-    check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
 
 
 def test_sparse_accumulators_filled_together_share_launches(mesh):
