@@ -58,13 +58,13 @@ def test_one_launch_for_all_of_a_dtype(device):
     names = []
     for _ in range(3):
         with device.mesh.journal() as journal:
-            gr.apply_grads(accumulators, grads)
+            gr.apply_grads(iter(accumulators), iter(grads))
         names.append([(record.name, record.num_rows) for record in journal.records])
     assert names == [[("add_n", 2)] * 2, [("accumulate_n", 2)] * 2, [("accumulate_n", 2)] * 2]
     accumulators[0].apply_grad(grads[0])
     accumulators[0].set_global_step(0)
     with device.mesh.journal() as journal:
-        taken = gr.take_grads(accumulators, 3)
+        taken = gr.take_grads(iter(accumulators), 3)
     # float16: one for both; float32, in place: the sum of four and the sum of three.
     assert [(record.name, record.num_rows) for record in journal.records] == [
         ("all_sum", 2), ("all_sum", 1), ("all_sum", 1),

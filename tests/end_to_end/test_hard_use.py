@@ -87,14 +87,6 @@ def test_a_host_alias_of_a_copy_is_added_to_all_copies_alike():
             gr.GradientDescentOptimizer(1.0).apply_gradients([(alias, variable)])
 
 
-def test_iterators_of_accumulators_and_gradients_are_read_once():
-    with gr.open_mesh(1, backend="sim") as mesh:
-        accumulators = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in "ab"]
-        assert gr.apply_grads((each for each in accumulators), iter([[1.0], [2.0]]))
-        taken = gr.take_grads((each for each in accumulators), 1, timeout=DEADLINE)
-        assert [array.tolist() for array in taken] == [[1.0], [2.0]]
-
-
 def test_closing_a_mesh_cancels_waiting_takes():
     mesh = gr.open_mesh(2, backend="sim")
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
@@ -126,31 +118,6 @@ def test_a_closed_mesh_keeps_no_free_memory():
     mesh.close()
     for device in mesh.devices:
         assert (device._pool.live_bytes, device._pool.free_bytes, len(device.freed)) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("fails_at", range(1, 9))
-def test_a_take_that_fails_half_way_leaves_the_sums(fails_at, monkeypatch):
-    with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:
-        accumulator = gr.ConditionalAccumulator(
-            "float32", reduction_type="SUM", device=mesh,
-            cross_device_ops=gr.HierarchicalCopyAllReduce(2),
-        )  # fmt: skip
-        accumulator.apply_grad(gr.PerReplica([np.full(40_000, 2, np.float32)] * 3, mesh))
-        requests = []
-        original = SimDevice._allocate
-
-        def allocate(self, nbytes):
-            requests.append(nbytes)
-            if len(requests) >= fails_at:
-                raise MemoryError("planted")
-            return original(self, nbytes)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(SimDevice, "_allocate", allocate)
-            with pytest.raises(MemoryError, match="planted"):
-                accumulator.take_grad(3)
-        assert (accumulator.num_accumulated(), accumulator.global_step) == (3, 0)
-        assert (accumulator.take_grad(3).primary == 6).all()
 
 
 def test_a_step_whose_optimizer_cannot_work_takes_nothing():

@@ -193,15 +193,3 @@ def test_a_load_into_a_variable_that_cannot_be_written_changes_nothing(shut):
         before = optimizer.state_dict(), step.global_step
         load()
         np.testing.assert_equal((optimizer.state_dict(), step.global_step), before)
-
-
-def test_the_sum_of_one_replica_alone_is_saved():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable(np.zeros(3, np.float32), "w", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-        step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1.0), ops, num_required=4)
-        with gr.replica(1):
-            step.accumulators[0].apply_grad(np.ones(3, np.float32), 0)
-        first, second = step.state_dict()["accumulators"]["w"]["partial_sums"]
-    assert first is None
-    assert (second == 1).all()

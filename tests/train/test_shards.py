@@ -10,7 +10,6 @@ from support.thread_group import run_processes, run_replicas
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 from gradreduce.train import shards
-from gradreduce.train.shards import VariableShard, plan_shards
 
 VARIABLES = {
     "w": ((7, 5), "float32"),
@@ -164,23 +163,6 @@ def test_slots_take_a_share_of_the_memory_on_each_device():
         assert sum(shards) == 3 * 4 * size
         alignment = 3 * 4 * 8 * (1 + len(shapes))  # 8 elements of each slot at each cut
         assert max(shards) <= 3 * 4 * size / n + alignment
-
-
-def test_shards_are_even_and_cover_the_variables():
-    with gr.open_mesh(1, backend="sim") as mesh:
-        variables = [
-            gr.Variable(np.ones(size), dtype="float32", device=mesh) for size in (6, 0, 10)
-        ]
-    assert plan_shards(variables, 3) == [
-        VariableShard(0, 0, 0, 4),
-        VariableShard(0, 1, 4, 2),
-        VariableShard(2, 1, 0, 4),
-        VariableShard(2, 2, 4, 6),
-    ]
-    assert [(shard.owner, shard.size) for shard in plan_shards(variables[:1], 4)] == [
-        (0, 4),
-        (1, 2),
-    ]
 
 
 def test_a_step_sends_the_bytes_of_an_all_reduce():
