@@ -164,11 +164,24 @@ def test_what_is_wrong_changes_nothing(mesh, which):
     state = states[1] if which == "worker" else states[0]
     before = [worker.everything() for worker in team], saved(team)
     for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTER:
-        given = changed(state, *path, to=to, drop=to is ...) if path else to
         with pytest.raises(error, match=re.escape(text)):
-            target.load_state_dict(given)
+            target.load_state_dict(changed(state, *path, to=to, drop=to is ...))
         assert [worker.everything() for worker in team] == before[0]
     assert pickle.dumps(saved(team)) == pickle.dumps(before[1])
+
+
+def test_states_of_sums_that_cannot_be_pushed(mesh):
+    """A pending push needs sums; the distance needs what was pulled."""
+    plain, scaled = (
+        pair(mesh, 4, num=1, distance_scale=scale)[0].optimizer for scale in (None, 1.0)
+    )
+    with pytest.raises(ValueError, match="there are no sums to push"):
+        plain.load_state_dict({**plain.state_dict(), "is_due": True})
+    (worker,) = pair(mesh, 4, num=1)
+    worker.step({"v": np.ones(3, "float32")})
+    with pytest.raises(ValueError, match=r"state\['pulled'\] has no \['v'\]"):
+        scaled.load_state_dict(worker.optimizer.state_dict())
+    assert plain.local_step.numpy() == scaled.local_step.numpy() == 0
 
 
 def test_loading_slots_requires_an_optimizer(mesh):
