@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from accumulator.kinds import Sparse, bits, expected
-from support.exact_data import FLOATS, exact_data, random_data, same
+from support.exact_data import exact_data, same
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -167,27 +164,6 @@ def test_half_precision_is_transferred_in_float32_and_rounded_once(accumulator, 
     acc.apply_grad(np.array([0, -60000], "float16"))
     acc.apply_grad(np.array([0, -60000], "float16"))
     check_mirrored(acc.take_grad(5), mesh, np.array([2050, 60000], "float16"))
-
-
-def hierarchical(partials):
-    """The order of hierarchical_copy: two groups, each added left to right."""
-    split = len(partials) // 2
-    halves = [list(itertools.accumulate(half))[-1] for half in (partials[:split], partials[split:])]
-    return halves[0] + halves[1]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hierarchical_copy_adds_the_partial_sums_in_one_order_on_every_placement(mesh, dtype):
-    wide = accumulate_dtype(np.dtype(dtype))
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-    acc = gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops)
-    grads = [random_data((len(mesh), 507), dtype, seed=seed) for seed in range(3)]
-    for grad in grads:
-        acc.apply_grad(gr.PerReplica(list(grad), mesh))
-    with np.errstate(all="ignore"):
-        first, second, third = (grad.astype(wide) for grad in grads)
-        wanted = (hierarchical(first + second + third) / wide.type(3 * len(mesh))).astype(dtype)
-    check_mirrored(acc.take_grad(1), mesh, wanted)
 
 
 def test_sparse_accumulators_filled_together_share_launches(mesh):

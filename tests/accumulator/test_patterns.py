@@ -107,30 +107,3 @@ def test_many_accumulators_taken_together_are_transferred_packed(mesh, algorithm
             counts.append([kinds.count(kind) for kind in ("copy", "collective", "launch", "fill")])
     for together, single in (counts[:2], counts[2:]):
         assert together == single
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_later_takes_do_not_change_results_of_a_joint_take(mesh, algorithm):
-    """They share flat buffers with each other, but not with later results."""
-    ops = gr.AllReduceCrossDeviceOps(algorithm)
-    homes = [mesh, mesh, mesh.devices[0], mesh.devices[1], mesh.devices[0]]
-    shapes = [(5,), (), (2, 3), (7,), (1,)]
-    accumulators = [
-        gr.ConditionalAccumulator("float32", device=home, cross_device_ops=ops) for home in homes
-    ]
-    held = []
-    for step in range(4):
-        for value in (step, step + 2):
-            grads = [np.full(shape, value, "float32") for shape in shapes]
-            gr.apply_grads(accumulators, grads, step)
-        taken = gr.take_grads(accumulators, 2)
-        for place, result in enumerate(taken):
-            values = result.values if isinstance(result, gr.Mirrored) else [result]
-            if place == step:  # one caller overwrites its result, another frees it
-                for value in values:
-                    value[...] = -1
-                continue
-            held.append((values, step + 1))
-        del taken, result, values
-        for values, wanted in held:
-            assert all((value == wanted).all() for value in values)

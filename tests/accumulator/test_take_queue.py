@@ -92,12 +92,10 @@ def test_the_error_has_the_step_the_count_and_the_missing_number(
     acc.set_global_step(4)
     acc.apply_grad([1.0], 3)
     acc.apply_grad([1.0], 4)
-    text = (
-        "^not enough gradients within [-.0-9inf]+ s; step 4: 1 of 3 gradients, 2 missing, 1 dropped"
-    )
-    with pytest.raises(TimeoutError, match=f"^not enough gradients within .* s; {text}$") as caught:
+    text = "step 4: 1 of 3 gradients, 2 missing, 1 dropped as stale"
+    with pytest.raises(TimeoutError, match=f"^not enough gradients within .* s; {text}$") as late:
         acc.take_grad(3, timeout=timeout)
-    assert type(caught.value) is DeadlineExceededError
+    assert type(late.value) is DeadlineExceededError
     assert counters(acc) == [(1, 4, 1)]
     head = call_threads.waiting(acc.take_grad, 2)
     with pytest.raises(TimeoutError, match="behind another take"):
@@ -230,34 +228,3 @@ def test_an_apply_during_a_close_completes_no_take(accumulator, call_threads, mo
     with pytest.raises(CancelledError):
         joint.result()
     assert second.take_grad(1, timeout=0).tolist() == [2.0]
-
-
-def test_opposite_orders_never_deadlock(accumulator, call_threads):
-    """take_grads([A, B]) against take_grads([B, A]), both against applies in both orders."""
-    rounds = 150
-    first, second = (accumulator(reduction_type="SUM") for _ in range(2))
-    start = threading.Barrier(4)
-
-    def take(accumulators):
-        start.wait(30)
-        return [
-            [float(array[0]) for array in gr.take_grads(accumulators, 1)] for _ in range(rounds)
-        ]
-
-    def apply(accumulators, grads):
-        start.wait(30)
-        return sum(gr.apply_grads(accumulators, grads, 10**9) for _ in range(rounds))
-
-    takes = [call_threads.start(take, order) for order in ([first, second], [second, first])]
-    applies = [
-        call_threads.start(apply, [first, second], [[1.0], [2.0]]),
-        call_threads.start(apply, [second, first], [[2.0], [1.0]]),
-    ]
-    assert [call.result() for call in applies] == [rounds, rounds]
-    # As many takes as applies, so the last takes may lack gradients: add some.
-    while call_threads.any_running(takes):
-        gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
-    for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):
-        results = call.result()
-        assert len(results) == rounds
-        assert all(pair[0] * right == pair[1] * left > 0 for pair in results)

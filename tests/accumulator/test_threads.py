@@ -221,33 +221,6 @@ def test_sixty_four_threads(implementation, call_threads, homes, kind, num):
         Run(call_threads, accumulators, num).check()
 
 
-def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, call_threads):
-    """Gradients can be recognized in a mean, too: 1 / count at the applier's index."""
-    num_each, num_threads = 20, 16
-    size = num_each * num_threads
-    with opened([0, 0, 1, 1], implementation) as mesh:
-        acc = gr.ConditionalAccumulator("float32", device=mesh)
-        start = threading.Barrier(num_threads + 1)
-
-        def apply(number):
-            start.wait(30)
-            with gr.replica(number % len(mesh)):
-                for place in range(number, size, num_threads):
-                    assert acc.apply_grad(np.eye(1, size, place, "float32")[0], 2**62)
-
-        calls = [call_threads.start(apply, number) for number in range(num_threads)]
-        start.wait(30)
-        seen = np.zeros(size, int)
-        while seen.sum() < size:
-            for copy in acc.take_grad(1).values:
-                count = np.count_nonzero(copy)
-                assert (copy[copy != 0] == np.float32(1) / np.float32(count)).all()
-            seen += copy != 0
-        assert (seen == 1).all()
-        for call in calls:
-            call.result()
-
-
 def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(
     accumulator, call_threads
 ):

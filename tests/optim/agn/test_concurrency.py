@@ -203,29 +203,3 @@ def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
     del optimizer
     gc.collect()
     assert gr.AGNOptimizer(inner, 1, getter).get_slot_names() == []
-
-
-def test_a_second_round_waits_again_and_a_failed_worker_ends_its_own(mesh):
-    center = gr.AGNCenter(mesh)
-    registry = center._shared.registry
-    for task in range(2):
-        registry.begin(task)
-    registry.wait_for(2, 0.0)
-    registry.end(0)
-    registry.wait_for(2, 0.0)  # one of them continues: its round is not over
-    registry.end(1)
-    registry.begin(0)
-    with pytest.raises(
-        gr.errors.DeadlineExceededError, match=r"1 of 2 workers have started, \[0\]"
-    ):
-        registry.wait_for(2, 0.0)
-    registry.begin(1)
-    registry.mark_failed(1, ValueError("gone"))
-    registry.wait_for(2, 0.0)  # it had begun
-    registry.end(0)
-    registry.begin(0)
-    with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of \[1\] are missing"):
-        registry.wait_for(2, 0.0)
-    assert center.failed_workers == (1,)
-    center.start_worker(1, lambda: None).join(LIMIT_S)
-    assert center.failed_workers == ()
