@@ -44,47 +44,49 @@ def saved(acc, device):
     return state | {"partial_sums": [None]}, total
 
 
-def test_the_keys_of_a_dense_state(accumulator, device):
-    acc = accumulator("float16", (None, 2), reduction_type="SUM")
-    assert acc.state_dict() == EMPTY
+TINY = np.full((1, 2), 2.0**-24, "float16")
+LARGE = np.full((1, 2), 60000, "float16")
+# Gradients, the last of which is stale; the sum, which no half would hold; and the result.
+STATES = {
+    Dense: (
+        EMPTY, [LARGE, LARGE, TINY], [1, 2], {None: np.full((1, 2), 120000, "float32")},
+        [[np.inf] * 2],
+    ),
+    Sparse: (
+        EMPTY_SPARSE,
+        [
+            gr.IndexedSlices(LARGE, [7], (9, 2)),
+            gr.IndexedSlices(np.concatenate([TINY, LARGE]), [4, 7]),
+            gr.IndexedSlices(TINY, [4]),
+        ],
+        [9, 2],
+        {
+            "indices": np.array([4, 7]),
+            "num_touches": np.array([1, 2]),
+            "values": np.array([[2.0**-24] * 2, [120000] * 2], "float32"),
+        },
+        ([4, 7], [[2.0**-24] * 2, [np.inf] * 2], (9, 2)),
+    ),
+}  # fmt: skip
+
+
+def test_a_state_without_its_device(device, kind):
+    """Rows are in the order of their indices, in whatever order they were added."""
+    empty, given, sum_shape, sums, result = STATES[kind]
+    acc = kind.make("float16", (None, 2), reduction_type="SUM", device=device)
+    assert acc.state_dict() == empty
     acc.set_global_step(3)
-    for value, step in ((60000.0, 3), (60000.0, 5), (1.0, 2)):
-        acc.apply_grad([[value, 2.0**-24]], step)
+    for grad, step in zip(given, (3, 5, 2), strict=True):
+        gr.apply_grads([acc], [grad], step)
     state, total = saved(acc, device)
     counted = {"global_step": 3, "num_accumulated": 2, "num_dropped": 1}
-    assert state == EMPTY | counted | {"sum_shape": [1, 2], "kind": "native"}
-    assert {key: type(value) for key, value in state.items()} == {
-        **dict.fromkeys(("format", "dtype", "reduction_type", "kind"), str),
-        **dict.fromkeys(("global_step", "num_accumulated", "num_dropped"), int),
-        **dict.fromkeys(("shape", "sum_shape", "partial_sums"), list),
-    }
-    assert same(total, np.array([[120000.0, 2.0**-23]], "float32")), "no half would hold it"
-    total[:] = 0
-    assert acc.take_grad(2).tolist() == [[np.inf, 2.0**-23]], "the array is a copy"
-
-
-def test_the_keys_of_a_sparse_state(sparse, device):
-    """Rows are in the order of their indices, in whatever order they were added."""
-    acc = sparse("float16", (None, 2), reduction_type="SUM")
-    assert acc.state_dict() == EMPTY_SPARSE
-    acc.set_global_step(3)
-    large, tiny = np.full((1, 2), 60000, "float16"), np.full((1, 2), 2.0**-24, "float16")
-    acc.apply_grad([7], large, (9, 2), 3)
-    acc.apply_grad([4, 7], np.concatenate([tiny, large]), None, 3)
-    acc.apply_grad([4, 4], np.concatenate([tiny, tiny]), None, 5)
-    assert not acc.apply_grad([4], tiny, None, 2)
-    state, total = saved(acc, device)
-    counted = {"global_step": 3, "num_accumulated": 3, "num_dropped": 1}
-    assert state == EMPTY_SPARSE | counted | {"sum_shape": [9, 2], "kind": "native"}
-    assert set(total) == {"indices", "num_touches", "values"}
-    assert same(total["indices"], np.array([4, 7]))
-    assert same(total["num_touches"], np.array([2, 2]))
-    assert same(total["values"], np.array([[3 * 2.0**-24] * 2, [120000] * 2], "float32"))
-    for array in total.values():
+    assert state == empty | counted | {"sum_shape": sum_shape, "kind": "native"}
+    found = total if kind is Sparse else {None: total}
+    assert found.keys() == sums.keys()
+    for name, array in found.items():
+        assert same(array, sums[name]), name
         array[:] = 0
-    indices, values, shape = acc.take_grad(3)
-    assert (indices.tolist(), shape) == ([4, 7], (9, 2)), "the arrays are copies"
-    assert values.tolist() == [[3 * 2.0**-24] * 2, [np.inf] * 2]
+    assert contents(gr.take_grads([acc], 2)) == [result], "the arrays are copies"
 
 
 # -- what continues -------------------------------------------------------------------------------
@@ -208,25 +210,6 @@ def test_a_state_is_a_consistent_snapshot_and_its_downloads_block_no_call(
         assert (state["num_accumulated"], acc.num_accumulated()) == (3, 12)
         assert [total.tolist() for total in state["partial_sums"]] == [[1.0] * 5] * 3
         assert acc.take_grad(12).values[0].tolist() == [12.0] * 5
-
-
-def test_a_load_completes_waiting_takes(sparse, accumulator, call_threads):
-    made = sparse(), accumulator(), sparse(), accumulator()
-    states = []
-    for acc, kind in zip(made[2:], (Sparse, Dense), strict=True):
-        for value in (1.0, 3.0):
-            gr.apply_grads([acc], [kind.value(value)])
-        states.append(acc.state_dict())
-    joint = call_threads.waiting(gr.take_grads, made[:2], 2)
-    last = call_threads.waiting(gr.take_grads, made[:1], 2)
-    made[0].load_state_dict(states[0])
-    assert not joint.is_done
-    made[1].load_state_dict(states[1])
-    assert joint.is_done
-    assert contents(joint.result()) == [Sparse.result(2.0), Dense.result(2.0)]
-    assert not last.is_done
-    made[0].load_state_dict(states[0])
-    assert contents(last.result()) == [Sparse.result(2.0)]
 
 
 def test_a_load_restores_the_array_type_of_the_next_result(accumulator, device, monkeypatch):

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from accumulator.kinds import contents, counters, slices
+from accumulator.kinds import slices
 
 import gradreduce as gr
 
@@ -105,26 +105,6 @@ def test_equal_counts_upload_no_divisors(sparse, device):
     with device.mesh.journal() as journal:
         acc.take_grad(1)
     assert journal.of("upload")[0].nbytes > even
-
-
-def test_sparse_and_dense_together(sparse, accumulator, device):
-    """One launch for all sparse ones of a dtype, one decision for all."""
-    accumulators = [sparse(), accumulator(), sparse(), accumulator()]
-    grads = [slices([4, 4], 1, 2), array(5), slices([0], 3), array(6)]
-    with device.mesh.journal() as journal:
-        assert gr.apply_grads(accumulators, grads)
-    assert sorted(names(journal)) == ["add_n", "segment_sum"]
-    with device.mesh.journal() as journal:
-        assert gr.apply_grads(accumulators, grads)
-    assert sorted(names(journal)) == ["accumulate_n", "segment_sum"]
-    accumulators[2].set_global_step(1)
-    assert gr.apply_grads(accumulators, grads) is False
-    assert counters(*accumulators) == [(2, 0, 1), (2, 0, 1), (2, 1, 1), (2, 0, 1)]
-    with device.mesh.journal() as journal:
-        first, second, third, fourth = gr.take_grads(accumulators, 2)
-    assert sorted(names(journal)) == ["all_sum", "segment_sum", "segment_sum"]
-    assert contents([first, second]) == [([4], [[3]], (-1, 1)), [[5]]]
-    assert contents([third, fourth]) == [([0], [[3]], (-1, 1)), [[6]]]
 
 
 def test_a_dense_accumulator_makes_sparse_gradients_dense(accumulator, device):

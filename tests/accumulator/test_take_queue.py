@@ -127,22 +127,6 @@ def test_a_wrong_timeout_leaves_nothing_in_the_queue(accumulator, timeout, error
     assert acc.take_grad(1, timeout=0).tolist() == [2.0]
 
 
-def test_a_timed_out_take_keeps_the_sum_and_the_next_take_completes(accumulator, call_threads):
-    acc = accumulator()
-    acc.apply_grad([2.0])
-    head = call_threads.expiring(acc.take_grad, 2)
-    behind = [call_threads.waiting(acc.take_grad, 1) for _ in range(2)]
-    assert not behind[0].is_done
-    head.expire()
-    with pytest.raises(DeadlineExceededError, match=r"within 0.2 s; step 0: 1 of 2"):
-        head.result()
-    assert behind[0].is_done
-    assert behind[0].result().tolist() == [2.0]
-    assert not behind[1].is_done
-    acc.apply_grad([3.0], 1)
-    assert behind[1].result().tolist() == [3.0]
-
-
 def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, call_threads):
     acc = accumulator()
     take = call_threads.expiring(acc.take_grad, 1)
@@ -152,17 +136,6 @@ def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, 
 
 
 # -- close ----------------------------------------------------------------------------------------
-
-
-def test_close_cancels_all_waiting_takes(accumulator, call_threads):
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    takes = [call_threads.waiting(acc.take_grad, 2 + place) for place in range(3)]
-    acc.close()
-    for take in takes:
-        assert take.is_done
-        with pytest.raises(CancelledError, match="cancelled"):
-            take.result()
 
 
 def test_close_races_with_applies_and_takes(accumulator, call_threads):

@@ -91,16 +91,6 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
     assert worker.sums["t"][4].tolist() == [2, 2]
 
 
-def test_a_loaded_sum_is_added_to(mesh):
-    """The steps after a load do not add to the memory of the sum before it."""
-    (worker,) = pair(mesh, 4, num=1)
-    for _ in range(2):
-        worker.step({"v": np.ones(3, "float32")})
-    worker.optimizer.load_state_dict(worker.optimizer.state_dict())
-    worker.step({"v": np.ones(3, "float32")})
-    assert (worker.sums["v"] == 3).all()
-
-
 def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
     """The slots are created again before a push."""
     one, two = pair(mesh, 1, WAYS["momentum"][0]), pair(mesh, 1, WAYS["momentum"][0])
