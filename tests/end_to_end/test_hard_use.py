@@ -135,36 +135,6 @@ def test_a_step_whose_optimizer_cannot_work_takes_nothing():
         assert variable.numpy().tolist() == [0.5, 0.5]
 
 
-def test_numpy_integers_are_integers():
-    with gr.open_mesh(2, backend="sim") as mesh, gr.replica(np.int64(1)):
-        assert gr.NcclAllReduce(np.int64(2), mesh=mesh).num_packs == 2
-    with pytest.raises(ValueError, match=r"\['nccl'\] is not one of"):
-        gr.AllReduceCrossDeviceOps(["nccl"])
-
-
-def test_no_boolean_is_an_integer():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        device = mesh.devices[0]
-        acc = gr.ConditionalAccumulator("float32", device=device)
-        getter = gr.AGNCustomGetter(device, center=gr.AGNCenter(mesh))
-        sgd = gr.GradientDescentOptimizer(0.1)
-        for wrong in (True, np.True_):
-            calls = [
-                lambda wrong=wrong: gr.open_mesh(wrong, backend="sim"),
-                lambda wrong=wrong: mesh.flat_buffer([(3,), (wrong,)], "float32"),
-                lambda wrong=wrong: gr.ConditionalAccumulator("float32", (wrong,), device=device),
-                lambda wrong=wrong: acc.apply_grad([1.0], wrong),
-                lambda wrong=wrong: acc.take_grad(wrong),
-                lambda wrong=wrong: acc.set_global_step(wrong),
-                lambda wrong=wrong: gr.AGNOptimizer(sgd, wrong, getter),
-                lambda wrong=wrong: gr.IndexedSlices(np.ones((1, 2)), [0], [wrong, 2]),
-                lambda wrong=wrong: gr.HierarchicalCopyAllReduce(wrong),
-            ]
-            for call in calls:
-                with pytest.raises((TypeError, ValueError), match=re.escape(repr(wrong))):
-                    call()
-
-
 @pytest.mark.parametrize(
     "wrong", [np.array([True]), np.array([True, False]), np.array(True), "no", None, 1], ids=repr
 )
@@ -206,27 +176,6 @@ def test_an_option_that_is_no_boolean_is_named(wrong):
             for call in told:
                 with pytest.raises(TypeError, match=f"^{text}$"):
                     call()
-
-
-def test_arguments_that_are_not_a_mesh_a_list_or_a_table_are_named():
-    ones = [np.ones(3, np.float32)] * 2
-    with gr.open_mesh(2, backend="sim") as mesh:
-        table = gr.Variable(np.ones((2, 3)), device=mesh)
-        params, lookup = "params must be a Variable or an array (rows, …), got", gr.embedding_lookup
-        told = [
-            ("mesh='sim' must be a Mesh", lambda: gr.PerReplica(ones, "sim")),
-            ("values=3 must be a list", lambda: gr.PerReplica(3, mesh)),
-            ("devices='sim' must be a list", lambda: gr.PerReplica(ones, devices="sim")),
-            (f"{params} NoneType", lambda: lookup(None, [1])),
-            (f"{params} list", lambda: lookup([table], [1])),
-            (f"{params} float64", lambda: lookup(np.float64(1), [0])),
-            ("shapes=3 must be a list", lambda: mesh.flat_buffer(3, "float32")),
-            ("shapes[0]=3 must be a list", lambda: mesh.flat_buffer((3, 4), "float32")),
-        ]
-        for text, call in told:
-            with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
-                call()
-        assert mesh[np.int64(1)] is mesh.devices[1]
 
 
 def test_a_mesh_iterates_over_its_accumulators_while_others_are_made():
