@@ -75,8 +75,8 @@ def dense_applies(mesh, earlier=(), grad=(1.0,), dtype="float32"):
     return [acc], lambda: acc.apply_grad(grad)
 
 
-def dense_takes(mesh, dtype):
-    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype)
+def dense_takes(mesh, dtype, **options):
+    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype, **options)
     return [acc], lambda: acc.take_grad(2)
 
 
@@ -199,6 +199,7 @@ CASES = [
          f"{PLAN}launch UPDATE"),
     Case("dense take", partial(dense_takes, dtype=F32), "launch UPDATE"),
     Case("half take", partial(dense_takes, dtype=F16), "allocate launch update"),
+    Case("take of a sum", partial(dense_takes, dtype=F32, reduction_type="SUM"), "update"),
     Case("takes now", takes_now, "allocate launch update"),
     Case("replicas first", partial(replicas_on_one_device, num_earlier=0),
          f"{FAR}allocate launch launch update", peers=False),

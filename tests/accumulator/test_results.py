@@ -85,26 +85,6 @@ def steps(journal):
     return [(record.kind, record.name, record.num_rows) for record in journal.records]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-def test_a_cycle_is_a_copy_additions_and_one_pass(accumulator, device, dtype, reduction_type):
-    """Nothing is zeroed or copied, and the host does not wait."""
-    acc = accumulator(dtype, reduction_type=reduction_type)
-    grad = np.ones(50, dtype)
-    for step in range(2):
-        with device.mesh.journal() as journal:
-            for _ in range(3):
-                acc.apply_grad(grad, step)
-            acc.take_grad(3)
-        in_place = reduction_type == "SUM" and dtype.itemsize >= 4
-        assert steps(journal) == [
-            ("launch", "add_n", 1),
-            ("launch", "accumulate_n", 1),
-            ("launch", "accumulate_n", 1),
-            *([] if in_place else [("launch", "all_sum", 1)]),
-        ]
-
-
 def test_a_gradient_is_moved_to_the_accumulators_device():
     """A host array is uploaded there; a Buffer is copied. A mean of one is not divided."""
     with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:

@@ -135,6 +135,17 @@ def test_another_number_of_replicas_loads_a_sharded_state():
         train([2], OPTIMIZERS["adam"], True, (), broken)
 
 
+def make_step(mesh, optimizer=None, size=8, *, shard_optimizer=True):
+    """A step with one variable."""
+    variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+    optimizer = optimizer or gr.AdamOptimizer(0.1)
+    return gr.SyncStep([variable], optimizer, ops, shard_optimizer=shard_optimizer)
+
+
+ONES = [[np.ones(8, np.float32)]]  # the gradients of a replica
+
+
 def slot_bytes(step, device):
     slots = step.optimizer.variables()
     return sum(b.nbytes for slot in slots for b in slot.buffers if b.device is device)
@@ -168,9 +179,7 @@ def test_slots_take_a_share_of_the_memory_on_each_device():
 def test_a_step_sends_the_bytes_of_an_all_reduce():
     n, size = 4, 4000
     with gr.open_mesh((0, 1, 2, 3), backend="sim", strict=True) as mesh:
-        variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        step = make_step(mesh, size=size)
         terms = [[[device.put(np.ones(size, np.float32))]] for device in mesh]
         step(terms)
         with mesh.journal() as journal:
@@ -202,9 +211,7 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+            step = make_step(mesh, size=size)
             group.sent.clear()
             step([[[np.ones(size, np.float32)]]])
             return sum(group.sent.values())
@@ -217,14 +224,11 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 def test_processes_that_shard_differently_raise(num_sharded):
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            is_sharded = group.rank < num_sharded
-            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=is_sharded)
+            step = make_step(mesh, shard_optimizer=group.rank < num_sharded)
             if num_sharded == 2:
-                return str(step([[[np.ones(8, np.float32)]]]))
+                return str(step([ONES]))
             with pytest.raises(ValueError) as error:
-                step([[[np.ones(8, np.float32)]]])
+                step([ONES])
             return str(error.value)
 
     wanted = "shard_optimizer is True in process 0" if num_sharded == 1 else "True"
@@ -267,9 +271,7 @@ def test_what_cannot_be_sharded_raises():
 
 def test_copies_that_may_differ_cannot_be_used(monkeypatch):
     with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        step = make_step(mesh)
         run = shards.reduce_batch
 
         def fail(plan, *args, **options):
@@ -278,11 +280,10 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
             return run(plan, *args, **options)
 
         monkeypatch.setattr(shards, "reduce_batch", fail)
-        terms = [[[np.ones(8, np.float32)]]] * 2
         with pytest.raises(MemoryError):
-            step(terms)
+            step([ONES] * 2)
         with pytest.raises(BackendUnavailableError, match="failed half way"):
-            step(terms)
+            step([ONES] * 2)
 
 
 def test_an_update_that_raises_in_one_process_raises_in_the_others():
@@ -296,16 +297,12 @@ def test_an_update_that_raises_in_one_process_raises_in_the_others():
             return 0.1
 
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            optimizer = gr.GradientDescentOptimizer(rate)
-            step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=True)
-            terms = [[[np.ones(8, np.float32)]]]
-            assert step(terms)
+            step = make_step(mesh, gr.GradientDescentOptimizer(rate))
+            assert step([ONES])
             with pytest.raises((KeyError, CollectiveError)) as error:
-                step(terms)
+                step([ONES])
             with pytest.raises(CollectiveError, match="no rate"):
-                step(terms)
+                step([ONES])
             return str(error.value)
 
     text = run_processes(2, work)[0]
