@@ -7,13 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from accumulator.kinds import Dense, Sparse, bits, contents, counters
+from accumulator.kinds import Dense, Sparse, bits, contents
 from support.accumulator_states import EMPTY, EMPTY_SPARSE, check_refused, frozen
 from support.exact_data import FLOATS, same
 from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, stall
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
 from gradreduce.errors import CollectiveError
 
 __all__ = ["clock", "late_waits"]
@@ -92,30 +91,6 @@ def test_a_state_without_its_device(device, kind):
 # -- what continues -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-@pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
-def test_a_restored_accumulator_continues_with_the_same_bits(
-    device, kind, dtype, reduction_type, shape
-):
-    acc, fresh = (kind.make(dtype, reduction_type=reduction_type, device=device) for _ in range(2))
-    given = [kind.random(seed, dtype, shape) for seed in range(8)]
-    acc.set_global_step(4)
-    for each in given[:4]:
-        gr.apply_grads([acc], [each], 4)
-    gr.apply_grads([acc], [given[4]], 3)
-    before = frozen(acc)
-    state = acc.state_dict()
-    (total,) = state["partial_sums"]
-    wide = total["values"] if kind is Sparse else total
-    assert wide.dtype == accumulate_dtype(dtype)
-    gr.apply_grads([fresh], [given[5]], 0)  # replaced by the load
-    fresh.load_state_dict(state)
-    assert frozen(fresh) == before
-    assert counters(fresh) == [(4, 4, 1)]
-    assert apply_and_take(fresh, given[4:], 4) == apply_and_take(acc, given[4:], 4)
-
-
 def test_the_gradient_counts_of_all_rows_are_saved(sparse):
     """More than are counted together; gradients after the load are counted in addition."""
     acc, fresh = sparse(), sparse()
@@ -148,17 +123,20 @@ def test_the_restored_mean_has_the_same_divisor(sparse, sparse_mean):
     assert [each.take_grad(4)[1].tolist() for each in (acc, fresh)] == [wanted, wanted]
 
 
-def test_over_a_mesh_with_any_number_of_devices_filled(mesh, kind):
-    everyone, dtype = range(len(mesh)), "bfloat16"
-    given = [kind.random(seed, dtype) for seed in range(1, 1 + 2 * len(mesh))]
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
+def test_any_number_of_devices_may_be_filled(mesh, kind, dtype, reduction_type, shape):
+    everyone, options = range(len(mesh)), {"reduction_type": reduction_type, "device": mesh}
+    given = [kind.random(seed, dtype, shape) for seed in range(1, 1 + 2 * len(mesh))]
     for filled in ((), everyone[1:2], everyone[1:], everyone):
-        acc, fresh = (kind.make(dtype, device=mesh) for _ in range(2))
+        acc, fresh = (kind.make(dtype, **options) for _ in range(2))
         for place in filled:
             with gr.replica(place):
                 gr.apply_grads([acc], [given[place]])
-        num_copies = len(filled)
-        if kind is Sparse:
-            num_copies = sum(given[place].indices.size > 0 for place in filled)
+        arrays = [getattr(given[place], "values", given[place]) for place in filled]
+        num_copies = sum(array.size > 0 for array in arrays)
+        num_uploads = sum(kind is Dense or len(array) > 0 for array in arrays)
         with mesh.journal() as journal:
             state = acc.state_dict()
         assert (journal.copies, journal.launches, journal.uploads) == (num_copies, 0, 0)
@@ -167,7 +145,7 @@ def test_over_a_mesh_with_any_number_of_devices_filled(mesh, kind):
         ]
         with mesh.journal() as journal:
             fresh.load_state_dict(state)
-        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, num_copies)
+        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, num_uploads)
         assert frozen(fresh) == frozen(acc)
         arrivals = [gr.PerReplica(given[len(mesh) :], mesh)]
         assert apply_and_take(fresh, arrivals, 0) == apply_and_take(acc, arrivals, 0)
