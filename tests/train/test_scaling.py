@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
 from support.thread_group import run_processes, run_replicas
+from train import training
 
 import gradreduce as gr
 from gradreduce.ops import BLOCK
@@ -22,13 +23,8 @@ VARIABLES = {
 WRONG = (math.nan, math.inf, -math.inf)
 
 
-def make_step(mesh, variables=VARIABLES, make=gr.AdamOptimizer, **options):
-    made = [
-        gr.Variable(np.ones(shape), name, dtype=dtype, device=mesh)
-        for name, (shape, dtype) in variables.items()
-    ]
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    return gr.SyncStep(made, make(0.1), ops, **options)
+def make_step(mesh, variables=VARIABLES, **options):
+    return training.make_step(mesh, variables, gr.AdamOptimizer(0.1), **options)
 
 
 def terms_of(number, step, replicas, wrong=()):
@@ -51,25 +47,17 @@ def terms_of(number, step, replicas, wrong=()):
 
 
 def train(counts, calls=range(4), wrong=(), state=None, placement=None, seed=None, **options):
-    """Returns what every process ends with: values, and what each call returned and left."""
+    """Returns the values, what each call returned and left, and the state."""
 
-    def work(mesh, replicas):
-        step, seen = make_step(mesh, **options), []
-        if state is not None:
-            step.load_state_dict(state)
-        for number in calls:
-            done = step(terms_of(number, step, replicas, wrong))
-            norm = step.last_norm
-            norm = None if norm is None else np.float64(norm).tobytes()
-            seen.append((done, step.global_step, step.num_skipped, step.loss_scale, norm))
-        values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in step.variables]
-        assert all(len(set(copies)) == 1 for copies in values)
-        return [copies[0] for copies in values], seen, step.state_dict()
+    def call(step, number, replicas):
+        done = step(terms_of(number, step, replicas, wrong))
+        norm = step.last_norm
+        norm = None if norm is None else np.float64(norm).tobytes()
+        return done, step.global_step, step.num_skipped, step.loss_scale, norm
 
-    found = run_replicas(counts, work, placement, schedule_seed=seed)
-    for each in found[1:]:
-        np.testing.assert_equal(each, found[0])
-    return found[0]
+    return training.train(
+        counts, lambda mesh, _: make_step(mesh, **options), call, calls, state, placement, seed
+    )
 
 
 @st.composite
