@@ -90,13 +90,6 @@ def test_one_gradient_may_serve_two_variables_and_none_is_skipped(mesh):
     assert optimizer.get_slot(third, "momentum") is not None
 
 
-def test_global_step_counts_updates(mesh, model):
-    for turn in range(3):
-        assert int(model.step) == turn + 1
-        model.optimizer.apply_gradients(model.pairs(), global_step=model.step)
-    assert [buffer.numpy() for buffer in model.step.buffers] == [4] * len(mesh)
-
-
 # -- slots ----------------------------------------------------------------------------------------
 
 

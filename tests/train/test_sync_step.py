@@ -263,32 +263,6 @@ def test_plain_steps_do_not_grow_the_pool(shard_optimizer):
         assert [device._pool.grown for device in mesh.devices] == grown
 
 
-@pytest.mark.host
-@pytest.mark.parametrize("shard_optimizer", [False, True])
-def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
-    """Neither by an apply, nor by a take of a mesh, nor by the update that follows."""
-    from gradreduce.backends.sim.device import SimDevice
-
-    asked = []
-    with open_sim([0, 1, 2], kernels="compiled", peer_access=False) as mesh:
-        variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        optimizer = gr.MomentumOptimizer(0.1, 0.9)
-        step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=shard_optimizer)
-        (accumulator,) = step.accumulators
-        original = SimDevice._compile_kernel
-
-        def prepare(self, *arguments):
-            asked.append(accumulator.accumulator_ref.lock._is_owned())
-            original(self, *arguments)
-
-        monkeypatch.setattr(SimDevice, "_compile_kernel", prepare)
-        accumulator.apply_grad(np.ones(3), cast=True)
-        assert step([[[np.ones(3, np.float16)]]] * 3)
-    assert asked
-    assert not any(asked)
-
-
 SPARSE = gr.IndexedSlices(np.ones((1, 10), np.float32), [3], (32, 10))
 # (replica, variable, its terms, error, text)
 BAD = [
