@@ -10,10 +10,6 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
-from gradreduce.errors import (
-    BackendUnavailableError,
-    CancelledError,
-)
 
 ONES = np.ones((4, 3), np.float32)
 ROWS = gr.IndexedSlices(np.ones((2, 3), np.float32), [1, 0], (4, 3))
@@ -54,17 +50,6 @@ def test_a_dropped_gradient_submits_no_device_work(queued, make, grad):
         assert journal.uploads > 0
     count = 2 if isinstance(grad, gr.PerReplica) else 1
     assert (acc.num_dropped, acc.num_accumulated()) == (count, count)
-
-
-def test_closed_and_failed_accumulators_count_no_drop(queued):
-    closed, lost = dense(queued.devices[0]), dense(queued.devices[1])
-    closed.close()
-    with pytest.raises(CancelledError):
-        closed.apply_grad(ONES, 4)
-    queued.devices[1].mark_failed("planted")
-    with pytest.raises(BackendUnavailableError, match="planted"):
-        lost.apply_grad(ONES, 4)
-    assert (closed.num_dropped, lost.num_dropped) == (0, 0)
 
 
 def test_a_gradient_that_is_no_longer_stale_is_added(queued, monkeypatch):

@@ -442,6 +442,8 @@ def test_a_gradient_without_rows_is_refused_if_the_device_failed_or_closed():
                 mesh.devices[0].mark_failed("for a test")
             else:
                 mesh.close()
-            with pytest.raises(BackendUnavailableError, match="for a test" if lose else "closed"):
-                acc.apply_grad([], none)
-            assert acc.num_accumulated() == 1
+            for step in (0, -1):
+                text = "for a test" if lose else "closed"
+                with pytest.raises(BackendUnavailableError, match=text):
+                    acc.apply_grad([], none, None, step)
+            assert (acc.num_accumulated(), acc.num_dropped) == (1, 0)

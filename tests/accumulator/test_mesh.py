@@ -167,8 +167,11 @@ def test_half_precision_is_transferred_in_float32_and_rounded_once(accumulator, 
 
 
 def test_sparse_accumulators_filled_together_share_launches(mesh):
-    """Each is merged alone."""
-    accumulators = [gr.SparseConditionalAccumulator("float32", device=mesh) for _ in range(5)]
+    """Each is merged alone, and divided by its own rule in the same launches."""
+    kinds = ["per_row", "per_row", "per_gradient", "per_row", "per_gradient"]
+    accumulators = [
+        gr.SparseConditionalAccumulator("float32", device=mesh, sparse_mean=kind) for kind in kinds
+    ]
     grads = [
         gr.PerReplica([Sparse.random(seed, "float32", (2 + seed % 5,))
                        for seed in range(turn, turn + 5 * len(mesh), 5)], mesh)
@@ -181,6 +184,8 @@ def test_sparse_accumulators_filled_together_share_launches(mesh):
         taken = gr.take_grads(accumulators, 1)
     launched = [record.name for record in journal.of("launch")]
     assert (launched.count("segment_sum"), journal.uploads, journal.syncs) == (5, 5, 0)
-    for each, grad in zip(taken, grads, strict=True):
+    for each, grad, kind in zip(taken, grads, kinds, strict=True):
+        if kind == "per_gradient":
+            continue
         parts = [gr.IndexedSlices(part.values.numpy(), part.indices) for part in grad.parts]
         assert bits(each) == [expected([[part] for part in parts], "float32")] * len(mesh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -110,14 +109,11 @@ def test_a_take_at_the_last_step_is_refused_and_changes_nothing(mesh):
     assert first.global_step == rows.global_step == 1
 
 
-def test_a_take_that_waits_at_the_last_step_ends_with_the_error(mesh):
+def test_a_take_that_waits_at_the_last_step_ends_with_the_error(mesh, call_threads):
     acc = gr.ConditionalAccumulator("float32", name="acc", device=mesh.devices[0])
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(acc.take_grad, 1, timeout=30)
-        while not queues(acc)[0]:
-            assert not waiting.done()
-        acc.set_global_step(2**63 - 1)
-        acc.apply_grad([1.0], 2**63 - 1)
-        with pytest.raises(InvalidArgumentError, match=r"^the accumulator 'acc' is at step 922"):
-            waiting.result(30)
+    waiting = call_threads.waiting(acc.take_grad, 1)
+    acc.set_global_step(2**63 - 1)
+    acc.apply_grad([1.0], 2**63 - 1)
+    with pytest.raises(InvalidArgumentError, match=r"^the accumulator 'acc' is at step 922"):
+        waiting.result()
     assert counters(acc) == [(1, 2**63 - 1, 0)]

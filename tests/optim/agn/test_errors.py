@@ -60,16 +60,17 @@ def test_hyperparameters_are_set_on_the_inner_optimizer(worker):
 def test_a_center_has_one_rule(mesh):
     center = gr.AGNCenter(mesh)
     pair(mesh, 1, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS, 1, center=center)
+    theirs = type("MomentumOptimizer", (gr.Optimizer,), {"_slot_names": ("momentum",)})
     brought = {
         "AdamOptimizer with ['m', 'v']": lambda: gr.AdamOptimizer(0.5),
         "MomentumOptimizer with ['momentum'] and masters":
             lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
         "Own with ['direction']": Own,
+        "another MomentumOptimizer": lambda: theirs("mine"),
     }  # fmt: skip
     for text, make in brought.items():
-        with pytest.raises(ValueError, match=re.escape(
-            f"the center uses MomentumOptimizer with slots ['momentum']; this worker uses "
-            f"{text}")):  # fmt: skip
+        text = f"the center uses MomentumOptimizer with slots ['momentum']; this worker uses {text}"
+        with pytest.raises(ValueError, match=re.escape(text)):
             pair(mesh, 1, make, STARTS, 1, center=center)
     nesterov = gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True)
     pair(mesh, 1, lambda: nesterov, STARTS, 1, center=center)

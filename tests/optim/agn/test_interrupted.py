@@ -112,13 +112,6 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert step.numpy() == 1
 
 
-def test_a_rule_of_the_same_name_is_another(mesh):
-    theirs = type("GradientDescentOptimizer", (gr.Optimizer,), {})
-    getter, _, _ = one_variable(mesh, gr.GradientDescentOptimizer(1.0))
-    with pytest.raises(ValueError, match="this worker uses another GradientDescentOptimizer"):
-        one_variable(mesh, theirs("mine"), center=getter.center)
-
-
 def test_nothing_that_a_loss_has_read_is_written_in_it(mesh):
     getter, var, optimizer = one_variable(mesh)
     center = getter.center_variable(var)
