@@ -17,7 +17,7 @@ from optim.agn.team import Own, Worker
 from optim.test_update_rules import RULES
 from support.all_reduce_jobs import pack, reduce_jobs
 from support.captures import captured
-from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
+from support.exact_data import DTYPES, exact_data, random_data, same
 from support.implementations import segment_sum
 from support.reduction_calls import arrays_of, dense, everything
 
@@ -325,15 +325,15 @@ def copied_then_freed(mesh: Mesh) -> list[np.ndarray]:
 # -- accumulators ---------------------------------------------------------------------------------
 
 
-# First some rows exist; then they are copied into more memory; then all exist.
-ROWS = ([4, 1, 4], [1, 7, 9, 2, 8], [9, 2, 4])
+# First some rows exist; then they are copied into more memory; then there are none; then all exist.
+ROWS = ([4, 1, 4], [1, 7, 9, 2, 8], [], [9, 2, 4])
 Accumulator = gr.ConditionalAccumulator | gr.SparseConditionalAccumulator
 
 
 def queued_gradient(acc: Accumulator, device: gr.Device, turn: int) -> Buffer | gr.IndexedSlices:
     """A gradient that a queued launch of the device will write."""
     is_sparse = isinstance(acc, gr.SparseConditionalAccumulator)
-    shape = (len(ROWS[turn]), 37) if is_sparse else (37,)
+    shape = (len(ROWS[turn]), 5, 3) if is_sparse else (37,)
     terms = [device.upload(random_data(shape, acc.dtype, seed=9 * turn + device.index + term))
              for term in range(2)]  # fmt: skip
     made = gr.add_n(terms)
@@ -365,12 +365,13 @@ def accumulated_on_devices(mesh: Mesh) -> list[np.ndarray]:
         dense("float64", device=last, reduction_type="SUM"),
         dense("float32", device=first),
         gr.SparseConditionalAccumulator("float16", device=second),
-        *[gr.SparseConditionalAccumulator("float32", device=each) for each in (first, last)],
+        gr.SparseConditionalAccumulator("float32", device=first),
+        gr.SparseConditionalAccumulator("float32", device=last, sparse_mean="per_gradient"),
     ]
     readers = {0: last, 2: first, 3: first, 4: last, 5: last, 6: first}
     kept: list[Buffer] = []
     for step in range(2):
-        for turn, producer in enumerate((first, last, first)):
+        for turn, producer in enumerate((first, last, second, first)):
             grads = [queued_gradient(acc, producer, turn) for acc in accs]
             assert gr.apply_grads(accs, grads, step)
             overwrite_gradients(*grads)
@@ -404,12 +405,12 @@ def accumulated_over_a_mesh(algorithm: str, num_packs: int, mesh: Mesh) -> list[
         return [
             dense("float32", device=mesh, cross_device_ops=cross),
             dense("bfloat16", device=mesh, cross_device_ops=cross, reduction_type="SUM"),
-            gr.SparseConditionalAccumulator("float32", device=mesh, cross_device_ops=cross),
+            gr.SparseConditionalAccumulator("float64", device=mesh, cross_device_ops=cross),
         ]
 
     accs, kept = made(), list[Buffer]()
     for step in range(2):  # the second takes are in reused memory
-        for turn in range(3):
+        for turn in range(4):
             grads = [queued_everywhere(acc, mesh, turn) for acc in accs]
             assert gr.apply_grads(accs, grads, step)
             overwrite_gradients(*grads)
@@ -434,51 +435,6 @@ def accumulated_over_a_mesh(algorithm: str, num_packs: int, mesh: Mesh) -> list[
 def _buffers_of(value: object) -> list[Buffer]:
     parts = value.parts if isinstance(value, gr.PerReplica | gr.Mirrored) else [value]
     return [part.values if isinstance(part, gr.IndexedSlices) else part for part in parts]
-
-
-def _rows(device, seed: int, dtype: str) -> gr.IndexedSlices:
-    """Unordered indices, some repeated; every fourth gradient is empty."""
-    indices = np.random.default_rng(seed).integers(0, 20, seed % 4 * 5)
-    values = random_data((len(indices), 5, 3), dtype, seed=seed)
-    return gr.IndexedSlices(device.upload(values), indices)
-
-
-def _taken(acc: gr.SparseConditionalAccumulator) -> list[np.ndarray]:
-    made = acc.take_indexed_slices_grad(1, output_type="buffer")
-    parts = made.parts if isinstance(made, gr.Mirrored) else [made]
-    return [array for part in parts[::-1] for array in (part.indices, part.values.numpy())]
-
-
-def sparse_over_a_mesh(dtype: str, mesh: Mesh) -> list[np.ndarray]:
-    """Gradients of every replica, then of one, then a saved state is loaded; two periods."""
-    acc, other = (gr.SparseConditionalAccumulator(dtype, device=mesh) for _ in range(2))
-    found = []
-    for period in range(2):
-        for turn in range(3):
-            given = [_rows(device, 3 * turn + place + period, dtype)
-                     for place, device in enumerate(mesh)]  # fmt: skip
-            acc.apply_indexed_slices_grad(gr.PerReplica(given, mesh), period)
-            overwrite([each.values for each in given])
-            if turn == 1:
-                other.load_state_dict(acc.state_dict())
-                acc.apply_indexed_slices_grad(_rows(mesh.devices[-1], 7, dtype), period)
-        found += _taken(other) + _taken(acc)
-    return found
-
-
-def sparse_side_by_side(dtype: str, mesh: Mesh) -> list[np.ndarray]:
-    """Three accumulators that share launches and add to existing and new rows."""
-    first, last = mesh.devices[0], mesh.devices[-1]
-    accs = [
-        gr.SparseConditionalAccumulator(dtype, device=last),
-        gr.SparseConditionalAccumulator(dtype, reduction_type="SUM", device=first),
-        gr.SparseConditionalAccumulator(dtype, sparse_mean="per_gradient", device=first),
-    ]
-    for turn in range(4):
-        given = [_rows(mesh.devices[(turn + place) % len(mesh)], 2 + turn + place, dtype)
-                 for place in range(3)]  # fmt: skip
-        gr.apply_grads(accs, given)
-    return [array for acc in accs for array in _taken(acc)]
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -673,10 +629,6 @@ PROGRAMS: dict[str, Program] = {
     "accumulators of devices": accumulated_on_devices,
     **{f"accumulators of a mesh, {each}": partial(accumulated_over_a_mesh, each, place)
        for place, each in enumerate(ALGORITHMS, 1)},
-    **{f"sparse accumulators of a mesh, {dtype}": partial(sparse_over_a_mesh, str(dtype))
-       for dtype in FLOATS},
-    **{f"sparse accumulators, {dtype}": partial(sparse_side_by_side, str(dtype))
-       for dtype in FLOATS},
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},
