@@ -76,10 +76,12 @@ def _in_halves(partials: list[Any]) -> Any:
     return _in_order(partials[:split]) + _in_order(partials[split:])
 
 
-def expected(
-    by_device: Any, dtype: Any, reduction_type: str = "MEAN", *, in_halves: bool = False
-) -> Any:
-    """The bits of a take: gradients of each device in order, then the sums of the devices."""
+def expected(by_device: Any, dtype: Any, mean: str = "per_row", *, in_halves: bool = False) -> Any:
+    """The bits of a take: gradients of each device in order, then the sums of the devices.
+
+    Args:
+        mean: ``"SUM"``, or the ``sparse_mean`` of a mean.
+    """
     wide, partials, counts = accumulate_dtype(as_dtype(dtype)), defaultdict(list), {}
     add = _in_halves if in_halves else _in_order
     with np.errstate(all="ignore"):
@@ -93,13 +95,25 @@ def expected(
             for index, row in partial.items():
                 partials[index].append(row)
         total = {index: add(rows) for index, rows in partials.items()}
-        if reduction_type == "MEAN":
+        if mean == "per_gradient":
+            counts = dict.fromkeys(total, sum(map(len, by_device)))
+        if mean != "SUM":
             total = {index: row / wide.type(counts[index]) for index, row in total.items()}
         if None in total:
             return bits(np.asarray(total[None]).astype(dtype))
         found, row_shape = sorted(total), by_device[0][0].values.shape[1:]
         rows = np.array([total[index] for index in found], wide).reshape(-1, *row_shape)
         return found, bits(rows.astype(dtype)), (-1, *row_shape)
+
+
+MEANS = ["SUM", "per_row", "per_gradient"]
+
+
+def options_of(kind: type[Dense | Sparse], mean: str) -> dict[str, str]:
+    """The options of an accumulator with one of ``MEANS``, which for dense sums are two."""
+    if mean == "SUM":
+        return {"reduction_type": "SUM"}
+    return {"sparse_mean": mean} if kind is Sparse else {"reduction_type": "MEAN"}
 
 
 class Dense:

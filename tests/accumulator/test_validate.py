@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from accumulator.kinds import Dense, Sparse, bits, contents, counters, expected, mapped
@@ -94,6 +96,21 @@ WRONG_DEFINITIONS = [
 def test_wrong_definitions(device, kind, options, error, text):
     with pytest.raises(error, match=text):
         kind.make(**{"dtype": "float32", "device": device, **options})
+
+
+@pytest.mark.parametrize("wrong", ["per row", "PER_ROW", "", None, 1, "per_gradient"])
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_another_sparse_mean_is_an_error(device, wrong, reduction_type):
+    """A sum has no divisor."""
+    text = f'sparse_mean {wrong!r} not in: "per_row", "per_gradient"'
+    if wrong == "per_gradient":
+        reduction_type = "SUM"
+        text = "sparse_mean='per_gradient' is only for reduction_type='MEAN'; a SUM is not divided"
+    make = partial(Sparse.make, "float32", reduction_type=reduction_type, device=device)
+    with pytest.raises(ValueError) as error:
+        make(shared_name="named", sparse_mean=wrong)
+    assert str(error.value) == text
+    make(shared_name="named", sparse_mean="per_row").close()  # the name is free
 
 
 def test_names(device, kind):
