@@ -118,7 +118,7 @@ def test_an_invalid_decay_is_refused(mesh, name, wrong):
     with pytest.raises(ValueError, match=message):
         gr.AdamOptimizer(**{name: wrong})
     optimizer, variable = gr.AdamOptimizer(), gr.Variable([1.0], device=mesh)
-    for given in (wrong, lambda: wrong):
+    for given in (wrong, lambda: wrong, gr.Variable(np.float64(wrong), device=mesh)):
         setattr(optimizer, name, given)
         with pytest.raises(ValueError, match=message):
             optimizer.apply_gradients([([1.0], variable)])

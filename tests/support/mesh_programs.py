@@ -612,7 +612,7 @@ PROGRAMS: dict[str, Program] = {
     "stages without packs": partial(in_stages, "hierarchical_copy", 0),
     "prepared": partial(repeated, "prepare", "hierarchical_copy", 0, FEW),
     "prepared, many": partial(repeated, "prepare", "hierarchical_copy", 0, MANY),
-    "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY),
+    "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY[:9]),
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
     "captured copies": captured_copies,
     "reduction groups": in_groups,
