@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -63,9 +65,25 @@ def _by_index(grad: Any) -> dict[int | None, np.ndarray]:
     return wide
 
 
-def expected(by_device: Any, dtype: Any, reduction_type: str = "MEAN") -> Any:
-    """The bits of a take: gradients of each device in order, then the sums of devices in order."""
-    wide, total, counts = accumulate_dtype(as_dtype(dtype)), {}, {}
+def _in_order(partials: list[Any]) -> Any:
+    """Adds them left to right."""
+    return list(itertools.accumulate(partials))[-1]
+
+
+def _in_halves(partials: list[Any]) -> Any:
+    """The order of hierarchical_copy: two groups, each added left to right."""
+    split = len(partials) // 2
+    return _in_order(partials[:split]) + _in_order(partials[split:])
+
+
+def expected(by_device: Any, dtype: Any, mean: str = "per_row", *, in_halves: bool = False) -> Any:
+    """The bits of a take: gradients of each device in order, then the sums of the devices.
+
+    Args:
+        mean: ``"SUM"``, or the ``sparse_mean`` of a mean.
+    """
+    wide, partials, counts = accumulate_dtype(as_dtype(dtype)), defaultdict(list), {}
+    add = _in_halves if in_halves else _in_order
     with np.errstate(all="ignore"):
         for gradients in by_device:
             partial: dict[int | None, np.ndarray] = {}
@@ -75,14 +93,27 @@ def expected(by_device: Any, dtype: Any, reduction_type: str = "MEAN") -> Any:
                     partial[index] = partial[index] + added if index in partial else added
                     counts[index] = counts.get(index, 0) + 1
             for index, row in partial.items():
-                total[index] = total[index] + row if index in total else row
-        if reduction_type == "MEAN":
+                partials[index].append(row)
+        total = {index: add(rows) for index, rows in partials.items()}
+        if mean == "per_gradient":
+            counts = dict.fromkeys(total, sum(map(len, by_device)))
+        if mean != "SUM":
             total = {index: row / wide.type(counts[index]) for index, row in total.items()}
         if None in total:
             return bits(np.asarray(total[None]).astype(dtype))
         found, row_shape = sorted(total), by_device[0][0].values.shape[1:]
         rows = np.array([total[index] for index in found], wide).reshape(-1, *row_shape)
         return found, bits(rows.astype(dtype)), (-1, *row_shape)
+
+
+MEANS = ["SUM", "per_row", "per_gradient"]
+
+
+def options_of(kind: type[Dense | Sparse], mean: str) -> dict[str, str]:
+    """The options of an accumulator with one of ``MEANS``, which for dense sums are two."""
+    if mean == "SUM":
+        return {"reduction_type": "SUM"}
+    return {"sparse_mean": mean} if kind is Sparse else {"reduction_type": "MEAN"}
 
 
 class Dense:

@@ -7,13 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from accumulator.kinds import Dense, Sparse, bits, contents, counters
+from accumulator.kinds import Dense, Sparse, bits, contents
 from support.accumulator_states import EMPTY, EMPTY_SPARSE, check_refused, frozen
 from support.exact_data import FLOATS, same
 from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, stall
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
 from gradreduce.errors import CollectiveError
 
 __all__ = ["clock", "late_waits"]
@@ -44,119 +43,88 @@ def saved(acc, device):
     return state | {"partial_sums": [None]}, total
 
 
-def test_the_keys_of_a_dense_state(accumulator, device):
-    acc = accumulator("float16", (None, 2), reduction_type="SUM")
-    assert acc.state_dict() == EMPTY
+TINY = np.full((1, 2), 2.0**-24, "float16")
+LARGE = np.full((1, 2), 60000, "float16")
+# Gradients, the last of which is stale; the sum, which no half would hold; and the result.
+STATES = {
+    Dense: (
+        EMPTY, [LARGE, LARGE, TINY], [1, 2], {None: np.full((1, 2), 120000, "float32")},
+        [[np.inf] * 2],
+    ),
+    Sparse: (
+        EMPTY_SPARSE,
+        [
+            gr.IndexedSlices(LARGE, [7], (9, 2)),
+            gr.IndexedSlices(np.concatenate([TINY, LARGE]), [4, 7]),
+            gr.IndexedSlices(TINY, [4]),
+        ],
+        [9, 2],
+        {
+            "indices": np.array([4, 7]),
+            "num_touches": np.array([1, 2]),
+            "values": np.array([[2.0**-24] * 2, [120000] * 2], "float32"),
+        },
+        ([4, 7], [[2.0**-24] * 2, [np.inf] * 2], (9, 2)),
+    ),
+}  # fmt: skip
+
+
+def test_a_state_without_its_device(device, kind):
+    """Rows are in the order of their indices, in whatever order they were added."""
+    empty, given, sum_shape, sums, result = STATES[kind]
+    acc = kind.make("float16", (None, 2), reduction_type="SUM", device=device)
+    assert acc.state_dict() == empty
     acc.set_global_step(3)
-    for value, step in ((60000.0, 3), (60000.0, 5), (1.0, 2)):
-        acc.apply_grad([[value, 2.0**-24]], step)
+    for grad, step in zip(given, (3, 5, 2), strict=True):
+        gr.apply_grads([acc], [grad], step)
     state, total = saved(acc, device)
     counted = {"global_step": 3, "num_accumulated": 2, "num_dropped": 1}
-    assert state == EMPTY | counted | {"sum_shape": [1, 2], "kind": "native"}
-    assert {key: type(value) for key, value in state.items()} == {
-        **dict.fromkeys(("format", "dtype", "reduction_type", "kind"), str),
-        **dict.fromkeys(("global_step", "num_accumulated", "num_dropped"), int),
-        **dict.fromkeys(("shape", "sum_shape", "partial_sums"), list),
-    }
-    assert same(total, np.array([[120000.0, 2.0**-23]], "float32")), "no half would hold it"
-    total[:] = 0
-    assert acc.take_grad(2).tolist() == [[np.inf, 2.0**-23]], "the array is a copy"
-
-
-def test_the_keys_of_a_sparse_state(sparse, device):
-    """Rows are in the order of their indices, in whatever order they were added."""
-    acc = sparse("float16", (None, 2), reduction_type="SUM")
-    assert acc.state_dict() == EMPTY_SPARSE
-    acc.set_global_step(3)
-    large, tiny = np.full((1, 2), 60000, "float16"), np.full((1, 2), 2.0**-24, "float16")
-    acc.apply_grad([7], large, (9, 2), 3)
-    acc.apply_grad([4, 7], np.concatenate([tiny, large]), None, 3)
-    acc.apply_grad([4, 4], np.concatenate([tiny, tiny]), None, 5)
-    assert not acc.apply_grad([4], tiny, None, 2)
-    state, total = saved(acc, device)
-    counted = {"global_step": 3, "num_accumulated": 3, "num_dropped": 1}
-    assert state == EMPTY_SPARSE | counted | {"sum_shape": [9, 2], "kind": "native"}
-    assert set(total) == {"indices", "num_touches", "values"}
-    assert same(total["indices"], np.array([4, 7]))
-    assert same(total["num_touches"], np.array([2, 2]))
-    assert same(total["values"], np.array([[3 * 2.0**-24] * 2, [120000] * 2], "float32"))
-    for array in total.values():
+    assert state == empty | counted | {"sum_shape": sum_shape, "kind": "native"}
+    found = total if kind is Sparse else {None: total}
+    assert found.keys() == sums.keys()
+    for name, array in found.items():
+        assert same(array, sums[name]), name
         array[:] = 0
-    indices, values, shape = acc.take_grad(3)
-    assert (indices.tolist(), shape) == ([4, 7], (9, 2)), "the arrays are copies"
-    assert values.tolist() == [[3 * 2.0**-24] * 2, [np.inf] * 2]
+    assert contents(gr.take_grads([acc], 2)) == [result], "the arrays are copies"
 
 
 # -- what continues -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
-@pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
-def test_a_restored_accumulator_continues_with_the_same_bits(
-    device, kind, dtype, reduction_type, shape
-):
-    acc, fresh = (kind.make(dtype, reduction_type=reduction_type, device=device) for _ in range(2))
-    given = [kind.random(seed, dtype, shape) for seed in range(8)]
-    acc.set_global_step(4)
-    for each in given[:4]:
-        gr.apply_grads([acc], [each], 4)
-    gr.apply_grads([acc], [given[4]], 3)
-    before = frozen(acc)
-    state = acc.state_dict()
-    (total,) = state["partial_sums"]
-    wide = total["values"] if kind is Sparse else total
-    assert wide.dtype == accumulate_dtype(dtype)
-    gr.apply_grads([fresh], [given[5]], 0)  # replaced by the load
-    fresh.load_state_dict(state)
-    assert frozen(fresh) == before
-    assert counters(fresh) == [(4, 4, 1)]
-    assert apply_and_take(fresh, given[4:], 4) == apply_and_take(acc, given[4:], 4)
-
-
-def test_the_gradient_counts_of_all_rows_are_saved(sparse):
-    """More than are counted together; gradients after the load are counted in addition."""
-    acc, fresh = sparse(), sparse()
+@pytest.mark.parametrize(
+    ("sparse_mean", "wanted"),
+    [("per_row", [[3.0], [1.0], [1.0], [4.0]]), ("per_gradient", [[2.25], [0.25], [0.5], [2.0]])],
+)
+def test_the_restored_mean_has_the_same_divisor(sparse, sparse_mean, wanted):
+    """More gradients than are counted together, before the save and after the load."""
+    acc, fresh = (sparse(sparse_mean=sparse_mean) for _ in range(2))
     for turn in range(70):
         acc.apply_grad([turn % 2, 2], np.ones((2, 1), "float32"))
     state = acc.state_dict()
+    assert state["sparse_mean"] == sparse_mean
     assert state["partial_sums"][0]["num_touches"].tolist() == [35, 35, 70]
     fresh.load_state_dict(state)
+    assert frozen(fresh) == frozen(acc)
     for _ in range(70):
         fresh.apply_grad([0, 3], np.full((2, 1), 4, "float32"))
     indices, values, _ = fresh.take_grad(140)
-    assert indices.tolist() == [0, 1, 2, 3]
-    assert values.tolist() == [[3.0], [1.0], [1.0], [4.0]]
+    assert (indices.tolist(), values.tolist()) == ([0, 1, 2, 3], wanted)
 
 
-@pytest.mark.parametrize("sparse_mean", ["per_row", "per_gradient"])
-def test_the_restored_mean_has_the_same_divisor(sparse, sparse_mean):
-    acc, fresh = (sparse(sparse_mean=sparse_mean) for _ in range(2))
-    acc.apply_grad([1, 4], [[2.0], [6.0]])
-    acc.apply_grad([4], [[6.0]])
-    state = acc.state_dict()
-    assert state["sparse_mean"] == sparse_mean
-    fresh.load_state_dict(state)
-    assert frozen(fresh) == frozen(acc)
-    for each in (acc, fresh):
-        each.apply_grad([4], [[6.0]])  # after the load: the third gradient
-        each.apply_grad([], np.empty((0, 1), "float32"))
-    by = {"per_row": [1, 3], "per_gradient": [4, 4]}[sparse_mean]
-    wanted = [[2.0 / by[0]], [18.0 / by[1]]]
-    assert [each.take_grad(4)[1].tolist() for each in (acc, fresh)] == [wanted, wanted]
-
-
-def test_over_a_mesh_with_any_number_of_devices_filled(mesh, kind):
-    everyone, dtype = range(len(mesh)), "bfloat16"
-    given = [kind.random(seed, dtype) for seed in range(1, 1 + 2 * len(mesh))]
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
+def test_any_number_of_devices_may_be_filled(mesh, kind, dtype, reduction_type, shape):
+    everyone, options = range(len(mesh)), {"reduction_type": reduction_type, "device": mesh}
+    given = [kind.random(seed, dtype, shape) for seed in range(1, 1 + 2 * len(mesh))]
     for filled in ((), everyone[1:2], everyone[1:], everyone):
-        acc, fresh = (kind.make(dtype, device=mesh) for _ in range(2))
+        acc, fresh = (kind.make(dtype, **options) for _ in range(2))
         for place in filled:
             with gr.replica(place):
                 gr.apply_grads([acc], [given[place]])
-        num_copies = len(filled)
-        if kind is Sparse:
-            num_copies = sum(given[place].indices.size > 0 for place in filled)
+        arrays = [getattr(given[place], "values", given[place]) for place in filled]
+        num_copies = sum(array.size > 0 for array in arrays)
+        num_uploads = sum(kind is Dense or len(array) > 0 for array in arrays)
         with mesh.journal() as journal:
             state = acc.state_dict()
         assert (journal.copies, journal.launches, journal.uploads) == (num_copies, 0, 0)
@@ -165,7 +133,7 @@ def test_over_a_mesh_with_any_number_of_devices_filled(mesh, kind):
         ]
         with mesh.journal() as journal:
             fresh.load_state_dict(state)
-        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, num_copies)
+        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, num_uploads)
         assert frozen(fresh) == frozen(acc)
         arrivals = [gr.PerReplica(given[len(mesh) :], mesh)]
         assert apply_and_take(fresh, arrivals, 0) == apply_and_take(acc, arrivals, 0)
@@ -208,34 +176,6 @@ def test_a_state_is_a_consistent_snapshot_and_its_downloads_block_no_call(
         assert (state["num_accumulated"], acc.num_accumulated()) == (3, 12)
         assert [total.tolist() for total in state["partial_sums"]] == [[1.0] * 5] * 3
         assert acc.take_grad(12).values[0].tolist() == [12.0] * 5
-
-
-def test_a_load_completes_waiting_takes(sparse, accumulator, call_threads):
-    made = sparse(), accumulator(), sparse(), accumulator()
-    states = []
-    for acc, kind in zip(made[2:], (Sparse, Dense), strict=True):
-        for value in (1.0, 3.0):
-            gr.apply_grads([acc], [kind.value(value)])
-        states.append(acc.state_dict())
-    joint = call_threads.waiting(gr.take_grads, made[:2], 2)
-    last = call_threads.waiting(gr.take_grads, made[:1], 2)
-    made[0].load_state_dict(states[0])
-    assert not joint.is_done
-    made[1].load_state_dict(states[1])
-    assert joint.is_done
-    assert contents(joint.result()) == [Sparse.result(2.0), Dense.result(2.0)]
-    assert not last.is_done
-    made[0].load_state_dict(states[0])
-    assert contents(last.result()) == [Sparse.result(2.0)]
-
-
-def test_a_load_that_lowers_the_step_does_not_warn(accumulator, caplog):
-    acc = accumulator()
-    state = acc.state_dict()
-    acc.set_global_step(7)
-    acc.load_state_dict(state)
-    assert acc.global_step == 0
-    assert caplog.text == ""
 
 
 def test_a_load_restores_the_array_type_of_the_next_result(accumulator, device, monkeypatch):

@@ -75,8 +75,8 @@ def dense_applies(mesh, earlier=(), grad=(1.0,), dtype="float32"):
     return [acc], lambda: acc.apply_grad(grad)
 
 
-def dense_takes(mesh, dtype):
-    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype)
+def dense_takes(mesh, dtype, **options):
+    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype, **options)
     return [acc], lambda: acc.take_grad(2)
 
 
@@ -199,6 +199,7 @@ CASES = [
          f"{PLAN}launch UPDATE"),
     Case("dense take", partial(dense_takes, dtype=F32), "launch UPDATE"),
     Case("half take", partial(dense_takes, dtype=F16), "allocate launch update"),
+    Case("take of a sum", partial(dense_takes, dtype=F32, reduction_type="SUM"), "update"),
     Case("takes now", takes_now, "allocate launch update"),
     Case("replicas first", partial(replicas_on_one_device, num_earlier=0),
          f"{FAR}allocate launch launch update", peers=False),
@@ -441,6 +442,8 @@ def test_a_gradient_without_rows_is_refused_if_the_device_failed_or_closed():
                 mesh.devices[0].mark_failed("for a test")
             else:
                 mesh.close()
-            with pytest.raises(BackendUnavailableError, match="for a test" if lose else "closed"):
-                acc.apply_grad([], none)
-            assert acc.num_accumulated() == 1
+            for step in (0, -1):
+                text = "for a test" if lose else "closed"
+                with pytest.raises(BackendUnavailableError, match=text):
+                    acc.apply_grad([], none, None, step)
+            assert (acc.num_accumulated(), acc.num_dropped) == (1, 0)

@@ -49,13 +49,13 @@ def check_steady(mesh, cycle, num_cycles, warm):
     return next(steps)
 
 
-@pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=LONG)])
+@pytest.mark.parametrize("num", [800, pytest.param(100_000, marks=LONG)])
 def test_many_cycles(num):
-    """Two applies and a take; other rows in every cycle; sometimes a drop, or a timeout."""
+    """Two applies and a take; other rows in every cycle; in half of them a drop and a timeout."""
     luck = np.random.default_rng(0)
     given = [
         gr.IndexedSlices(np.ones((size, 3), "float32"), luck.integers(0, 99, size))
-        for size in luck.integers(0, 40, 64)
+        for size in luck.integers(0, 40, 8)
     ]
     with gr.open_mesh(1, backend="sim") as mesh:
         dense = gr.ConditionalAccumulator("float32", (7,), device=mesh.devices[0])
@@ -63,10 +63,10 @@ def test_many_cycles(num):
         both, grad = [dense, rows], np.ones(7, "float32")
 
         def cycle(step):
-            gr.apply_grads(both, [grad, given[step % 64]], step)
+            gr.apply_grads(both, [grad, given[step % 8]], step)
             dense.apply_grad(grad, step)
-            rows.apply_indexed_slices_grad(given[luck.integers(64)], step)
-            if step % 10:
+            rows.apply_indexed_slices_grad(given[luck.integers(8)], step)
+            if step % 2:
                 dense.take_grad(2)
                 rows.take_indexed_slices_grad(2)
                 return
@@ -75,7 +75,7 @@ def test_many_cycles(num):
             with pytest.raises(DeadlineExceededError):
                 gr.take_grads(both, 1, timeout=0)
 
-        assert check_steady(mesh, cycle, num, 800) == dense.global_step == rows.global_step
+        assert check_steady(mesh, cycle, num, 300) == dense.global_step == rows.global_step
         assert len(mesh.devices[0].freed) < 10
 
 
@@ -98,4 +98,4 @@ def test_cycles_over_a_mesh(algorithm, peers):
                     acc.apply_grad(np.ones(9, acc.dtype), 2 * step + 1)
                     acc.take_grad(1)
 
-        check_steady(mesh, cycle, 400, 100)
+        check_steady(mesh, cycle, 350, 150)

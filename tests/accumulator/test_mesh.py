@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from accumulator.kinds import Sparse, bits, counters, expected
-from support.exact_data import FLOATS, exact_data, random_data, same
+from accumulator.kinds import Sparse, bits, expected
+from support.exact_data import exact_data, same
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
-from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -44,25 +40,25 @@ def check_mirrored(taken, mesh, wanted):
 
 
 def test_a_plain_gradient_is_added_on_its_own_device(accumulator, mesh):
-    acc = accumulator()
-    state = acc.accumulator_ref
+    """A host array on the device of the replica; a Buffer on its own, whatever the replica."""
+    acc, last = accumulator(), len(mesh) - 1
+
+    def put(value):
+        return mesh.devices[last].put(np.full(3, value, "float32"))
+
     with mesh.journal() as journal:
         acc.apply_grad(np.ones(3, "float32"))
-        assert [total is not None for total in state.totals] == [True] + [False] * (len(mesh) - 1)
-        last = len(mesh) - 1
         with gr.replica(last):
-            acc.apply_grad([3.0, 3.0, 3.0])
+            acc.apply_grad([3.0] * 3)
             with gr.replica(0):
-                acc.apply_grad([5.0, 5.0, 5.0])
-        acc.apply_grad(mesh.devices[last].put(np.full(3, 7, "float32")))
+                acc.apply_grad([5.0] * 3)
+        acc.apply_grad(put(7))
         with gr.replica(0):
-            acc.apply_grad(mesh.devices[last].put(np.full(3, 8, "float32")))
-    totals = state.totals
-    assert [total is not None for total in totals] == [
-        place in (0, last) for place in range(len(mesh))
-    ]
-    assert totals[0].numpy().tolist() == [6.0] * 3
-    assert totals[last].numpy().tolist() == [18.0] * 3
+            acc.apply_grad(put(8))
+    totals = [None if total is None else total.numpy() for total in acc.accumulator_ref.totals]
+    assert totals[0].tolist() == [6.0] * 3
+    assert totals[1:-1] == [None] * (last - 1)
+    assert totals[-1].tolist() == [18.0] * 3
     assert (journal.copies, journal.bytes, journal.launches) == (0, 0, 5)
     check_mirrored(acc.take_grad(5), mesh, np.full(3, 4.8, "float32"))
 
@@ -99,53 +95,40 @@ class OwnAllReduce(gr.NcclAllReduce):
     reduce_batch = OneDevice.reduce_batch
 
 
-def apply_one_to_each(accumulators, mesh, dtype):
-    """Applies gradients of some replicas to one accumulator after the other."""
-    for seed, acc in enumerate(accumulators):
-        for place in (0, len(mesh) - 1, 0):
-            values = replicas(mesh, dtype, seed=seed)[place]
-            with gr.replica(place):
-                acc.apply_grad(values)
-
-
 @pytest.mark.parametrize("make", [OneDevice, OwnAllReduce, gr.ReductionToOneDevice])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
 def test_any_ops_reduce_the_sums_of_a_mesh(mesh, make, dtype, reduction_type):
     """In a joint take, where some devices have no gradient."""
-    own, taken = make(), []
+    own, found = make(), []
+    options = {"device": mesh, "reduction_type": reduction_type}
     for ops in (None, own):
         accumulators = [
-            gr.ConditionalAccumulator(
-                dtype, device=mesh, cross_device_ops=ops, reduction_type=reduction_type
-            )
-            for _ in range(2)
+            gr.ConditionalAccumulator(dtype, cross_device_ops=ops, **options) for _ in range(2)
         ]
-        apply_one_to_each(accumulators, mesh, dtype)
+        for seed, acc in enumerate(accumulators):
+            for place in (0, len(mesh) - 1, 0):
+                with gr.replica(place):
+                    acc.apply_grad(replicas(mesh, dtype, seed=seed)[place])
         with mesh.journal() as journal:
-            taken.append(gr.take_grads(accumulators, 3))
+            taken = gr.take_grads(accumulators, 3)
         assert journal.syncs == 0
         assert [acc.num_accumulated() for acc in accumulators] == [0, 0]
-    for ours, theirs in zip(*taken, strict=True):
-        assert ours.devices == theirs.devices
-        for one, other in zip(ours.parts, theirs.parts, strict=True):
-            assert one.dtype == other.dtype
-            assert np.array_equal(one.numpy(), other.numpy())
+        assert [each.devices for each in taken] == [mesh.devices] * 2
+        found.append(bits(list(taken)))
+    assert found[0] == found[1]
     assert getattr(own, "num_values", 2) == 2
 
 
-def test_rows_are_not_reduced_by_ops_of_a_user(mesh):
-    with pytest.raises(TypeError, match="must be an AllReduceCrossDeviceOps: a Sparse"):
-        gr.SparseConditionalAccumulator("float32", device=mesh, cross_device_ops=OneDevice())
-    ops = gr.HierarchicalCopyAllReduce()
-    gr.SparseConditionalAccumulator("float32", device=mesh, cross_device_ops=ops)
+def test_ops_that_cannot_reduce(mesh):
+    """Rows are not reduced by ops of a user; if ops fail, the sums remain."""
 
-
-def test_ops_that_fail_leave_the_sums(mesh):
     class Fails(gr.CrossDeviceOps):
         def reduce_batch(self, reduce_op, requests, *, coalesce):
             raise OSError("tested")
 
+    with pytest.raises(TypeError, match="must be an AllReduceCrossDeviceOps: a Sparse"):
+        gr.SparseConditionalAccumulator("float32", device=mesh, cross_device_ops=Fails())
     options = {"device": mesh, "shared_name": "fails"}
     acc = gr.ConditionalAccumulator("float32", cross_device_ops=Fails(), **options)
     acc.apply_grad([1.0])
@@ -183,75 +166,12 @@ def test_half_precision_is_transferred_in_float32_and_rounded_once(accumulator, 
     check_mirrored(acc.take_grad(5), mesh, np.array([2050, 60000], "float16"))
 
 
-def hierarchical(partials):
-    """The order of hierarchical_copy: two groups, each added left to right."""
-    split = len(partials) // 2
-    halves = [list(itertools.accumulate(half))[-1] for half in (partials[:split], partials[split:])]
-    return halves[0] + halves[1]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hierarchical_copy_adds_the_partial_sums_in_one_order_on_every_placement(mesh, dtype):
-    wide = accumulate_dtype(np.dtype(dtype))
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-    acc = gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops)
-    grads = [random_data((len(mesh), 507), dtype, seed=seed) for seed in range(3)]
-    for grad in grads:
-        acc.apply_grad(gr.PerReplica(list(grad), mesh))
-    with np.errstate(all="ignore"):
-        partials = [
-            (grads[0][place].astype(wide) + grads[1][place].astype(wide))
-            + grads[2][place].astype(wide)
-            for place in range(len(mesh))
-        ]
-        wanted = (hierarchical(partials) / wide.type(3 * len(mesh))).astype(dtype)
-    check_mirrored(acc.take_grad(1), mesh, wanted)
-
-
-def test_scalars_and_gradients_without_elements(accumulator, mesh):
-    acc = accumulator(shape=())
-    for grad in (gr.PerReplica([2.0] * len(mesh), mesh), 4.0):
-        acc.apply_grad(grad, cast=True)
-    total = 2.0 * len(mesh) + 4
-    wanted = np.asarray(np.float32(total) / np.float32(len(mesh) + 1))
-    check_mirrored_scalar = acc.take_grad(1)
-    assert [buffer.numpy().tolist() for buffer in check_mirrored_scalar.buffers] == [
-        wanted.tolist()
-    ] * len(mesh)
-    assert check_mirrored_scalar.primary.shape == ()
-    empty = accumulator()
-    with mesh.journal() as journal:
-        empty.apply_grad(gr.PerReplica([np.empty((0, 2), "float32")] * len(mesh), mesh))
-        taken = empty.take_grad(len(mesh))
-    assert [value.shape for value in taken.values] == [(0, 2)] * len(mesh)
-    assert journal.launches == journal.copies == 0
-
-
-def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
-    acc = accumulator(shape=(None,))
-    values = list(replicas(mesh))
-    odd = [*values[:-1], np.ones(4, "float32")]
-    for grad, match in [
-        (gr.PerReplica(odd, mesh), "replicas differ in shape"),
-        (gr.PerReplica([value.reshape(1, -1) for value in values], mesh), "incompatible"),
-        (gr.PerReplica([*values[:-1], values[0].astype("float64")], mesh), "float64"),
-        (gr.PerReplica([gr.IndexedSlices(np.ones((1,)), [0], (1,))] * len(mesh), mesh), "float64"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            acc.apply_grad(grad)
-    with pytest.raises(TypeError, match="Mirrored"):
-        acc.apply_grad(gr.Mirrored(values, mesh))
-    assert counters(acc) == [(0, 0, 0)]
-    acc.apply_grad(np.ones(4, "float32"))
-    with pytest.raises(InvalidArgumentError, match=r"expected \[4\], got \[19\]"):
-        acc.apply_grad(gr.PerReplica(values, mesh))
-    assert counters(acc) == [(1, 0, 0)]
-    check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
-
-
 def test_sparse_accumulators_filled_together_share_launches(mesh):
-    """Each is merged alone."""
-    accumulators = [gr.SparseConditionalAccumulator("float32", device=mesh) for _ in range(5)]
+    """Each is merged alone, and divided by its own rule in the same launches."""
+    kinds = ["per_row", "per_row", "per_gradient", "per_row", "per_gradient"]
+    accumulators = [
+        gr.SparseConditionalAccumulator("float32", device=mesh, sparse_mean=kind) for kind in kinds
+    ]
     grads = [
         gr.PerReplica([Sparse.random(seed, "float32", (2 + seed % 5,))
                        for seed in range(turn, turn + 5 * len(mesh), 5)], mesh)
@@ -264,6 +184,8 @@ def test_sparse_accumulators_filled_together_share_launches(mesh):
         taken = gr.take_grads(accumulators, 1)
     launched = [record.name for record in journal.of("launch")]
     assert (launched.count("segment_sum"), journal.uploads, journal.syncs) == (5, 5, 0)
-    for each, grad in zip(taken, grads, strict=True):
+    for each, grad, kind in zip(taken, grads, kinds, strict=True):
+        if kind == "per_gradient":
+            continue
         parts = [gr.IndexedSlices(part.values.numpy(), part.indices) for part in grad.parts]
         assert bits(each) == [expected([[part] for part in parts], "float32")] * len(mesh)

@@ -15,6 +15,7 @@ from functools import partial
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from accumulator.kinds import contents
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.exhaustive import examples
@@ -260,13 +261,6 @@ class World:
             self.leave(model.queue[0], "cancelled")
 
 
-def plain(part):
-    """A result on one device, in a form that compares with ``==``."""
-    if isinstance(part, gr.IndexedSlices):
-        return part.indices.tolist(), plain(part.values), part.dense_shape
-    return (part.numpy() if isinstance(part, gr.Buffer) else part).tolist()
-
-
 class Accumulators(RuleBasedStateMachine):
     """Small integers: every sum is exact in float32, whatever the order."""
 
@@ -294,7 +288,7 @@ class Accumulators(RuleBasedStateMachine):
 
     def teardown(self):
         for part, wanted in getattr(self, "held", []):
-            assert plain(part) == wanted
+            assert contents(part) == wanted
         if hasattr(self, "mesh"):
             self.mesh.close()
 
@@ -308,7 +302,7 @@ class Accumulators(RuleBasedStateMachine):
                 assert result is None
                 continue
             for part in result.values if isinstance(result, gr.Mirrored) else [result]:
-                assert plain(part) == values
+                assert contents(part) == values
                 self.held.append((part, values))
 
     def checked(self, call, wanted):

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from accumulator.kinds import bits
 from support.exact_data import exact_data, random_data, same
 
 import gradreduce as gr
@@ -66,23 +67,17 @@ def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, 
 def test_a_missing_gradient_adds_like_a_zero(mesh):
     """Bit by bit, at its position in the order that the number of devices determines."""
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-    some, all_of_them = (
-        gr.ConditionalAccumulator(
-            "float32", device=mesh, cross_device_ops=ops, reduction_type="SUM"
-        )
-        for _ in range(2)
-    )
+    options = {"device": mesh, "cross_device_ops": ops, "reduction_type": "SUM"}
+    some, whole = (gr.ConditionalAccumulator("float32", **options) for _ in range(2))
     grads = random_data((len(mesh), SIZE), "float32")
     for step, pattern in enumerate(patterns(mesh)):
-        filled = [grad if place in pattern else np.zeros_like(grad)
-                  for place, grad in enumerate(grads)]  # fmt: skip
+        filled = np.zeros_like(grads)
         for place in pattern:
+            filled[place] = grads[place]
             with gr.replica(place):
                 some.apply_grad(grads[place], step)
-        all_of_them.apply_grad(gr.PerReplica(filled, mesh), step)
-        left, right = some.take_grad(1), all_of_them.take_grad(1)
-        assert all(same(one.numpy(), other.numpy())
-                   for one, other in zip(left.buffers, right.buffers, strict=True))  # fmt: skip
+        whole.apply_grad(gr.PerReplica(list(filled), mesh), step)
+        assert bits(some.take_grad(1)) == bits(whole.take_grad(1))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -112,30 +107,3 @@ def test_many_accumulators_taken_together_are_transferred_packed(mesh, algorithm
             counts.append([kinds.count(kind) for kind in ("copy", "collective", "launch", "fill")])
     for together, single in (counts[:2], counts[2:]):
         assert together == single
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_later_takes_do_not_change_results_of_a_joint_take(mesh, algorithm):
-    """They share flat buffers with each other, but not with later results."""
-    ops = gr.AllReduceCrossDeviceOps(algorithm)
-    homes = [mesh, mesh, mesh.devices[0], mesh.devices[1], mesh.devices[0]]
-    shapes = [(5,), (), (2, 3), (7,), (1,)]
-    accumulators = [
-        gr.ConditionalAccumulator("float32", device=home, cross_device_ops=ops) for home in homes
-    ]
-    held = []
-    for step in range(4):
-        for value in (step, step + 2):
-            grads = [np.full(shape, value, "float32") for shape in shapes]
-            gr.apply_grads(accumulators, grads, step)
-        taken = gr.take_grads(accumulators, 2)
-        for place, result in enumerate(taken):
-            values = result.values if isinstance(result, gr.Mirrored) else [result]
-            if place == step:  # one caller overwrites its result, another frees it
-                for value in values:
-                    value[...] = -1
-                continue
-            held.append((values, step + 1))
-        del taken, result, values
-        for values, wanted in held:
-            assert all((value == wanted).all() for value in values)

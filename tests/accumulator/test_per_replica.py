@@ -109,29 +109,3 @@ def test_a_joint_apply_of_several_for_one_sum(device):
     assert [acc.num_accumulated() for acc in accumulators] == [2, 3, 2]
     alone, more, mirrored = gr.take_grads(accumulators, 2)
     assert (alone.tolist(), more.tolist(), mirrored.primary.tolist()) == ([3], [11], [3])
-
-
-@pytest.mark.parametrize("num_replicas", [2, 1])
-def test_kernels_are_compiled_before_any_lock_is_acquired(device, monkeypatch, num_replicas):
-    """A failure to compile changes nothing, and no call waits for a compiler."""
-    acc = gr.ConditionalAccumulator("float32", device=device)
-    grad = np.ones(1, "float64")
-    if num_replicas > 1:
-        grad = gr.PerReplica([grad] * num_replicas, device.mesh)
-    asked = []
-
-    def compile_kernel(kernel, template):
-        asked.append((kernel.name, template))
-        raise RuntimeError("no compiler")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.cpu_count", lambda: 1)
-        patch.setattr(device, "compiles", True)
-        patch.setattr(device, "compile_kernel", compile_kernel)
-        device.mesh_state.compiled_keys.clear()
-        with pytest.raises(RuntimeError, match="no compiler"):
-            acc.apply_grad(grad, cast=True)
-    assert counters(acc) == [(0, 0, 0)]
-    assert asked == [("add_n", ("float32", "float64", 1))]
-    acc.apply_grad(grad, cast=True)
-    assert acc.take_grad(num_replicas).tolist() == [1]

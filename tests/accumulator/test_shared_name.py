@@ -13,33 +13,6 @@ import gradreduce as gr
 from gradreduce.errors import CancelledError
 
 
-def test_handles_of_one_name_are_one_accumulator(accumulator, call_threads):
-    one = accumulator(shared_name="grads", name="a/one")
-    two = accumulator(shared_name="grads", name="b/two")
-    assert one.accumulator_ref is two.accumulator_ref
-    assert (one.name, two.name) == ("one", "two")
-    take = call_threads.waiting(one.take_grad, 2)
-    one.apply_grad([1.0])
-    assert two.num_accumulated() == 1
-    two.apply_grad([3.0])
-    assert take.result().tolist() == [2.0]
-    assert (one.global_step, two.global_step) == (1, 1)
-    two.set_global_step(5)
-    assert not one.apply_grad([1.0], 4)
-    assert two.num_dropped == 1
-    two.close()
-    with pytest.raises(gr.errors.CancelledError):
-        one.apply_grad([1.0], 5)
-
-
-@pytest.mark.parametrize("shared_name", [None, ""])
-def test_without_one_every_accumulator_is_its_own(accumulator, shared_name):
-    one, two = (accumulator(shared_name=shared_name, name="same") for _ in range(2))
-    one.apply_grad([1.0])
-    assert one.accumulator_ref is not two.accumulator_ref
-    assert two.num_accumulated() == 0
-
-
 def test_another_definition_is_refused(device):
     """Two CrossDeviceOps of the same settings are one; without an argument any is accepted."""
     mesh, ops = device.mesh, gr.AllReduceCrossDeviceOps
@@ -66,8 +39,11 @@ def test_another_definition_is_refused(device):
             with pytest.raises(ValueError, match=f"^shared_name='defined' has {text}"):
                 make(**first | changed, shared_name="defined")
         for same in ({"shape": [3, 2]}, {"cross_device_ops": None}):
-            again = make(**first | same, shared_name="defined")
+            again = make(**first | same, shared_name="defined", name="other")
             assert again.accumulator_ref is one.accumulator_ref
+            assert again.name == "other"
+        for empty in (None, ""):
+            assert make(**first, shared_name=empty).accumulator_ref is not one.accumulator_ref
         if first is over:
             again = make(**over | {"cross_device_ops": ops("hierarchical_copy", 1)},
                          shared_name="defined")  # fmt: skip

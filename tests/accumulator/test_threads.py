@@ -82,6 +82,8 @@ def whole(taken):
 class Run:
     """Appliers and consumers that start together; records the take of every gradient.
 
+    They pass the accumulators in either order; some consumers take from one alone.
+
     The k-th gradient of an applier has 1 at the applier's index in the first half, and k at its
     index in the second half. An applier's gradients are added in order, so the counts of earlier
     takes determine which gradients a take must contain.
@@ -128,10 +130,18 @@ class Run:
             step = max(acc.global_step for acc in self.accumulators) + place % 3
             self.kept[number] += [place] * self.apply_one(number, grad, step)
 
+    def ordered(self, number):
+        return self.accumulators[:: -1 if number % 2 else 1]
+
     def apply_one(self, number, grad, step):
-        """Applies a gradient; returns the number of gradients that were added."""
-        (acc,) = self.accumulators
-        return int(gr.apply_grads([acc], [given(acc, grad)], step))
+        """Applies it from one replica or from all; returns the number of gradients added."""
+        mesh, accumulators = self.states[0].devices[0].mesh, self.ordered(number)
+        grads, count = [given(acc, grad) for acc in accumulators], 1
+        if number % 5 == 0:
+            count = len(mesh)
+            grads = [gr.PerReplica([each] * count, mesh) for each in grads]
+        with gr.replica(number % len(mesh)):
+            return count * gr.apply_grads(accumulators, grads, step)
 
     def take(self, number):
         mine = self.results[threading.get_ident()] = []
@@ -143,8 +153,8 @@ class Run:
                 mine.append(None)
 
     def take_one(self, number, timeout):
-        (acc,) = self.accumulators
-        return gr.take_grads([acc], 1 + 5 * number, timeout=timeout)
+        accumulators = self.ordered(number)[: 1 if number % 3 == 0 else 2]
+        return gr.take_grads(accumulators, 1 + 3 * number, timeout=timeout)
 
     # -- what must have happened --------------------------------------------------------------
 
@@ -190,86 +200,25 @@ class Run:
             assert (wanted == sums[:, NUM_APPLIERS + applier]).all()
 
 
-@pytest.mark.parametrize("num", [4800, pytest.param(100_000, marks=LONG)])
-def test_many_applies_of_sixty_four_threads(call_threads, num):
-    with opened(1) as mesh:
-        acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])
-        Run(call_threads, [acc], -(-num // NUM_APPLIERS)).check()
+HOMES = {
+    "device": lambda mesh: mesh.devices[:1],
+    "mesh": lambda mesh: [mesh],
+    "two devices": lambda mesh: mesh.devices[1::-1],
+    "device and mesh": lambda mesh: [mesh.devices[1], mesh[1:]],
+}
 
 
-class MeshRun(Run):
-    """Gradients from one replica, or from all of them."""
-
-    def apply_one(self, number, grad, step):
-        (acc,) = self.accumulators
-        mesh = acc.accumulator_ref.devices[0].mesh
-        if number % 5 == 0:
-            spread = gr.PerReplica([given(acc, grad)] * len(mesh), mesh)
-            return len(mesh) * gr.apply_grads([acc], [spread], step)
-        with gr.replica(number % 5 - 1):
-            return super().apply_one(number, grad, step)
-
-
-def test_sixty_four_threads_over_a_mesh(implementation, call_threads, kind):
-    with opened([0, 0, 1, 1], implementation) as mesh:
-        acc = kind.make("float64", reduction_type="SUM", device=mesh)
-        MeshRun(call_threads, [acc], 40).check()
-
-
-class SeveralRun(Run):
-    """Two accumulators, passed in either order; some threads take from one alone."""
-
-    def ordered(self, number):
-        return self.accumulators[:: -1 if number % 2 else 1]
-
-    def apply_one(self, number, grad, step):
-        accumulators = self.ordered(number)
-        return int(gr.apply_grads(accumulators, [given(acc, grad) for acc in accumulators], step))
-
-    def take_one(self, number, timeout):
-        if number % 3 == 0:
-            return gr.take_grads(self.ordered(number)[:1], 1 + number, timeout=timeout)
-        return gr.take_grads(self.ordered(number), 1 + number, timeout=timeout)
-
-
-@pytest.mark.parametrize("second", [0, slice(1, None)], ids=["device", "mesh"])
-def test_sixty_four_threads_on_two_accumulators_together(
-    implementation, call_threads, second, kind
-):
+@pytest.mark.parametrize("num", [40, pytest.param(2100, marks=LONG)])
+@pytest.mark.parametrize("homes", HOMES)
+def test_sixty_four_threads(implementation, call_threads, homes, kind, num):
+    """On one accumulator, or on a dense one and another together."""
     with opened([0, 0, 1], implementation) as mesh:
-        homes = mesh.devices[1], mesh.devices[0] if second == 0 else mesh[second]
+        where = HOMES[homes](mesh)
         accumulators = [
             each.make("float64", reduction_type="SUM", device=home)
-            for each, home in zip((Dense, kind), homes, strict=True)
+            for each, home in zip((Dense, kind)[-len(where) :], where, strict=True)
         ]
-        SeveralRun(call_threads, accumulators, 40).check()
-
-
-def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, call_threads):
-    """Gradients can be recognized in a mean, too: 1 / count at the applier's index."""
-    num_each, num_threads = 20, 16
-    size = num_each * num_threads
-    with opened([0, 0, 1, 1], implementation) as mesh:
-        acc = gr.ConditionalAccumulator("float32", device=mesh)
-        start = threading.Barrier(num_threads + 1)
-
-        def apply(number):
-            start.wait(30)
-            with gr.replica(number % len(mesh)):
-                for place in range(number, size, num_threads):
-                    assert acc.apply_grad(np.eye(1, size, place, "float32")[0], 2**62)
-
-        calls = [call_threads.start(apply, number) for number in range(num_threads)]
-        start.wait(30)
-        seen = np.zeros(size, int)
-        while seen.sum() < size:
-            for copy in acc.take_grad(1).values:
-                count = np.count_nonzero(copy)
-                assert (copy[copy != 0] == np.float32(1) / np.float32(count)).all()
-            seen += copy != 0
-        assert (seen == 1).all()
-        for call in calls:
-            call.result()
+        Run(call_threads, accumulators, num).check()
 
 
 def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(

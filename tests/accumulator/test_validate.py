@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from accumulator.kinds import Dense, Sparse, bits, counters, mapped
+from accumulator.kinds import Dense, Sparse, bits, contents, counters, expected, mapped
 from support.exact_data import FLOATS
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype
 from gradreduce.errors import DeadlineExceededError, InvalidArgumentError
-
-
-def ones(*shape, dtype="float32"):
-    return np.ones(shape, dtype)
-
 
 # -- dtypes and conversion ------------------------------------------------------------------------
 
@@ -47,94 +44,73 @@ def test_only_cast_converts(device, kind, dtype, given):
     assert bits(found) == bits(converted(wanted, dtype))
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [(Sparse, "int32"), *[(Dense, each) for each in ("int32", "bool", "complex64", "g", ">f4")]],
-)
-def test_other_dtypes_cannot_be_cast(device, kind, wrong):
-    acc = kind.make("float32", device=device)
-    text = f"the gradient is {np.dtype(wrong)}, the accumulator is float32$"  # no hint to cast
-    with pytest.raises(ValueError, match=text):
-        gr.apply_grads([acc], [kind.value(0, wrong)])
-    with pytest.raises(ValueError, match="cannot convert"):
-        gr.apply_grads([acc], [kind.value(0, wrong)], cast=True)
-    assert acc.num_accumulated() == 0
-
-
-def test_a_numpy_scalar_is_an_array(accumulator):
-    acc = accumulator("float32")
-    assert acc.apply_grad(np.float32(1))
-    with pytest.raises(ValueError, match="float64"):
-        acc.apply_grad(np.float64(1))
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("grad", [[1, 2], (1.0, 2.0), [True, 2], [np.float64(1), 2]])
+@pytest.mark.parametrize("grad", [[1, 2], (1.0, 2.0), [True, 2], [np.float64(1), 2], 2, 6.0])
 def test_lists_and_numbers_convert(accumulator, dtype, grad):
     acc = accumulator(dtype)
     assert acc.apply_grad(grad)
     taken = acc.take_grad(1)
-    assert (taken.dtype, taken.tolist()) == (dtype, [1, 2])
+    assert (taken.dtype, taken.tolist()) == (dtype, np.asarray(grad, "float64").tolist())
 
 
-@pytest.mark.parametrize(
-    ("grad", "error"),
-    [
-        (None, TypeError),
-        ("1", TypeError),
-        ({1.0}, TypeError),
-        (object(), TypeError),
-        ([1.0, "a"], ValueError),
-        ([1j], ValueError),
-        ([[1.0], [1.0, 2.0]], ValueError),
-        (np.array([None]), ValueError),
-        (np.array(["a"]), ValueError),
-    ],
-)
-def test_invalid_gradients_are_refused(accumulator, grad, error):
-    acc = accumulator()
-    with pytest.raises(error):
-        acc.apply_grad(grad)
-    assert counters(acc) == [(0, 0, 0)]
+def test_an_array_may_be_a_scalar_or_not_contiguous(accumulator):
+    acc, whole = accumulator(), np.arange(24, dtype="float32").reshape(4, 6)
+    pairs = (np.float32(1), np.array(2, "float32")), (whole.T, whole.T[:, ::-1])
+    for step, (left, right) in enumerate(pairs):
+        assert acc.apply_grad(left, step)
+        assert acc.apply_grad(right, step)
+        assert (acc.take_grad(2) == (left + right) / 2).all()
 
 
-def test_values_of_other_modules_are_no_gradients(accumulator, device):
-    acc = accumulator()
-    for grad in (gr.Variable([1.0], device=device), gr.Mirrored([[1.0]], devices=[device])):
-        with pytest.raises(TypeError, match=type(grad).__name__):
-            acc.apply_grad(grad)
-    with gr.open_mesh(1, backend="sim") as other:
-        for grad in (other.devices[0].put(ones(1)), gr.PerReplica([ones(1)], other)):
-            for step in (0, -1):  # checked before the step
-                with pytest.raises(gr.errors.DeviceMismatchError):
-                    acc.apply_grad(grad, step)
-    assert counters(acc) == [(0, 0, 0)]
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_without_elements_count_and_launch_nothing(home, kind, dtype):
+    acc, size = kind.make(dtype, device=home), len(home) if isinstance(home, gr.Mesh) else 1
+    empty = np.empty((0, 3), dtype)
+    given = gr.IndexedSlices(empty, []) if kind is Sparse else empty
+    with acc.accumulator_ref.devices[0].mesh.journal() as journal:
+        assert gr.apply_grads([acc], [given])
+        if size > 1:
+            assert gr.apply_grads([acc], [gr.PerReplica([given] * size, home)])
+        (taken,) = gr.take_grads([acc], size)
+    assert journal.launches == journal.copies == 0
+    wanted = expected([[given]], dtype)
+    assert bits(taken) == ([wanted] * size if isinstance(home, gr.Mesh) else wanted)
 
 
 # -- definitions ----------------------------------------------------------------------------------
 
+OTHER_DTYPES = ["int32", "uint8", "bool", "str", "complex64", "nonsense", None]
+OTHER_TYPES = ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN]
+WRONG_DEFINITIONS = [
+    *[({"dtype": dtype}, TypeError, "dtype") for dtype in OTHER_DTYPES],
+    *[({"reduction_type": each}, ValueError, 'not in: "MEAN", "SUM"') for each in OTHER_TYPES],
+    ({"shape": (2, -1)}, ValueError, "has a negative extent"),
+    *[({"shape": each}, TypeError, "must be a list of integers") for each in ((2.0,), 3)],
+    *[({"device": each}, TypeError, "is not a Mesh, a Device") for each in (0, [])],
+    ({"device": "sim"}, ValueError, "is not the name of a device"),
+    ({"cross_device_ops": "nccl"}, TypeError, "must be a CrossDeviceOps"),
+]
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "str", "complex64", "nonsense", None])
-def test_a_dtype_that_is_not_accumulated(device, kind, dtype):
-    with pytest.raises(TypeError, match="dtype"):
-        kind.make(dtype, device=device)
+
+@pytest.mark.parametrize(("options", "error", "text"), WRONG_DEFINITIONS)
+def test_wrong_definitions(device, kind, options, error, text):
+    with pytest.raises(error, match=text):
+        kind.make(**{"dtype": "float32", "device": device, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"shape": (2, -1)}, ValueError),
-        ({"shape": (2.0,)}, TypeError),
-        ({"shape": 3}, TypeError),
-        ({"device": 0}, TypeError),
-        ({"device": "sim"}, ValueError),
-        ({"device": []}, TypeError),
-        ({"cross_device_ops": "nccl"}, TypeError),
-    ],
-)
-def test_wrong_definitions(device, kind, options, error):
-    with pytest.raises(error):
-        kind.make("float32", **{"device": device, **options})
+@pytest.mark.parametrize("wrong", ["per row", "PER_ROW", "", None, 1, "per_gradient"])
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_another_sparse_mean_is_an_error(device, wrong, reduction_type):
+    """A sum has no divisor."""
+    text = f'sparse_mean {wrong!r} not in: "per_row", "per_gradient"'
+    if wrong == "per_gradient":
+        reduction_type = "SUM"
+        text = "sparse_mean='per_gradient' is only for reduction_type='MEAN'; a SUM is not divided"
+    make = partial(Sparse.make, "float32", reduction_type=reduction_type, device=device)
+    with pytest.raises(ValueError) as error:
+        make(shared_name="named", sparse_mean=wrong)
+    assert str(error.value) == text
+    make(shared_name="named", sparse_mean="per_row").close()  # the name is free
 
 
 def test_names(device, kind):
@@ -148,6 +124,13 @@ def test_names(device, kind):
         assert acc.accumulator_ref is acc.accumulator_ref
 
 
+def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
+    with gr.open_mesh(3, backend="sim") as mesh:
+        monkeypatch.setattr("gradreduce.accumulator.base.default_mesh", lambda: mesh)
+        acc = gr.ConditionalAccumulator("float32")
+        assert acc.accumulator_ref.devices == mesh.devices[:1]
+
+
 def test_names_of_operations_are_ignored(accumulator):
     acc = accumulator()
     acc.set_global_step(3, "set")
@@ -156,27 +139,24 @@ def test_names_of_operations_are_ignored(accumulator):
     assert acc.take_grad(1, "take").tolist() == [2.0]
 
 
-@pytest.mark.parametrize("num_required", [0, -1, -(10**30)])
-def test_num_required_must_be_positive(device, kind, num_required):
+# -- required numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_required", "error", "text"),
+    [
+        *[(each, InvalidArgumentError, "must be positive, but was") for each in (0, -1, -(10**30))],
+        *[(each, TypeError, "") for each in (1.0, "1", None, [1], np.array([1]))],
+    ],
+)
+def test_a_required_number_is_a_positive_integer(device, kind, num_required, error, text):
     acc = kind.make("float32", device=device)
     gr.apply_grads([acc], [kind.value(1.0)])
     for take in (acc.take_grad, getattr(acc, "take_indexed_slices_grad", acc.take_grad)):
-        with pytest.raises(InvalidArgumentError, match="num_required must be positive, but was"):
+        with pytest.raises(error, match=f"num_required.*{text}"):
             take(num_required)
     assert counters(acc) == [(1, 0, 0)]
-
-
-@pytest.mark.parametrize("reduction_type", ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN])
-def test_reduction_types_are_mean_and_sum(accumulator, reduction_type):
-    with pytest.raises(ValueError, match='not in: "MEAN", "SUM"'):
-        accumulator(reduction_type=reduction_type)
-
-
-def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
-    with gr.open_mesh(3, backend="sim") as mesh:
-        monkeypatch.setattr("gradreduce.accumulator.base.default_mesh", lambda: mesh)
-        acc = gr.ConditionalAccumulator("float32")
-        assert acc.accumulator_ref.devices == mesh.devices[:1]
+    assert contents(gr.take_grads([acc], np.int64(1))) == [kind.result(1.0)]
 
 
 def test_a_required_number_may_be_a_variable(accumulator, device):
@@ -201,13 +181,3 @@ def test_a_required_number_may_be_a_variable(accumulator, device):
         number = gr.Variable(wrong, trainable=False, device=device)
         with pytest.raises(TypeError, match=r"num_required=<Variable .* must hold one integer"):
             dense.take_grad(number)
-
-
-@pytest.mark.parametrize("num_required", [1.0, "1", None, [1], np.array([1])])
-def test_a_required_number_is_an_integer(accumulator, num_required):
-    acc = accumulator()
-    acc.apply_grad([1.0])
-    with pytest.raises(TypeError, match="num_required"):
-        acc.take_grad(num_required)
-    assert counters(acc) == [(1, 0, 0)]
-    assert acc.take_grad(np.int64(1)).tolist() == [1.0]

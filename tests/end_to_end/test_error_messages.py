@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from support.meshes import mesh_of
@@ -48,34 +50,35 @@ def with_one(usual, odd):
     return [usual] * 17 + [odd] + [usual] * (NUM - 18)
 
 
+def check_named(calls):
+    """Checks that each call raises an error that starts like this, and is short."""
+    for text, call in calls:
+        with pytest.raises(WRONG, match=f"^{text}") as caught:
+            call()
+        assert len(str(caught.value)) < 250
+
+
 def test_the_wrong_one_of_many_accumulators_is_named(mesh, big, many):
     dense, sparse, _ = many
     far = gr.PerReplica([ONES] * 64, big)
     outside = gr.IndexedSlices(np.ones((1, 2), np.float32), [33])
     some = gr.ConditionalAccumulator("float32", device=mesh, name="some")
     some.apply_grad(np.ones(4, np.float32))  # the shape of its sum
-    for accumulators, usual, odd, told in (
-        (dense, ONES, np.ones(4, "f4"), r"Shapes \(4,\) and"),
-        (dense, ONES, np.ones(3), "the gradient is float64"),
-        (dense, ONES, None, "NoneType is not an array"),
-        (dense, ONES, far, "the gradient is o[fn] another mesh"),
-        (sparse, ROWS, ONES, ".* expects IndexedSlices"),
-        (sparse, ROWS, outside, "index of slice 0 exceeded"),
-    ):
-        named = rf"^grads\[17\], for accumulator '{accumulators[17].name}': {told}"
-        with pytest.raises(WRONG, match=named) as caught:
-            gr.apply_grads(accumulators, with_one(usual, odd))
-        assert len(str(caught.value)) < 250
-    for accumulators, num_grads, told in (
-        ([*dense[:17], some], 18, r"grads\[17\], for accumulator 'some': Shape mismatch"),
-        (dense, 299, "grads has 299 entries, accumulators has 300; pass one"),
-        ([*dense[:17], 3], 18, r"accumulators\[17\]=3 must be an accumulator of this process"),
-        (dense[0], 1, "accumulators=<Cond.* must be a list of accumulators"),
-        ([*dense, dense[3]], 301, r"accumulators\[300\] is the same as accumulators\[3\]"),
-    ):
-        with pytest.raises(WRONG, match=f"^{told}") as caught:
-            gr.apply_grads(accumulators, [ONES] * num_grads)
-        assert len(str(caught.value)) < 250
+    of_17 = r"grads\[17\], for accumulator '{}': "
+    check_named([
+        (of_17.format("d17") + r"Shapes \(4,\) and",
+         lambda: gr.apply_grads(dense, with_one(ONES, np.ones(4, "f4")))),
+        (of_17.format("d17") + "the gradient is on another mesh",
+         lambda: gr.apply_grads(dense, with_one(ONES, far))),
+        (of_17.format("s17") + "index of slice 0 exceeded",
+         lambda: gr.apply_grads(sparse, with_one(ROWS, outside))),
+        (of_17.format("some") + "Shape mismatch",
+         lambda: gr.apply_grads([*dense[:17], some], [ONES] * 18)),
+        (r"accumulators=<Cond.* must be a list of accumulators",
+         lambda: gr.apply_grads(dense[0], [ONES])),
+        (r"accumulators\[300\] is the same as accumulators\[3\]",
+         lambda: gr.apply_grads([*dense, dense[3]], [ONES] * 301)),
+    ])  # fmt: skip
     assert not any(each.num_accumulated() for each in (*dense, *sparse))
     missing = r"s; accumulators\[0\] at step 0: 0 of 1 .*; and 295 more$"
     with pytest.raises(TimeoutError, match=missing) as late:
@@ -90,37 +93,31 @@ def test_the_wrong_one_of_many_gradients_is_named(big, many):
     wide = gr.Variable(ONES, "wide", device=big)
     four = np.ones(4, np.float32)
     of_17 = "the gradient of <Variable 'w17' .*"
-    for grads, found, told in (
-        (with_one(ONES, four), variables, rf"{of_17} is float32\[4\]; it"),
-        (with_one(ONES, "ab"), variables, f"{of_17}: str is not an array"),
-        (with_one(ONES, far), variables, f"{of_17} is on sim:0, .* 59 m"),
-        ([ONES] * 18, [*variables[:17], LONG], r"grads_and_vars\[17\]: \['x', .* is not a Variab"),
-        (
-            [ONES] * 18,
-            [*variables[:17], variables[3]],
-            "grads_and_vars .*<Variable 'w3' .* more ",
-        ),
-        ([four], [wide], "the gradient of <Variable 'wide' .* and 59 more> is float"),
-    ):
-        pairs = list(zip(grads, found, strict=True))
-        with pytest.raises(WRONG, match=f"^{told}") as caught:
-            optimizer.apply_gradients(pairs)
-        assert len(str(caught.value)) < 250
-    for call, told in (
-        (
-            lambda: optimizer.apply_gradients([(ONES, wide), [ONES]]),
-            r"grads_and_vars\[1\] is \[nda",
-        ),
-        (lambda: optimizer.apply_gradients(3), "grads_and_vars=3 must be a list"),
-        (lambda: optimizer.compute_gradients(sum, [wide, LONG]), r".*: var_list\[1\] is \['x'"),
-        (lambda: gr.clip_by_global_norm(with_one(ONES, "ab"), 1.0), r"t_list\[17\]: str is not"),
-        (lambda: gr.clip_by_global_norm(with_one(ONES, far), 1.0), r"t_list\[17\] is a PerReplica"),
-        (lambda: gr.clip_by_global_norm([ONES, np.ones(3, "i4")], 1), r"t_list\[1\] is int32; it"),
-        (lambda: gr.add_n([ONES, ONES, "ab"]), "input 2: str is not an array"),
-    ):
-        with pytest.raises(WRONG, match=f"^{told}") as caught:
-            call()
-        assert len(str(caught.value)) < 250
+
+    def update(grads, found=variables):
+        return lambda: optimizer.apply_gradients(list(zip(grads, found, strict=True)))
+
+    check_named([
+        (rf"{of_17} is float32\[4\]; it", update(with_one(ONES, four))),
+        (f"{of_17}: str is not an array", update(with_one(ONES, "ab"))),
+        (f"{of_17} is on sim:0, .* 59 m", update(with_one(ONES, far))),
+        (r"grads_and_vars\[17\]: \['x', .* is not a Variab",
+         update([ONES] * 18, [*variables[:17], LONG])),
+        ("grads_and_vars .*<Variable 'w3' .* more ",
+         update([ONES] * 18, [*variables[:17], variables[3]])),
+        ("the gradient of <Variable 'wide' .* and 59 more> is float", update([four], [wide])),
+        (r"grads_and_vars\[1\] is \[nda",
+         lambda: optimizer.apply_gradients([(ONES, wide), [ONES]])),
+        ("grads_and_vars=3 must be a list", lambda: optimizer.apply_gradients(3)),
+        (r".*: var_list\[1\] is \['x'", lambda: optimizer.compute_gradients(sum, [wide, LONG])),
+        (r"t_list\[17\]: str is not",
+         lambda: gr.clip_by_global_norm(with_one(ONES, "ab"), 1.0)),
+        (r"t_list\[17\] is a PerReplica",
+         lambda: gr.clip_by_global_norm(with_one(ONES, far), 1.0)),
+        (r"t_list\[1\] is int32; it",
+         lambda: gr.clip_by_global_norm([ONES, np.ones(3, "i4")], 1)),
+        ("input 2: str is not an array", lambda: gr.add_n([ONES, ONES, "ab"])),
+    ])  # fmt: skip
 
 
 def test_no_message_contains_a_whole_long_argument(mesh, big, many):
@@ -170,83 +167,96 @@ def test_no_message_contains_a_whole_long_argument(mesh, big, many):
         assert str(caught.value).count("sim:") < 12
 
 
-def test_numbers_of_optimizers_and_terms_are_named(many):
-    first = many[2][0]
-    pairs = [(ONES, first)]
+def test_arguments_of_another_kind_are_named(mesh, many):
+    """Also those that TensorFlow has at this position."""
+    first, two = many[2][0], np.array([1, 2])
+    pairs, device = [(ONES, first)], mesh[0]
+    variable = gr.Variable(ONES, "w", device=mesh)
+    table = gr.Variable(np.ones((2, 3)), device=mesh)
+    inner, adam = gr.MomentumOptimizer(0.1, 0.9), gr.AdamOptimizer(0.1)
+    outer = gr.AGNOptimizer(inner, 1, gr.AGNCustomGetter(device, center=gr.AGNCenter(mesh)))
+    accumulator = gr.ConditionalAccumulator("float32", device=device)
+    step = gr.SyncStep([first], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps())
+    adam.beta2 = "x"
+    number, params = "must be a number$", r"params must be a Variable or an array \(rows, …\), got"
 
     def fast():
         return "fast"
 
-    for number, told in (
-        ("x", "'x' must be a number"),
-        (None, "None must be a number"),
-        (np.ones(2), r"ndarray float64\[2\] must be a number"),
-        (fast, ".*fast returned 'fast'; it must return a number"),
-    ):
-        with pytest.raises(WRONG, match=f"^learning_rate={told}$"):
-            gr.MomentumOptimizer(number, 0.9).apply_gradients(pairs)
-    optimizer = gr.AdamOptimizer(0.1)
-    optimizer.beta2 = "x"
-    with pytest.raises(ValueError, match=r"^beta2='x' must be a number$"):
-        optimizer.apply_gradients(pairs)
-    with pytest.raises(TypeError, match=r"is not a Variable; pass a list as var_list=$"):
-        optimizer.minimize(lambda: first @ first, [first])
-    step = gr.SyncStep([first], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps())
-    with pytest.raises(TypeError, match=r"^terms=None must be a list with one entry per device"):
-        step(None)
-    with pytest.raises(TypeError, match=r"^terms\[2\]=3 must be a list with one"):
-        step([[[ONES]], [[ONES]], 3, [[ONES]]])
+    def train(rate):
+        return lambda: gr.MomentumOptimizer(rate, 0.9).apply_gradients(pairs)
 
+    def open_with(**options):
+        return lambda: gr.open_mesh(2, **options)
 
-def test_arguments_of_another_kind_are_named(mesh):
-    """Arguments that TensorFlow has at this position, or that a user may pass by mistake."""
-    with pytest.raises(TypeError, match=r"^name=False must be a string$"):
-        gr.Variable(ONES, False)  # trainable, in TensorFlow
-    with pytest.raises(TypeError, match=r"^name=3 must be a string$"):
-        gr.get_variable(3, ONES)
-    variable = gr.Variable(ONES, "w", device=mesh)
-    for call in (variable.assign, variable.assign_add):
-        with pytest.raises(
-            TypeError, match=r"^the value for the variable 'w': str is not an array"
-        ):
-            call("x")
-    inner = gr.MomentumOptimizer(0.1, 0.9)
-    outer = gr.AGNOptimizer(inner, 1, gr.AGNCustomGetter(mesh[0], center=gr.AGNCenter(mesh)))
-    for optimizer in (inner, outer):
-        with pytest.raises(TypeError, match=r"^cross_device_ops='nccl' is not a CrossDeviceOps$"):
-            optimizer.cross_device_ops = "nccl"
-
-
-def test_options_that_are_arrays_or_too_large_are_named(mesh):
-    two = np.array([1, 2])
-    for error, name, options in (
-        (ValueError, "backend", {"backend": two}),
-        (ValueError, "kernels", {"backend": "sim", "kernels": two}),
-        (ValueError, "processes", {"processes": two}),
-        (TypeError, "schedule_seed", {"backend": "sim", "schedule_seed": two}),
-        (TypeError, "schedule_seed", {"backend": "sim", "schedule_seed": True}),
-    ):
-        with pytest.raises(error, match=f"^{name}="):
-            gr.open_mesh(2, **options)
-    accumulator = gr.ConditionalAccumulator("float32", device=mesh[0])
-    with pytest.raises(TypeError, match=r"^cast=ndarray int64\[2\] must be True or False$"):
-        accumulator.apply_grad(ONES, cast=two)
-    with pytest.raises(TypeError, match=r"^timeout=ndarray int64\[2\] must be a number"):
-        accumulator.take_grad(1, timeout=two)
-    with pytest.raises(TypeError, match=r"^values=array\(3\.\) must be a list"):
-        gr.PerReplica(np.array(3.0), mesh)
+    check_named([
+        (f"learning_rate='x' {number}", train("x")),
+        (f"learning_rate=None {number}", train(None)),
+        (rf"learning_rate=ndarray float64\[2\] {number}", train(np.ones(2))),
+        ("learning_rate=.*fast returned 'fast'; it must return a number$", train(fast)),
+        (f"beta2='x' {number}", lambda: adam.apply_gradients(pairs)),
+        (".*is not a Variable; pass a list as var_list=$",
+         lambda: inner.minimize(lambda: first @ first, [first])),
+        ("terms=None must be a list with one entry per device", lambda: step(None)),
+        (r"terms\[2\]=3 must be a list with one",
+         lambda: step([[[ONES]], [[ONES]], 3, [[ONES]]])),
+        ("name=False must be a string$", lambda: gr.Variable(ONES, False)),
+        ("name=3 must be a string$", lambda: gr.get_variable(3, ONES)),
+        *[("the value for the variable 'w': str is not an array", lambda call=call: call("x"))
+          for call in (variable.assign, variable.assign_add)],
+        *[("cross_device_ops='nccl' is not a CrossDeviceOps$",
+           lambda each=each: setattr(each, "cross_device_ops", "nccl"))
+          for each in (inner, outer)],
+        ("backend=", open_with(backend=two)),
+        ("kernels=", open_with(backend="sim", kernels=two)),
+        ("processes=", open_with(processes=two)),
+        ("schedule_seed=", open_with(backend="sim", schedule_seed=two)),
+        ("schedule_seed=", open_with(backend="sim", schedule_seed=True)),
+        (r"cast=ndarray int64\[2\] must be True or False$",
+         lambda: accumulator.apply_grad(ONES, cast=two)),
+        (r"timeout=ndarray int64\[2\] must be a number",
+         lambda: accumulator.take_grad(1, timeout=two)),
+        (r"values=array\(3\.\) must be a list", lambda: gr.PerReplica(np.array(3.0), mesh)),
+        ("mesh='sim' must be a Mesh", lambda: gr.PerReplica([ONES] * 4, "sim")),
+        ("values=3 must be a list", lambda: gr.PerReplica(3, mesh)),
+        ("devices='sim' must be a list", lambda: gr.PerReplica([ONES] * 4, devices="sim")),
+        (f"{params} NoneType", lambda: gr.embedding_lookup(None, [1])),
+        (f"{params} list", lambda: gr.embedding_lookup([table], [1])),
+        (f"{params} float64", lambda: gr.embedding_lookup(np.float64(1), [0])),
+        ("shapes=3 must be a list", lambda: mesh.flat_buffer(3, "float32")),
+        (r"shapes\[0\]=3 must be a list", lambda: mesh.flat_buffer((3, 4), "float32")),
+        (r"all_reduce_alg=\['nccl'\] is not one of", lambda: gr.AllReduceCrossDeviceOps(["nccl"])),
+    ])  # fmt: skip
     mesh.synchronize(deadline=10**400)
+    assert mesh[np.int64(1)] is mesh.devices[1]
+    assert gr.NcclAllReduce(np.int64(2), mesh=mesh).num_packs == 2
+
+
+@pytest.mark.parametrize("wrong", [True, np.True_])
+def test_no_boolean_is_an_integer(mesh, wrong):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh[0])
+    getter = gr.AGNCustomGetter(mesh[0], center=gr.AGNCenter(mesh))
+    named = f".*{re.escape(repr(wrong))}"
+    check_named([(named, call) for call in (
+        lambda: gr.open_mesh(wrong, backend="sim"),
+        lambda: mesh.flat_buffer([(3,), (wrong,)], "float32"),
+        lambda: gr.ConditionalAccumulator("float32", (wrong,), device=mesh[0]),
+        lambda: accumulator.apply_grad([1.0], wrong),
+        lambda: accumulator.take_grad(wrong),
+        lambda: accumulator.set_global_step(wrong),
+        lambda: gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), wrong, getter),
+        lambda: gr.IndexedSlices(np.ones((1, 2)), [0], [wrong, 2]),
+        lambda: gr.HierarchicalCopyAllReduce(wrong),
+    )])  # fmt: skip
 
 
 def test_the_closed_one_of_many_accumulators_is_named(mesh):
     accs = [gr.ConditionalAccumulator("float32", device=mesh, name=f"q/a{i}") for i in range(9)]
     accs[7].close()
-    calls = (
+    for call in (
         lambda: gr.apply_grads(accs, [ONES] * 9),
         lambda: gr.apply_grads(accs, [ONES] * 9, -1),
         lambda: gr.take_grads(accs, 1),
-        lambda: accs[7].num_accumulated(),
-    )
-    for call in calls:
+    ):
         with pytest.raises(gr.errors.CancelledError, match=r"^the accumulator 'a7' was closed$"):
             call()

@@ -13,12 +13,33 @@ from support.public_calls import public_calls
 import gradreduce as gr
 from gradreduce.arrays import convert
 
-# Run with gradreduce and tests on the path; the kind of kernels is in argv. SIGALRM ends a child
-# that hangs.
-FORKED = """
-import gc, os, signal, sys, threading
+# The start of each program. SIGALRM ends a child that hangs.
+FORK = """
+import gc, os, signal, sys, threading, traceback
 import numpy as np
 import gradreduce as gr
+
+
+def fork(function, *args):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.alarm(40)
+        function(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def codes_of(children):
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+"""
+# The kind of kernels is in argv.
+FORKED = """
 from gradreduce.backends.sim import host_compile
 from support.public_calls import public_calls
 
@@ -36,7 +57,6 @@ def locks():
 
 
 def in_the_child(calls):
-    signal.alarm(40)
     for name, call in calls.items():
         print(name, flush=True)
         try:
@@ -71,30 +91,13 @@ def hold():
 
 threading.Thread(target=hold, daemon=True).start()
 assert held.wait(20)
-child = os.fork()
-if child == 0:
-    code = 1
-    try:
-        in_the_child(calls)
-        code = 0
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print("exit code", code)
-sys.exit(code != 0)
+assert codes_of([fork(in_the_child, calls)]) == [0]
 """
 
 
 # The number of processes is in argv. Each is new, because only the first call of a kind may import
 # something, and forks five children while three threads make their first calls.
 BESIDE = """
-import os, signal, sys, threading
-import numpy as np
-import gradreduce as gr
-
 ONES = np.ones(4, np.float32)
 
 
@@ -105,26 +108,6 @@ def first_calls(mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     assert (ops.all_reduce([[ONES], [ONES * 3]])[1][0] == 2).all()
     ops.plan(gr.ReduceOp.SUM, ops.pairs([[ONES], [ONES]]))
-
-
-def fork(function, *args):
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        signal.alarm(40)
-        function(*args)
-        code = 0
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def codes_of(children):
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def in_the_child(inherited):
@@ -165,7 +148,7 @@ def run(program: str, argument: str, *, timeout: float) -> None:
     path = os.pathsep.join([str(Path(gr.__file__).parent.parent), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",
-         program, argument],
+         FORK + program, argument],
         env={**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim"},
         capture_output=True,
         text=True,

@@ -164,17 +164,8 @@ def test_a_learning_rate_may_be_a_callable_or_a_variable_read_for_each_update(me
 
 def test_a_learning_rate_is_passed_as_a_variable(mesh):
     rate, variable = gr.Variable(2.0, device=mesh), gr.Variable([1.0], device=mesh)
-    optimizer = gr.GradientDescentOptimizer(rate)
-    optimizer.apply_gradients([([1.0], variable)])
+    gr.GradientDescentOptimizer(rate).apply_gradients([([1.0], variable)])
     assert variable.numpy().tolist() == [-1.0]
-    beta = gr.Variable(0.5, device=mesh)
-    adam = gr.AdamOptimizer(0.1, beta1=beta)
-    adam.apply_gradients([([1.0], variable)])
-    beta.assign(1.0)
-    before = variable.numpy()
-    with pytest.raises(ValueError, match=r"beta1=1\.0 must be at least 0 and below 1"):
-        adam.apply_gradients([([1.0], variable)])
-    assert same(variable.numpy(), before)
     with pytest.raises(ValueError, match="must hold one number"):
         gr.GradientDescentOptimizer(variable)
 
@@ -284,46 +275,18 @@ def test_epsilon_is_where_tensorflow_or_pytorch_has_it(make):
         make().load_state_dict(saved, [])
 
 
-@pytest.mark.parametrize("value", [0, -0.5, float("nan")])
-def test_adagrad_starts_above_zero(value):
-    with pytest.raises(ValueError, match="initial_accumulator_value must be positive"):
-        gr.AdagradOptimizer(0.1, value)
-
-
-def test_defaults_are_those_of_tensorflow():
-    adam, rms = gr.AdamOptimizer(), gr.RMSPropOptimizer(0.1)
-    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.epsilon) == (0.001, 0.9, 0.999, 1e-8)
-    assert adam.lazy is False
-    assert (rms.decay, rms.momentum, rms.epsilon) == (0.9, 0.0, 1e-10)
-    assert gr.AdagradOptimizer(0.1).initial_accumulator_value == 0.1
-    lion = gr.LionOptimizer()  # of the paper's own code
-    assert (lion.learning_rate, lion.beta1, lion.beta2, lion.weight_decay) == (1e-4, 0.9, 0.99, 0)
-    assert [each.get_name() for each in (adam, rms)] == ["Adam", "RMSProp"]
-    momentum = gr.MomentumOptimizer(0.5, 0.9)
-    assert (momentum.learning_rate, momentum.momentum, momentum.use_nesterov) == (0.5, 0.9, False)
-
-
-def test_hyperparameters_may_change_between_steps(mesh):
-    optimizer = gr.MomentumOptimizer(np.float32(0.5), 0.0)
-    variable = gr.Variable([1.0], device=mesh)
-    optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
-    optimizer.learning_rate, optimizer.momentum = 0.25, 1.0
-    optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
-    assert variable.numpy().tolist() == [0.0]
-
-
 def test_another_rule_is_compiled_before_its_first_step(mesh):
-    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    optimizer = gr.MomentumOptimizer(np.float32(0.5), 0.0)
     variable = gr.Variable([1.0], device=mesh.devices[0])
     for _ in range(2):
         optimizer.apply_gradients([([1.0], variable)])
-    optimizer.use_nesterov = True
+    optimizer.use_nesterov, optimizer.momentum = True, 0.5
     with watched_compiles(mesh) as watch:
         for _ in range(2):
             optimizer.apply_gradients([([1.0], variable)])
     assert {name for _, name, _ in watch.compiled} == {"nesterov"}
     assert watch.late == []
-    assert variable.numpy() == 1 - 0.5 - 0.75 - (0.5 + 0.25 * 1.75) - (0.5 + 0.25 * 1.875)
+    assert variable.numpy() == 1 - 0.5 - 0.5 - (0.5 + 0.25 * 1.5) - (0.5 + 0.25 * 1.75)
 
 
 def test_arguments_are_in_the_order_of_tensorflow():
@@ -412,15 +375,19 @@ def test_a_subclass_has_any_attributes():
 
 
 @pytest.mark.parametrize("wrong", [None, "fast", [0.1], gr.ReduceOp.SUM])
-def test_a_learning_rate_is_a_number(wrong):
+def test_hyperparameters_are_numbers(wrong):
     for make in (
         lambda: gr.GradientDescentOptimizer(wrong),
-        lambda: gr.MomentumOptimizer(wrong, 0.9),
         lambda: gr.MomentumOptimizer(0.1, wrong),
-        lambda: gr.AdamOptimizer(wrong),
         lambda: gr.AdamOptimizer(epsilon=wrong),
-        lambda: gr.AdagradOptimizer(wrong),
+        lambda: gr.AdagradOptimizer(0.1, wrong),
         lambda: gr.RMSPropOptimizer(0.1, momentum=wrong),
     ):
         with pytest.raises((TypeError, ValueError)):
             make()
+
+
+@pytest.mark.parametrize("value", [0, -0.5, float("nan")])
+def test_adagrad_starts_above_zero(value):
+    with pytest.raises(ValueError, match="initial_accumulator_value must be positive"):
+        gr.AdagradOptimizer(0.1, value)

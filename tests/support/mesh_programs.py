@@ -7,7 +7,7 @@ queue, which could hide a missing wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import permutations, starmap
 from unittest.mock import patch
@@ -39,6 +39,7 @@ from support.training_programs import (
 )  # fmt: skip
 
 import gradreduce as gr
+from gradreduce.accumulator import take_now
 from gradreduce.device import Buffer, Mesh, as_dtype, mean_dtype
 from gradreduce.ops import plan_segments
 from gradreduce.reduce import pipeline
@@ -148,15 +149,17 @@ def repeated(
         outs = [on_each(home, shape, mean_dtype(as_dtype(dtype)))
                 for home, (shape, dtype) in zip(homes, shapes, strict=True)]  # fmt: skip
     step = getattr(cross, form)(MEAN, list(zip(values, targets, strict=True)), out=outs)
-    kept = []
+    # A table has a row for each tensor; a missing wait shows in any of them.
+    touched, kept = {*range(len(values))[:6], len(values) - 1}, []
     for turn in range(3):
-        for place, value in enumerate(values):
-            for buffer in value.buffers:
+        for place in touched:
+            for buffer in values[place].buffers:
                 numbers = random_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
                 buffer.device.upload(numbers, out=buffer)
         step()
-        for result in step():
-            for buffer in result.buffers:
+        results = step()
+        for place in touched:
+            for buffer in results[place].buffers:
                 near = buffer.device.empty(buffer.shape, buffer.dtype)
                 queue = "transfer" if turn % 2 else "compute"
                 buffer.device.copy(near, buffer, queue=queue)
@@ -305,85 +308,116 @@ def copied_then_freed(mesh: Mesh) -> list[np.ndarray]:
 # -- accumulators ---------------------------------------------------------------------------------
 
 
-def accumulated(mesh: Mesh) -> list[np.ndarray]:
-    """On one device and over the mesh; the state is saved, and loaded by others."""
+# First some rows exist; then they are copied into more memory; then there are none; then all exist.
+ROWS = ([4, 1, 4], [1, 7, 9, 2, 8], [], [9, 2, 4])
+Accumulator = gr.ConditionalAccumulator | gr.SparseConditionalAccumulator
 
-    def made() -> list[gr.ConditionalAccumulator]:
-        cross = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        return [
-            gr.ConditionalAccumulator("float64", device=mesh.devices[1]),
-            gr.ConditionalAccumulator("bfloat16", device=mesh.devices[0], reduction_type="SUM"),
-            gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=cross),
-        ]
 
-    accs, kept = made(), []
-    for step in range(3):
-        for part in range(2):
-            grads = [dense(mesh, (1003,), acc.dtype, 10 * step + part) for acc in accs]
+def queued_gradient(acc: Accumulator, device: gr.Device, turn: int) -> Buffer | gr.IndexedSlices:
+    """A gradient that a queued launch of the device will write."""
+    is_sparse = isinstance(acc, gr.SparseConditionalAccumulator)
+    shape = (len(ROWS[turn]), 5, 3) if is_sparse else (37,)
+    terms = [device.upload(random_data(shape, acc.dtype, seed=9 * turn + device.index + term))
+             for term in range(2)]  # fmt: skip
+    made = gr.add_n(terms)
+    if is_sparse:
+        return gr.IndexedSlices(made, [(index + device.index) % 11 for index in ROWS[turn]])
+    return made
+
+
+def queued_everywhere(acc: Accumulator, mesh: Mesh, turn: int) -> gr.PerReplica:
+    return gr.PerReplica([queued_gradient(acc, device, turn) for device in mesh])
+
+
+def overwrite_gradients(*grads: object) -> None:
+    overwrite(*map(_buffers_of, grads))
+
+
+def read_by(taken: object, device: gr.Device) -> list[Buffer]:
+    """Sums that the device computes late from the parts of a result."""
+    return [gr.add_n([device.zeros(each.shape, each.dtype), each]) for each in _buffers_of(taken)]
+
+
+def accumulated_on_devices(mesh: Mesh) -> list[np.ndarray]:
+    """Accumulators of several devices, alone and together, with gradients from all devices."""
+    first, second, last = mesh.devices[0], mesh.devices[1], mesh.devices[-1]
+    dense = gr.ConditionalAccumulator
+    accs: list[Accumulator] = [
+        dense("float32", device=second),
+        dense("float16", device=first),
+        dense("float64", device=last, reduction_type="SUM"),
+        dense("float32", device=first),
+        gr.SparseConditionalAccumulator("float16", device=second),
+        gr.SparseConditionalAccumulator("float32", device=first),
+        gr.SparseConditionalAccumulator("float32", device=last, sparse_mean="per_gradient"),
+    ]
+    readers = {0: last, 2: first, 3: first, 4: last, 5: last, 6: first}
+    kept: list[Buffer] = []
+    for step in range(2):
+        for turn, producer in enumerate((first, last, second, first)):
+            grads = [queued_gradient(acc, producer, turn) for acc in accs]
             assert gr.apply_grads(accs, grads, step)
-            overwrite(*[grad.buffers for grad in grads])
-            for acc in accs:
-                (alone,) = on_each(mesh[-1:], (1003,), acc.dtype, part)
-                assert acc.apply_grad(alone, step - part) is (part == 0)
-                overwrite([alone])
-        if step == 1:
-            others = made()
-            for acc, other in zip(accs, others, strict=True):
-                other.load_state_dict(acc.state_dict())
-                kept += _buffers_of(acc.take_grad(1, output_type="buffer"))
-            accs = others
-        for taken in gr.take_grads(accs, 2, output_type="buffer"):
-            kept += _buffers_of(taken)
+            overwrite_gradients(*grads)
+        spread, wide, rows = (queued_everywhere(accs[place], mesh, step) for place in (0, 2, 4))
+        accs[0].apply_grad(spread, step)
+        accs[3].apply_grad(spread, step)
+        accs[2].apply_grad(wide.buffers[0], step)
+        accs[4].apply_indexed_slices_grad(rows, step)
+        overwrite_gradients(spread, wide, rows)
+        # On its own queue alone; the joint take has one launch for these two.
+        for acc in (accs[0], accs[3]):
+            acc.apply_grad(queued_gradient(acc, acc.accumulator_ref.devices[0], 0), step)
+        if step == 0:
+            taken = gr.take_grads(accs, 1)
+        else:
+            taken = [gr.take_grads([acc], 1)[0] for acc in accs]
+        for place, reader in readers.items():
+            kept += read_by(taken[place], reader)
+        kept.append(taken[1])
+        overwrite_gradients(taken[0])  # the caller owns it
+        del taken, grads, spread, wide, rows
     return read(kept)
 
 
-def _buffers_of(taken: gr.Mirrored | Buffer) -> Sequence[Buffer]:
-    return taken.buffers if isinstance(taken, gr.Mirrored) else [taken]
+def accumulated_over_a_mesh(algorithm: str, num_packs: int, mesh: Mesh) -> list[np.ndarray]:
+    """Gradients from all, some or one of its devices; the state is saved, and loaded by others."""
 
+    def made() -> list[Accumulator]:
+        cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+        dense = gr.ConditionalAccumulator
+        return [
+            dense("float32", device=mesh, cross_device_ops=cross),
+            dense("bfloat16", device=mesh, cross_device_ops=cross, reduction_type="SUM"),
+            gr.SparseConditionalAccumulator("float64", device=mesh, cross_device_ops=cross),
+        ]
 
-def _rows(device, seed: int, dtype: str) -> gr.IndexedSlices:
-    """Unordered indices, some repeated; every fourth gradient is empty."""
-    indices = np.random.default_rng(seed).integers(0, 20, seed % 4 * 5)
-    values = random_data((len(indices), 5, 3), dtype, seed=seed)
-    return gr.IndexedSlices(device.upload(values), indices)
-
-
-def _taken(acc: gr.SparseConditionalAccumulator) -> list[np.ndarray]:
-    made = acc.take_indexed_slices_grad(1, output_type="buffer")
-    parts = made.parts if isinstance(made, gr.Mirrored) else [made]
-    return [array for part in parts[::-1] for array in (part.indices, part.values.numpy())]
-
-
-def sparse_over_a_mesh(dtype: str, mesh: Mesh) -> list[np.ndarray]:
-    """Gradients of every replica, then of one, then a saved state is loaded; two periods."""
-    acc, other = (gr.SparseConditionalAccumulator(dtype, device=mesh) for _ in range(2))
-    found = []
-    for period in range(2):
-        for turn in range(3):
-            given = [_rows(device, 3 * turn + place + period, dtype)
-                     for place, device in enumerate(mesh)]  # fmt: skip
-            acc.apply_indexed_slices_grad(gr.PerReplica(given, mesh), period)
-            overwrite([each.values for each in given])
-            if turn == 1:
+    accs, kept = made(), list[Buffer]()
+    for step in range(2):  # the second takes are in reused memory
+        for turn in range(4):
+            grads = [queued_everywhere(acc, mesh, turn) for acc in accs]
+            assert gr.apply_grads(accs, grads, step)
+            overwrite_gradients(*grads)
+        lone = queued_gradient(accs[0], mesh.devices[step], 0)
+        accs[0].apply_grad(lone, step)
+        overwrite_gradients(lone)
+        if step == 1:
+            loaded = made()
+            for acc, other in zip(accs, loaded, strict=True):
                 other.load_state_dict(acc.state_dict())
-                acc.apply_indexed_slices_grad(_rows(mesh.devices[-1], 7, dtype), period)
-        found += _taken(other) + _taken(acc)
-    return found
+            accs += loaded
+        for taken in gr.take_grads(accs, 1):
+            *others, last = _buffers_of(taken)
+            kept += [*others, *read_by(last, mesh.devices[0])]
+        del grads, lone, taken, others, last
+    accs[0].apply_grad(queued_gradient(accs[0], mesh.devices[-1], 0), 2)
+    result, *nothing = take_now(accs, 1)
+    assert nothing == [None] * 5
+    return read([*kept, *read_by(result, mesh.devices[0])])
 
 
-def sparse_side_by_side(dtype: str, mesh: Mesh) -> list[np.ndarray]:
-    """Three accumulators that share launches and add to existing and new rows."""
-    first, last = mesh.devices[0], mesh.devices[-1]
-    accs = [
-        gr.SparseConditionalAccumulator(dtype, device=last),
-        gr.SparseConditionalAccumulator(dtype, reduction_type="SUM", device=first),
-        gr.SparseConditionalAccumulator(dtype, sparse_mean="per_gradient", device=first),
-    ]
-    for turn in range(4):
-        given = [_rows(mesh.devices[(turn + place) % len(mesh)], 2 + turn + place, dtype)
-                 for place in range(3)]  # fmt: skip
-        gr.apply_grads(accs, given)
-    return [array for acc in accs for array in _taken(acc)]
+def _buffers_of(value: object) -> list[Buffer]:
+    parts = value.parts if isinstance(value, gr.PerReplica | gr.Mirrored) else [value]
+    return [part.values if isinstance(part, gr.IndexedSlices) else part for part in parts]
 
 
 # -- all of them ----------------------------------------------------------------------------------
@@ -407,7 +441,7 @@ PROGRAMS: dict[str, Program] = {
     "stages without packs": partial(in_stages, "hierarchical_copy", 0),
     "prepared": partial(repeated, "prepare", "hierarchical_copy", 0, FEW),
     "prepared, many": partial(repeated, "prepare", "hierarchical_copy", 0, MANY),
-    "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY),
+    "prepared, nccl": partial(repeated, "prepare", "nccl", 2, MANY[:9]),
     "captured": partial(repeated, "capture", "hierarchical_copy", 2, MANY),
     "captured copies": captured_copies,
     "reduction groups": in_groups,
@@ -421,11 +455,9 @@ PROGRAMS: dict[str, Program] = {
     "segment sums": segment_sums,
     "transfer queue": on_the_transfer_queue,
     "copied then freed": copied_then_freed,
-    "accumulators": accumulated,
-    **{f"sparse accumulators of a mesh, {dtype}": partial(sparse_over_a_mesh, str(dtype))
-       for dtype in FLOATS},
-    **{f"sparse accumulators, {dtype}": partial(sparse_side_by_side, str(dtype))
-       for dtype in FLOATS},
+    "accumulators of devices": accumulated_on_devices,
+    **{f"accumulators of a mesh, {each}": partial(accumulated_over_a_mesh, each, place)
+       for place, each in enumerate(ALGORITHMS, 1)},
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
     "checked steps of training": partial(trained, "hierarchical_copy", 0, check_finite=True),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),

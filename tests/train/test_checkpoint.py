@@ -1,27 +1,18 @@
 """Checkpoints of SyncStep: a training continues in other processes, with other replicas."""
 
-import pickle
-
 import numpy as np
 import pytest
-from support.thread_group import run_processes, run_replicas
+from support.thread_group import run_processes
+from train import training
 
 import gradreduce as gr
 
 SHAPES = {"w": (3, 2), "b": (5,)}
 
 
-def make_step(mesh, dtype="float32", optimizer=None, **options):
-    variables = [
-        gr.Variable(np.ones(shape), name, dtype=dtype, device=mesh)
-        for name, shape in SHAPES.items()
-    ]
-    return gr.SyncStep(
-        variables,
-        optimizer or gr.AdamOptimizer(0.1),
-        gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
-        **options,
-    )
+def make_step(mesh, dtype="float32", make=gr.AdamOptimizer, **options):
+    variables = {name: (shape, dtype) for name, shape in SHAPES.items()}
+    return training.make_step(mesh, variables, make(0.1), **options)
 
 
 def calls_of(num_replicas, number, dtype, exact):
@@ -36,26 +27,18 @@ def calls_of(num_replicas, number, dtype, exact):
     return [rows[start : start + num_replicas] for start in range(0, 4, num_replicas)]
 
 
-def train(counts, calls, state=None, dtype="float32", make_optimizer=None, exact=False, **options):
+def train(counts, calls, state=None, dtype="float32", exact=False, **options):
     """Continues a training with these replicas; returns the values, and the state."""
 
-    def work(mesh, replicas):
-        optimizer = make_optimizer() if make_optimizer else None
-        step = make_step(mesh, dtype, optimizer, **options)
-        if state is not None:
-            step.load_state_dict(pickle.loads(pickle.dumps(state)))
-        for number in calls:
-            for rows in calls_of(sum(counts), number, dtype, exact):
-                own = rows[replicas[0] : replicas[-1] + 1]
-                step([[[array] for array in row] for row in own])
-        values = [buffer.numpy() for var in step.variables for buffer in var.buffers[:1]]
-        return [each.tobytes() for each in values], step.state_dict()
+    def call(step, number, replicas):
+        for rows in calls_of(sum(counts), number, dtype, exact):
+            step([[[array] for array in rows[replica]] for replica in replicas])
 
-    found = run_replicas(counts, work)
-    for values, saved in found:
-        assert values == found[0][0]
-        np.testing.assert_equal(saved, found[0][1])
-    return found[0]
+    def make(mesh, _):
+        return make_step(mesh, dtype, **options)
+
+    values, _, saved = training.train(counts, make, call, calls, state)
+    return values, saved
 
 
 @pytest.mark.parametrize(
@@ -78,7 +61,7 @@ def test_a_training_continues_in_other_processes_with_the_same_bits(before, afte
 def test_another_number_of_replicas_takes_the_same_gradients_for_an_update(before, after, dtype):
     options = {
         "dtype": dtype,
-        "make_optimizer": lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
+        "make": lambda _: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
         "exact": True,
     }
     wanted, undisturbed = train([4], range(5), **options)
@@ -193,15 +176,3 @@ def test_a_load_into_a_variable_that_cannot_be_written_changes_nothing(shut):
         before = optimizer.state_dict(), step.global_step
         load()
         np.testing.assert_equal((optimizer.state_dict(), step.global_step), before)
-
-
-def test_the_sum_of_one_replica_alone_is_saved():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable(np.zeros(3, np.float32), "w", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-        step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1.0), ops, num_required=4)
-        with gr.replica(1):
-            step.accumulators[0].apply_grad(np.ones(3, np.float32), 0)
-        first, second = step.state_dict()["accumulators"]["w"]["partial_sums"]
-    assert first is None
-    assert (second == 1).all()

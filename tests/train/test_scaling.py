@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
 from support.thread_group import run_processes, run_replicas
+from train import training
 
 import gradreduce as gr
 from gradreduce.ops import BLOCK
-from gradreduce.train.shards import VariableShard, plan_shards
 
 VARIABLES = {
     "w": ((3, BLOCK - 5), "float32"),
@@ -23,13 +23,8 @@ VARIABLES = {
 WRONG = (math.nan, math.inf, -math.inf)
 
 
-def make_step(mesh, variables=VARIABLES, make=gr.AdamOptimizer, **options):
-    made = [
-        gr.Variable(np.ones(shape), name, dtype=dtype, device=mesh)
-        for name, (shape, dtype) in variables.items()
-    ]
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    return gr.SyncStep(made, make(0.1), ops, **options)
+def make_step(mesh, variables=VARIABLES, **options):
+    return training.make_step(mesh, variables, gr.AdamOptimizer(0.1), **options)
 
 
 def terms_of(number, step, replicas, wrong=()):
@@ -52,25 +47,17 @@ def terms_of(number, step, replicas, wrong=()):
 
 
 def train(counts, calls=range(4), wrong=(), state=None, placement=None, seed=None, **options):
-    """Returns what every process ends with: values, and what each call returned and left."""
+    """Returns the values, what each call returned and left, and the state."""
 
-    def work(mesh, replicas):
-        step, seen = make_step(mesh, **options), []
-        if state is not None:
-            step.load_state_dict(state)
-        for number in calls:
-            done = step(terms_of(number, step, replicas, wrong))
-            norm = step.last_norm
-            norm = None if norm is None else np.float64(norm).tobytes()
-            seen.append((done, step.global_step, step.num_skipped, step.loss_scale, norm))
-        values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in step.variables]
-        assert all(len(set(copies)) == 1 for copies in values)
-        return [copies[0] for copies in values], seen, step.state_dict()
+    def call(step, number, replicas):
+        done = step(terms_of(number, step, replicas, wrong))
+        norm = step.last_norm
+        norm = None if norm is None else np.float64(norm).tobytes()
+        return done, step.global_step, step.num_skipped, step.loss_scale, norm
 
-    found = run_replicas(counts, work, placement, schedule_seed=seed)
-    for each in found[1:]:
-        np.testing.assert_equal(each, found[0])
-    return found[0]
+    return training.train(
+        counts, lambda mesh, _: make_step(mesh, **options), call, calls, state, placement, seed
+    )
 
 
 @st.composite
@@ -298,6 +285,8 @@ def test_the_decision_takes_no_exchange_of_its_own(is_sharded, more):
                 with mesh.journal() as journal:
                     assert step(terms_of(0, step, [group.rank]))
                 found.append(len(journal.of("exchange")))
+                slots = step.optimizer.variables()
+                assert not is_sharded or all(slot.buffers[0].size for slot in slots)
             return found
 
     for plain, scaled in run_processes(2, work):
@@ -386,20 +375,3 @@ def test_arguments_that_cannot_be_used():
     ]:
         with pytest.raises(ValueError, match=text):
             gr.DynamicLossScale(**arguments)
-
-
-def test_shards_of_whole_blocks_cover_the_variables():
-    sizes = (5 * BLOCK + 3, 0, 17, 3 * BLOCK)
-    with gr.open_mesh(1, backend="sim") as mesh:
-        variables = [gr.Variable(np.ones(size), dtype="float32", device=mesh) for size in sizes]
-    for num_replicas in range(1, 12):
-        shards = plan_shards(variables, num_replicas, BLOCK)
-        for index, size in enumerate(sizes):
-            own = sorted(shard[2:] for shard in shards if shard.variable == index)
-            assert [start for start, _ in own] == [0, *np.cumsum([n for _, n in own])][: len(own)]
-            assert sum(n for _, n in own) == size
-            assert all(start % BLOCK == 0 for start, _ in own)
-        share = sum(sizes) / num_replicas
-        for owner in range(num_replicas):
-            assert sum(shard.size for shard in shards if shard.owner == owner) <= share + BLOCK + 8
-    assert plan_shards(variables[2:3], 4, BLOCK) == [VariableShard(0, 3, 0, 17)]

@@ -23,12 +23,10 @@ OPTIMIZERS = {
         "eps_mode is tensorflow in process 0",
     ),
 }
+# What process 1 has instead of the default of ``SyncStep``.
 OPTIONS = {
     "num_required": (4, "num_required is 2 in process 0, 4 in process 1"),
-    "aggregation_method": (
-        gr.AggregationMethod.EXPERIMENTAL_TREE,
-        "aggregation_method is ADD_N in process 0, EXPERIMENTAL_TREE in process 1",
-    ),
+    "aggregation_method": (1, "aggregation_method is ADD_N in process 0, EXPERIMENTAL_TREE"),
 }
 
 

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES
-from support.thread_group import run_processes, run_replicas
+from support.thread_group import run_processes
+from train import training
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief
 from gradreduce.train import shards
-from gradreduce.train.shards import VariableShard, plan_shards
 
 VARIABLES = {
     "w": ((7, 5), "float32"),
@@ -64,36 +64,19 @@ def terms_of(number, num_replicas, variables):
     ]
 
 
-def train(counts, make, shard, calls=range(6), state=None, placement=None, **options):
-    """Returns what each process ends with: values, what the calls returned, and the state."""
-    schedule_seed = options.pop("schedule_seed", None)
+def train(counts, make, shard, calls=range(6), state=None, **options):
+    """The variables of each process start with other values: those of the first count."""
 
-    def work(mesh, replicas):
-        variables = [
-            gr.Variable(np.full(shape, 1.0 + replicas[0]), name, dtype=dtype, device=mesh)
-            for name, (shape, dtype) in VARIABLES.items()
-        ]
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep(variables, make(), ops, shard_optimizer=shard, **options)
-        if state is not None:
-            step.load_state_dict(state)
-        done = []
-        for number in calls:
-            terms = terms_of(number, sum(counts), variables)[replicas[0] : replicas[-1] + 1]
-            done.append(step(terms, step.global_step - (number == STALE)))
-        values = [[buffer.numpy().tobytes() for buffer in v.buffers] for v in variables]
-        assert all(len(set(copies)) == 1 for copies in values)
-        return [copies[0] for copies in values], done, step.global_step, step.state_dict()
+    def step_of(mesh, replicas):
+        start = 1.0 + replicas[0]
+        more = {**options, "start": start, "shard_optimizer": shard}
+        return training.make_step(mesh, VARIABLES, make(), **more)
 
-    found = run_replicas(counts, work, placement, schedule_seed=schedule_seed)
-    for each in found[1:]:
-        assert_equal(each, found[0])
-    return found[0]
+    def call(step, number, replicas):
+        terms = terms_of(number, sum(counts), step.variables)[replicas[0] : replicas[-1] + 1]
+        return step(terms, step.global_step - (number == STALE)), step.global_step
 
-
-def assert_equal(found, wanted):
-    assert found[:3] == wanted[:3]
-    np.testing.assert_equal(found[3], wanted[3])
+    return training.train(counts, step_of, call, calls, state)
 
 
 @pytest.mark.parametrize("num_required", [1, 2])  # calls for an update
@@ -102,15 +85,16 @@ def assert_equal(found, wanted):
 def test_the_bits_are_those_of_a_whole_optimizer(name, num_replicas, num_required):
     options = {"num_required": num_required * num_replicas}
     wanted = train([num_replicas], OPTIMIZERS[name], False, **options)
-    assert_equal(train([num_replicas], OPTIMIZERS[name], True, **options), wanted)
-    assert wanted[1] == [True, True, False, True, True, True] or num_required > 1
+    np.testing.assert_equal(train([num_replicas], OPTIMIZERS[name], True, **options), wanted)
+    done = [done for done, _ in wanted[1]]
+    assert done == [True, True, False, True, True, True] or num_required > 1
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "python"])
 def test_the_bits_of_several_processes_are_those_of_a_whole_optimizer(name, counts):
     wanted = train([sum(counts)], OPTIMIZERS[name], False)
-    assert_equal(train(counts, OPTIMIZERS[name], True), wanted)
+    np.testing.assert_equal(train(counts, OPTIMIZERS[name], True), wanted)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +105,28 @@ def test_the_bits_of_several_processes_are_those_of_a_whole_optimizer(name, coun
 def test_a_state_continues_sharded_or_not(before, after, num_required):
     make = OPTIMIZERS["momentum"]
     wanted = train([3], make, False, num_required=num_required)
-    state = train(before[0], make, before[1], range(4), num_required=num_required)[3]
+    state = train(before[0], make, before[1], range(4), num_required=num_required)[2]
     found = train(after[0], make, after[1], range(4, 6), state)
     assert found[0] == wanted[0]
-    np.testing.assert_equal(found[3], wanted[3])
+    np.testing.assert_equal(found[2], wanted[2])
 
 
 def test_another_number_of_replicas_loads_a_sharded_state():
-    state = train([4], OPTIMIZERS["adam"], True, range(2))[3]
+    state = train([4], OPTIMIZERS["adam"], True, range(2))[2]
     sharded = train([1, 1], OPTIMIZERS["adam"], True, range(6, 9), state)
-    assert_equal(sharded, train([2], OPTIMIZERS["adam"], False, range(6, 9), state))
+    np.testing.assert_equal(sharded, train([2], OPTIMIZERS["adam"], False, range(6, 9), state))
     broken = {**state, "optimizer": {**state["optimizer"], "slots": {"w": {}}}}
     with pytest.raises(KeyError, match=r"state\['optimizer'\]\['slots'\]\['w'\] has wrong keys"):
         train([2], OPTIMIZERS["adam"], True, (), broken)
+
+
+def make_step(mesh, optimizer=None, size=8, *, shard_optimizer=True):
+    """A step with one variable."""
+    optimizer, shapes = optimizer or gr.AdamOptimizer(0.1), {"v": ((size,), "float32")}
+    return training.make_step(mesh, shapes, optimizer, shard_optimizer=shard_optimizer)
+
+
+ONES = [[np.ones(8, np.float32)]]  # the gradients of a replica
 
 
 def slot_bytes(step, device):
@@ -146,17 +139,10 @@ def test_slots_take_a_share_of_the_memory_on_each_device():
     with gr.open_mesh(n, backend="sim") as mesh:
         found = []
         for shard in (False, True):
-            variables = [
-                gr.Variable(np.ones(shape), f"v{i}", dtype="float16", device=mesh)
-                for i, shape in enumerate(shapes)
-            ]
-            step = gr.SyncStep(
-                variables,
-                gr.RMSPropOptimizer(0.1, momentum=0.5, master_dtype="float32"),
-                gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
-                shard_optimizer=shard,
-            )
-            step([[[np.ones(v.shape, np.float16)] for v in variables]] * n)
+            optimizer = gr.RMSPropOptimizer(0.1, momentum=0.5, master_dtype="float32")
+            halves = {str(shape): (shape, "float16") for shape in shapes}
+            step = training.make_step(mesh, halves, optimizer, shard_optimizer=shard)
+            step([[[np.ones(v.shape, np.float16)] for v in step.variables]] * n)
             found.append([slot_bytes(step, device) for device in mesh])
         whole, shards = found
         size = sum(int(np.prod(shape)) for shape in shapes)
@@ -166,29 +152,10 @@ def test_slots_take_a_share_of_the_memory_on_each_device():
         assert max(shards) <= 3 * 4 * size / n + alignment
 
 
-def test_shards_are_even_and_cover_the_variables():
-    with gr.open_mesh(1, backend="sim") as mesh:
-        variables = [
-            gr.Variable(np.ones(size), dtype="float32", device=mesh) for size in (6, 0, 10)
-        ]
-    assert plan_shards(variables, 3) == [
-        VariableShard(0, 0, 0, 4),
-        VariableShard(0, 1, 4, 2),
-        VariableShard(2, 1, 0, 4),
-        VariableShard(2, 2, 4, 6),
-    ]
-    assert [(shard.owner, shard.size) for shard in plan_shards(variables[:1], 4)] == [
-        (0, 4),
-        (1, 2),
-    ]
-
-
 def test_a_step_sends_the_bytes_of_an_all_reduce():
     n, size = 4, 4000
     with gr.open_mesh((0, 1, 2, 3), backend="sim", strict=True) as mesh:
-        variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        step = make_step(mesh, size=size)
         terms = [[[device.put(np.ones(size, np.float32))]] for device in mesh]
         step(terms)
         with mesh.journal() as journal:
@@ -206,9 +173,8 @@ def test_a_step_sends_the_bytes_of_an_all_reduce():
 
 def test_variables_without_a_gradient_are_not_copied():
     with gr.open_mesh((0, 1), backend="sim") as mesh:
-        variables = [gr.Variable(np.ones(8), f"v{i}", dtype="float32", device=mesh) for i in (0, 1)]
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        two = {name: ((8,), "float32") for name in "vw"}
+        step = training.make_step(mesh, two, gr.AdamOptimizer(0.1), shard_optimizer=True)
         with mesh.journal() as journal:
             step([[None, [np.ones(8, np.float32)]]] * 2)
         gathered = [record for record in journal.records if record.phase == "all-gather"]
@@ -220,9 +186,7 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(size), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+            step = make_step(mesh, size=size)
             group.sent.clear()
             step([[[np.ones(size, np.float32)]]])
             return sum(group.sent.values())
@@ -235,14 +199,11 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 def test_processes_that_shard_differently_raise(num_sharded):
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            is_sharded = group.rank < num_sharded
-            step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=is_sharded)
+            step = make_step(mesh, shard_optimizer=group.rank < num_sharded)
             if num_sharded == 2:
-                return str(step([[[np.ones(8, np.float32)]]]))
+                return str(step([ONES]))
             with pytest.raises(ValueError) as error:
-                step([[[np.ones(8, np.float32)]]])
+                step([ONES])
             return str(error.value)
 
     wanted = "shard_optimizer is True in process 0" if num_sharded == 1 else "True"
@@ -285,9 +246,7 @@ def test_what_cannot_be_sharded_raises():
 
 def test_copies_that_may_differ_cannot_be_used(monkeypatch):
     with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), ops, shard_optimizer=True)
+        step = make_step(mesh)
         run = shards.reduce_batch
 
         def fail(plan, *args, **options):
@@ -296,11 +255,10 @@ def test_copies_that_may_differ_cannot_be_used(monkeypatch):
             return run(plan, *args, **options)
 
         monkeypatch.setattr(shards, "reduce_batch", fail)
-        terms = [[[np.ones(8, np.float32)]]] * 2
         with pytest.raises(MemoryError):
-            step(terms)
+            step([ONES] * 2)
         with pytest.raises(BackendUnavailableError, match="failed half way"):
-            step(terms)
+            step([ONES] * 2)
 
 
 def test_an_update_that_raises_in_one_process_raises_in_the_others():
@@ -314,16 +272,12 @@ def test_an_update_that_raises_in_one_process_raises_in_the_others():
             return 0.1
 
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variable = gr.Variable(np.ones(8), "v", dtype="float32", device=mesh)
-            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            optimizer = gr.GradientDescentOptimizer(rate)
-            step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=True)
-            terms = [[[np.ones(8, np.float32)]]]
-            assert step(terms)
+            step = make_step(mesh, gr.GradientDescentOptimizer(rate))
+            assert step([ONES])
             with pytest.raises((KeyError, CollectiveError)) as error:
-                step(terms)
+                step([ONES])
             with pytest.raises(CollectiveError, match="no rate"):
-                step(terms)
+                step([ONES])
             return str(error.value)
 
     text = run_processes(2, work)[0]

@@ -7,10 +7,11 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
+from support.exact_data import same_copies
 from support.meshes import unchanged
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 SHAPES = [(64, 32), (32,), (32, 10), ()]
@@ -197,18 +198,6 @@ def test_same_bits_for_every_placement_and_packing(method, dtype):
     assert len(finals) == 1
 
 
-def test_half_precision_is_rounded_once_in_the_mean():
-    """2048 + 1 + 1 + 1 in float16 stalls at 2048; summed in float32 the mean is 512.75."""
-    with open_sim([0, 1, 2, 3]) as mesh:
-        variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1.0), ops)
-        values = [2048, 1, 1, 1]
-        assert step([[[np.full(3, value, np.float16)]] for value in values])
-        assert np.array_equal(variable.numpy(), -np.full(3, np.float16(512.75)))
-        assert accumulate_dtype(variable.dtype) == np.float32
-
-
 def test_more_arrivals_than_replicas_are_waited_for():
     with open_sim([0, 1, 0, 1]) as mesh:
         variables, step = make_step(mesh, num_required=10)
@@ -240,52 +229,25 @@ def test_at_the_last_step_a_call_raises_before_gradients_are_added(shard_optimiz
             step(make_terms())
 
 
-def test_a_variable_without_gradients_is_unchanged_and_its_step_increases():
-    with open_sim(4) as mesh:
-        variables, step = make_step(mesh)
-        model = PlainModel(variables)
-        terms = make_terms()
-        for of_replica in terms:
-            of_replica[1] = None
-        assert step(terms)
-        model.step(gradients_of(terms))
-        check_model(variables, model)
-        assert [accumulator.global_step for accumulator in step.accumulators] == [1] * 4
-        assert step(make_terms())  # and it takes part again
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_none_among_terms_is_ignored(kind):
-    """As ``compute_gradients`` gives it for a variable that the loss does not reach."""
+    """As ``compute_gradients`` gives it; a variable without gradients only counts the step."""
     with open_sim(4) as mesh:
         variables, step = make_step(mesh)
         model = PlainModel(variables)
         terms = make_terms()
-        wanted = gradients_of([[None, *of_replica[1:]] for of_replica in terms])
+        wanted = gradients_of([[None, *of_replica[1:3], None] for of_replica in terms])
         for of_replica in terms:
             of_replica[0] = kind([None])
             of_replica[1] = kind([None, *of_replica[1], None])
+            of_replica[3] = None
         assert step(terms)
         model.step(wanted)
         check_model(variables, model)
+        assert [accumulator.global_step for accumulator in step.accumulators] == [1] * 4
         with pytest.raises(ValueError, match="No gradients provided for any variable"):
             step([[[None]] * len(SHAPES)] * 4)
-        terms[1][1] = [None]  # not on every replica
-        with pytest.raises(ValueError, match=r"replica 1 for 'v1': .*or None on every replica"):
-            step(terms)
-
-
-def test_rows_are_refused_by_the_name_of_their_variable():
-    with open_sim(4) as mesh:
-        _, step = make_step(mesh)
-        terms = make_terms()
-        rows = gr.IndexedSlices(np.ones((1, 10), np.float32), [3], (32, 10))
-        terms[3][2][1] = rows
-        text = r"replica 3 for 'v2': IndexedSlices.*\.to_dense\(\)"
-        with nothing_changes(step, TypeError, text):
-            step(terms)
-        terms[3][2][1] = rows.to_dense()
-        assert step(terms)
+        assert step(make_terms())  # and they take part again
 
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
@@ -301,66 +263,41 @@ def test_plain_steps_do_not_grow_the_pool(shard_optimizer):
         assert [device._pool.grown for device in mesh.devices] == grown
 
 
-@pytest.mark.host
-@pytest.mark.parametrize("shard_optimizer", [False, True])
-def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch, shard_optimizer):
-    """Neither by an apply, nor by a take of a mesh, nor by the update that follows."""
-    from gradreduce.backends.sim.device import SimDevice
-
-    asked = []
-    with open_sim([0, 1, 2], kernels="compiled", peer_access=False) as mesh:
-        variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-        optimizer = gr.MomentumOptimizer(0.1, 0.9)
-        step = gr.SyncStep([variable], optimizer, ops, shard_optimizer=shard_optimizer)
-        (accumulator,) = step.accumulators
-        original = SimDevice._compile_kernel
-
-        def prepare(self, *arguments):
-            asked.append(accumulator.accumulator_ref.lock._is_owned())
-            original(self, *arguments)
-
-        monkeypatch.setattr(SimDevice, "_compile_kernel", prepare)
-        accumulator.apply_grad(np.ones(3), cast=True)
-        assert step([[[np.ones(3, np.float16)]]] * 3)
-    assert asked
-    assert not any(asked)
+SPARSE = gr.IndexedSlices(np.ones((1, 10), np.float32), [3], (32, 10))
+# (replica, variable, its terms, error, text)
+BAD = [
+    (1, 0, [np.zeros((2, 2), "f4")], ValueError,
+     r"terms of replica 1 for 'v0': got float32\[2, 2\], expected float32\[64, 32\]"),
+    (3, 1, [np.zeros(32)], ValueError, "terms of replica 3 for 'v1': got float64"),
+    (0, 0, [], ValueError, "a list of at least one gradient"),
+    (0, 1, np.zeros(32, "f4"), ValueError, "a list of at least one gradient"),
+    (0, 0, None, ValueError, "or None on every replica"),
+    (1, 1, [None], ValueError, r"replica 1 for 'v1': .*or None on every replica"),
+    (3, 2, [SPARSE], TypeError, r"replica 3 for 'v2': IndexedSlices.*\.to_dense\(\)"),
+]  # fmt: skip
 
 
-BAD = {
-    "replicas": (lambda terms: terms.pop(), "terms has 3 entries; expected 4, one per device"),
-    "variables": (lambda terms: terms[2].pop(), r"terms\[2\] has 3 entries; expected 4"),
-    "shape": (
-        lambda terms: terms[1][0].__setitem__(2, np.zeros((2, 2), np.float32)),
-        r"terms of replica 1 for 'v0': got float32\[2, 2\], expected float32\[64, 32\]",
-    ),
-    "dtype": (
-        lambda terms: terms[3][1].__setitem__(0, np.zeros(32, np.float64)),
-        "terms of replica 3 for 'v1': got float64",
-    ),
-    "empty": (lambda terms: terms[0][0].clear(), "a list of at least one gradient"),
-    "some None": (lambda terms: terms[0].__setitem__(0, None), "or None on every replica"),
-    "an array, no list": (
-        lambda terms: terms[0].__setitem__(1, np.zeros(32, np.float32)), "a list of at least one",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_terms_raise_and_change_nothing(what):
-    change, text = BAD[what]
+def test_bad_terms_raise_and_change_nothing():
     with open_sim(4) as mesh:
         _, step = make_step(mesh)
-        terms = make_terms()
-        change(terms)
-        with nothing_changes(step, ValueError, text):
+        for replica, variable, wrong, error, text in BAD:
+            terms = make_terms()
+            terms[replica][variable] = wrong
+            with nothing_changes(step, error, text):
+                step(terms)
+        with nothing_changes(step, ValueError, "terms has 3 entries; expected 4, one per device"):
+            step(make_terms()[:3])
+        terms[2].pop()
+        with nothing_changes(step, ValueError, r"terms\[2\] has 3 entries; expected 4"):
             step(terms)
 
 
 def test_steps_and_numbers_may_be_variables():
     with open_sim(2) as mesh:
         number = gr.Variable(4, trainable=False, device=mesh.devices[1])
-        variables, step = make_small_step(mesh, num_required=number)
+        variable = gr.Variable(np.zeros(2, np.float32), "v", device=mesh)
+        ops, optimizer = gr.HierarchicalCopyAllReduce(mesh=mesh), gr.GradientDescentOptimizer(1.0)
+        step = gr.SyncStep([variable], optimizer, ops, num_required=number)
         count = gr.Variable(0, "global_step", trainable=False, device=mesh)
         terms = [[[np.ones(2, np.float32)]]] * 2
         assert [step(terms, count), step(terms, count)] == [False, True]
@@ -369,7 +306,7 @@ def test_steps_and_numbers_may_be_variables():
         assert step.accumulators[0].num_dropped == 2
         count.assign_add(1)
         assert [step(terms, count), step(terms, count)] == [False, True]
-        assert variables[0].numpy().tolist() == [-2.0, -2.0]
+        assert variable.numpy().tolist() == [-2.0, -2.0]
         with pytest.raises(TypeError, match=r"local_step=1\.5 must be an integer or a Variable"):
             step(terms, 1.5)
 
@@ -388,44 +325,29 @@ def test_any_ops_may_reduce():
         step = gr.SyncStep([half], gr.GradientDescentOptimizer(1.0), ops)
         for turn in range(2):
             assert step([[[np.full(2, 3.0 * replica, "float16")]] for replica in range(3)])
-            assert same_on_all(half, np.full(2, -3.0 * (turn + 1), "float16"))
+            assert same_copies(half, np.full(2, -3.0 * (turn + 1), "float16"))
     assert seen == [{"float32"}] * 2
-
-
-def same_on_all(variable, wanted):
-    return all(np.array_equal(buffer.numpy(), wanted) for buffer in variable.buffers)
-
-
-def make_small_step(mesh, ops=None, **options):
-    variables = [gr.Variable(np.zeros(2, np.float32), "v", device=mesh)]
-    ops = ops or gr.HierarchicalCopyAllReduce(mesh=mesh)
-    return variables, gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), ops, **options)
 
 
 def test_bad_construction():
     with open_sim(2) as mesh, open_sim(2) as other:
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-        optimizer = gr.MomentumOptimizer(0.1, 0.9)
-        here = gr.Variable([1.0], device=mesh)
-        there = gr.Variable([1.0], device=other)
+        ops, optimizer = gr.AllReduceCrossDeviceOps(mesh=mesh), gr.MomentumOptimizer(0.1, 0.9)
+        here, there = (gr.Variable([1.0], device=each) for each in (mesh, other))
         counter = gr.Variable(0, trainable=False, device=mesh)
-        for variables, text in (
-            ([], "No variables provided"),
-            ([here, there], "are on different devices"),
-            ([here, here], "variables contains <Variable .* more than once"),
-            ([counter], "not trainable"),
-        ):
-            with pytest.raises(ValueError, match=text):
-                gr.SyncStep(variables, optimizer, ops)
-        with pytest.raises(TypeError, match=r"variables\[0\] is ndarray.*, not a Variable"):
-            gr.SyncStep([np.zeros(1)], optimizer, ops)
-        with pytest.raises(TypeError, match=r"optimizer=.* is not an Optimizer"):
-            gr.SyncStep([here], ops, optimizer)
-        with pytest.raises(TypeError, match=r"^cross_device_ops=3 is not a CrossDeviceOps"):
-            gr.SyncStep([here], optimizer, 3)
-        with pytest.raises(ValueError, match="num_required must be positive, but was 0"):
-            gr.SyncStep([here], optimizer, ops, num_required=0)
-        with pytest.raises(TypeError, match=r"num_required=2\.5 must be an integer"):
-            gr.SyncStep([here], optimizer, ops, num_required=2.5)
-        with pytest.raises(ValueError, match="Invalid aggregation_method"):
-            gr.SyncStep([here], optimizer, ops, aggregation_method=3)
+        for arguments, options, error, text in [
+            (([], optimizer, ops), {}, ValueError, "No variables provided"),
+            (([here, there], optimizer, ops), {}, ValueError, "are on different devices"),
+            (([here, here], optimizer, ops), {}, ValueError, "variables contains <Var.* more than"),
+            (([counter], optimizer, ops), {}, ValueError, "not trainable"),
+            (([np.zeros(1)], optimizer, ops), {}, TypeError, r"variables\[0\] is ndarray.*, not a"),
+            (([here], ops, optimizer), {}, TypeError, r"optimizer=.* is not an Optimizer"),
+            (([here], optimizer, 3), {}, TypeError, "^cross_device_ops=3 is not a CrossDeviceOps"),
+            (([here], optimizer, ops), {"num_required": 0}, ValueError,
+             "num_required must be positive, but was 0"),
+            (([here], optimizer, ops), {"num_required": 2.5}, TypeError,
+             r"num_required=2\.5 must be an integer"),
+            (([here], optimizer, ops), {"aggregation_method": 3}, ValueError,
+             "Invalid aggregation_method"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=text):
+                gr.SyncStep(*arguments, **options)

@@ -130,24 +130,9 @@ class HostCenter(Center):
 
 class HostAGNCenter(gr.AGNCenter):
     def __init__(self, mesh, home, *, scratch=False):
-        self.devices, self.home = mesh.devices, home
+        self.devices = mesh.devices
         self._shared = HostCenter(self.devices, home._shared, scratch=scratch)
-
-    def state_dict(self, **options):
-        return self.home.state_dict(**options)
-
-    def load_state_dict(self, state):
-        self.home.load_state_dict(state)
-
-    def variables(self):
-        return self.home.variables()
-
-    def values(self):
-        return self.home.values()
-
-    @property
-    def failed_workers(self):
-        return self.home.failed_workers
+        self.state_dict, self.load_state_dict = home.state_dict, home.load_state_dict
 
 
 def gradients(seed):

@@ -91,16 +91,6 @@ def test_sums_of_rows_are_saved_as_rows(mesh):
     assert worker.sums["t"][4].tolist() == [2, 2]
 
 
-def test_a_loaded_sum_is_added_to(mesh):
-    """The steps after a load do not add to the memory of the sum before it."""
-    (worker,) = pair(mesh, 4, num=1)
-    for _ in range(2):
-        worker.step({"v": np.ones(3, "float32")})
-    worker.optimizer.load_state_dict(worker.optimizer.state_dict())
-    worker.step({"v": np.ones(3, "float32")})
-    assert (worker.sums["v"] == 3).all()
-
-
 def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
     """The slots are created again before a push."""
     one, two = pair(mesh, 1, WAYS["momentum"][0]), pair(mesh, 1, WAYS["momentum"][0])
@@ -164,11 +154,24 @@ def test_what_is_wrong_changes_nothing(mesh, which):
     state = states[1] if which == "worker" else states[0]
     before = [worker.everything() for worker in team], saved(team)
     for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTER:
-        given = changed(state, *path, to=to, drop=to is ...) if path else to
         with pytest.raises(error, match=re.escape(text)):
-            target.load_state_dict(given)
+            target.load_state_dict(changed(state, *path, to=to, drop=to is ...))
         assert [worker.everything() for worker in team] == before[0]
     assert pickle.dumps(saved(team)) == pickle.dumps(before[1])
+
+
+def test_states_of_sums_that_cannot_be_pushed(mesh):
+    """A pending push needs sums; the distance needs what was pulled."""
+    plain, scaled = (
+        pair(mesh, 4, num=1, distance_scale=scale)[0].optimizer for scale in (None, 1.0)
+    )
+    with pytest.raises(ValueError, match="there are no sums to push"):
+        plain.load_state_dict({**plain.state_dict(), "is_due": True})
+    (worker,) = pair(mesh, 4, num=1)
+    worker.step({"v": np.ones(3, "float32")})
+    with pytest.raises(ValueError, match=r"state\['pulled'\] has no \['v'\]"):
+        scaled.load_state_dict(worker.optimizer.state_dict())
+    assert plain.local_step.numpy() == scaled.local_step.numpy() == 0
 
 
 def test_loading_slots_requires_an_optimizer(mesh):

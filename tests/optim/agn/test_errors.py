@@ -60,16 +60,17 @@ def test_hyperparameters_are_set_on_the_inner_optimizer(worker):
 def test_a_center_has_one_rule(mesh):
     center = gr.AGNCenter(mesh)
     pair(mesh, 1, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS, 1, center=center)
+    theirs = type("MomentumOptimizer", (gr.Optimizer,), {"_slot_names": ("momentum",)})
     brought = {
         "AdamOptimizer with ['m', 'v']": lambda: gr.AdamOptimizer(0.5),
         "MomentumOptimizer with ['momentum'] and masters":
             lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
         "Own with ['direction']": Own,
+        "another MomentumOptimizer": lambda: theirs("mine"),
     }  # fmt: skip
     for text, make in brought.items():
-        with pytest.raises(ValueError, match=re.escape(
-            f"the center uses MomentumOptimizer with slots ['momentum']; this worker uses "
-            f"{text}")):  # fmt: skip
+        text = f"the center uses MomentumOptimizer with slots ['momentum']; this worker uses {text}"
+        with pytest.raises(ValueError, match=re.escape(text)):
             pair(mesh, 1, make, STARTS, 1, center=center)
     nesterov = gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True)
     pair(mesh, 1, lambda: nesterov, STARTS, 1, center=center)
@@ -90,6 +91,9 @@ def test_gradients_and_variables(mesh, worker):
     grad, rows = np.ones(3, "float32"), np.ones((2, 2), "float32")
     both = gr.PerReplica([grad, grad], devices=mesh.devices[:2])
     step = gr.Variable([1, 2], trainable=False, device=mesh.devices[0])
+    other = gr.open_mesh(2, backend="sim")
+    there = [each.upload(grad) for each in other]
+    stranger = pair(other, 1, starts=STARTS, num=1)[0].variables["v"]
     for pairs, error, text in [
         ([], ValueError, "No variables provided."),
         ([(None, var), (None, table)], ValueError, "No gradients provided for any variable"),
@@ -109,6 +113,9 @@ def test_gradients_and_variables(mesh, worker):
         ([(grad, var), (center.buffers[0], table)], ValueError, r"is float32\[3\]"),
         ([(total.buffers[0], var)], ValueError, "shares memory with a variable or slot"),
         ([(table.buffers[0], table)], ValueError, "shares memory with a variable or slot"),
+        ([(there[0], var)], ValueError, "belongs to another mesh"),
+        ([(gr.PerReplica(there, other), var)], ValueError, "is on sim:0, sim:1; it must be"),
+        ([(there[0], stranger)], KeyError, "was not created by"),
     ]:  # fmt: skip
         refused(worker, error, text, pairs)
     good = [(grad, var)]
@@ -122,20 +129,8 @@ def test_gradients_and_variables(mesh, worker):
                 call(deadline=deadline)
     with pytest.raises(KeyError, match=r"'alien' .* was not created by"):
         worker.optimizer.prepare([alien])
+    other.close()
     assert worker.step(ONES) is True
-
-
-def test_another_mesh(mesh, worker):
-    with gr.open_mesh(2, backend="sim") as other:
-        there = other.devices[0].upload(np.ones(3, "float32"))
-        spread = gr.PerReplica([each.upload(np.ones(3, "float32")) for each in other], other)
-        for grad in (there, spread):
-            before = worker.everything()
-            with pytest.raises(ValueError, match="sim"):
-                worker.optimizer.apply_gradients([(grad, worker.variables["v"])])
-            assert worker.everything() == before
-        stranger = pair(other, 1, starts=STARTS, num=1)[0]
-        refused(worker, KeyError, "was not created by", [(there, stranger.variables["v"])])
 
 
 def test_a_rule_that_raises_changes_nothing(mesh):
@@ -168,12 +163,6 @@ def test_a_rule_that_raises_changes_nothing(mesh):
     assert all(each == found[0] for each in found)
 
 
-def test_nan_passes_through(mesh, worker):
-    worker.step({"v": np.array([1, np.nan, np.inf], "float32")})
-    assert np.isnan(worker.center["v"]).tolist() == [False, True, False]
-    assert np.isinf(worker.local["v"]).tolist() == [False, False, True]
-
-
 def test_empty_gradients_are_accepted(mesh):
     starts = {"none": np.zeros((0, 3), "float32"), "thin": np.zeros((4, 0), "float32"),
               "one": np.float32(1)}  # fmt: skip
@@ -187,10 +176,13 @@ def test_empty_gradients_are_accepted(mesh):
     team[0].getter.center.load_state_dict(team[0].getter.center.state_dict())
 
 
-def test_iterators_and_tuples_are_fine(mesh, worker):
+def test_iterators_tuples_and_nan_are_fine(worker):
     pairs = [(ONES[name], var) for name, var in worker.variables.items()]
     assert worker.optimizer.apply_gradients(iter(pairs)) is True
     assert worker.optimizer.apply_gradients(tuple(pairs[::-1])) is False
+    worker.step({"v": np.array([1, np.nan, np.inf], "float32")})
+    assert np.isnan(worker.center["v"]).tolist() == [False, True, False]
+    assert np.isinf(worker.local["v"]).tolist() == [False, False, True]
 
 
 def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
@@ -210,34 +202,39 @@ def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
     assert worker.inner.cross_device_ops is worker.optimizer.cross_device_ops is chosen
 
 
-def test_freed_memory_may_be_reused_for_a_gradient(mesh):
-    """The memory of slots before a load, and of a sum that was converted to an array."""
+@pytest.fixture
+def alone(mesh) -> Worker:
+    """A worker and its center on one device."""
     home = mesh.devices[1]
-    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+    make = lambda: gr.MomentumOptimizer(0.5, 0.5)  # noqa: E731
+    return Worker(home, gr.AGNCenter(home), STARTS, make, 1, 2)
+
+
+def test_freed_memory_may_be_reused_for_a_gradient(alone):
+    """The memory of slots before a load, and of a sum that was converted to an array."""
+    (home,) = alone.getter.devices
 
     def step_by_new_memory():
         kept = []
         for _ in range(6):
             kept.append({name: home.upload(value) for name, value in ONES.items()})
-            worker.step(kept[-1])
+            alone.step(kept[-1])
 
     step_by_new_memory()
-    worker.getter.center.load_state_dict(worker.getter.center.state_dict())
+    alone.getter.center.load_state_dict(alone.getter.center.state_dict())
     step_by_new_memory()
-    worker.step({"t": gr.IndexedSlices(ONES["t"][:2], [1, 2]), "v": ONES["v"]})
-    worker.step(ONES)
+    alone.step({"t": gr.IndexedSlices(ONES["t"][:2], [1, 2]), "v": ONES["v"]})
+    alone.step(ONES)
     step_by_new_memory()
 
 
-def test_the_sum_cannot_be_a_gradient_on_any_device(mesh):
-    home = mesh.devices[1]
-    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+def test_the_sum_cannot_be_a_gradient_on_any_device(alone):
     for grad in (ONES["t"], gr.IndexedSlices(ONES["t"][:2], [1, 2]), ONES["t"], ONES["t"]):
-        worker.step({"t": grad, "v": ONES["v"]})  # a sum of rows becomes an array, elsewhere
-    worker.step(ONES)
-    table, var = worker.variables.values()
-    pairs = [(worker.getter.accumulation(table).buffers[0], table), (ONES["v"], var)]
-    refused(worker, ValueError, "shares memory with a variable or slot", pairs)
+        alone.step({"t": grad, "v": ONES["v"]})  # a sum of rows becomes an array, elsewhere
+    alone.step(ONES)
+    table, var = alone.variables.values()
+    pairs = [(alone.getter.accumulation(table).buffers[0], table), (ONES["v"], var)]
+    refused(alone, ValueError, "shares memory with a variable or slot", pairs)
 
 
 def test_the_center_cannot_be_a_gradient_of_a_step_that_repeats_a_push(mesh, monkeypatch):
