@@ -8,6 +8,7 @@ import operator
 import numpy as np
 import pytest
 from support.gradients import DESCENT, gradients
+from support.libraries import jnp, torch
 from support.meshes import mesh_of
 
 import gradreduce as gr
@@ -51,8 +52,6 @@ def test_every_operator_beside_an_array_of_the_library(v, library, name):
 @pytest.mark.torch
 class TestTorch:
     def test_a_loss_of_tensors(self, v, w):
-        import torch
-
         x = torch.tensor([[1.0, 0.0, 2.0]])
 
         def loss():
@@ -70,8 +69,6 @@ class TestTorch:
         assert (v.numpy() == before - [4.0, 2.0, 6.0]).all()
 
     def test_tensors_share_the_variables_memory(self, v):
-        import torch
-
         def loss():
             tensor = v.read("torch")
             assert tensor.data_ptr() == v.buffers[0].address
@@ -86,16 +83,12 @@ class TestTorch:
         assert torch.sum(v).item() == 6
 
     def test_grad_attributes_of_parameters_are_not_changed(self, v):
-        import torch
-
         layer = torch.nn.Linear(3, 1)
         (found,) = gradients(lambda: layer(v.read("torch")).sum())
         assert found.tolist() == layer.weight[0].tolist()
         assert layer.weight.grad is None
 
     def test_replicas_terms_and_none(self, mesh, v, w):
-        import torch
-
         def loss():
             for replica in (1, 0, 1):
                 with gr.replica(replica):
@@ -110,8 +103,6 @@ class TestTorch:
         assert gradients(lambda: torch.sum(v) * 0 + 1, [w]) == [None]
 
     def test_arguments(self, v, w, mesh):
-        import torch
-
         assert gradients(lambda: v * torch.ones(3), grad_loss=[1.0, 2.0, 3.0])[0].tolist() == [
             1.0, 2.0, 3.0
         ]  # fmt: skip
@@ -138,8 +129,6 @@ class TestTorch:
         assert rows.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
     def test_half_precision(self, mesh):
-        import torch
-
         x = gr.Variable([1.0, 2.0], dtype="bfloat16", device=mesh)
         (found,) = gradients(lambda: torch.sum(torch.mul(x, x)))
         assert found.dtype == torch.bfloat16
@@ -147,8 +136,6 @@ class TestTorch:
         assert x.numpy().tolist() == [-1.0, -2.0]
 
     def test_a_stopped_gradient(self, v):
-        import torch
-
         stop = gr.autodiff.stop_gradient
         for stopped in (
             lambda: stop(v.read("torch")),
@@ -159,14 +146,10 @@ class TestTorch:
             assert found.tolist() == [1.0, 2.0, 3.0]
 
     def test_minimize(self, v):
-        import torch
-
         DESCENT.minimize(lambda: torch.sum(v) * 2)
         assert v.numpy().tolist() == [-1.0, 0.0, 1.0]
 
     def test_a_traced_value_in_a_torch_function_raises_and_names_the_replacement(self, v):
-        import torch
-
         with pytest.raises(TypeError, match="torch"):
             gradients(lambda: torch.sum(v * 2))
         for do in (operator.mul, np.multiply):
@@ -175,8 +158,6 @@ class TestTorch:
                     gradients(lambda do=do, tensor=tensor: np.sum(do(v * 2, tensor)))
 
     def test_numpy_operations_in_a_loss_of_tensors_are_not_traced(self, v, w):
-        import torch
-
         def loss():
             return torch.sum(v) * np.sum(w).item()
 
@@ -188,8 +169,6 @@ class TestTorch:
 @pytest.mark.jax
 class TestJax:
     def test_a_loss_of_jax(self, v, w):
-        import jax.numpy as jnp
-
         x = jnp.array([[1.0, 0.0, 2.0]])
 
         def loss():
@@ -204,8 +183,6 @@ class TestJax:
         assert v.numpy().tolist() == [-2.0, -2.0, -5.0]
 
     def test_arguments(self, v, w, mesh):
-        import jax.numpy as jnp
-
         one, two = gradients(lambda: jnp.sum(v * 2), [w, v], engine="jax")
         assert one is None
         assert two.tolist() == [2.0] * 3
@@ -232,8 +209,6 @@ class TestJax:
 
     def test_arrays_of_jax_are_constants_of_a_numpy_loss(self, mesh):
         """Also in float64, which JAX disables by default."""
-        import jax.numpy as jnp
-
         d = gr.Variable([1.0, 2.0, 3.0], "d", dtype="float64", device=mesh)
         x = jnp.array([3.0, 2.0, 1.0])
         (found,) = gradients(lambda: (d * 2) @ x + np.sum(np.stack([d * 1, x]) * x), grad_loss=x[2])
@@ -241,8 +216,6 @@ class TestJax:
         assert found.tolist() == [9.0, 6.0, 3.0]
 
     def test_terms_replicas_and_other_dtypes(self, mesh, v):
-        import jax.numpy as jnp
-
         wide = gr.Variable([1.0, 2.0], dtype="float64", device=mesh)
         half = gr.Variable([1.0, 2.0], dtype="float16", device=mesh)
 
@@ -259,8 +232,6 @@ class TestJax:
         assert v.numpy().tolist() == [-2.0, -1.0, 0.0]
 
     def test_a_stopped_gradient(self, v):
-        import jax.numpy as jnp
-
         stop = gr.autodiff.stop_gradient
         for stopped in (
             lambda: stop(v),
@@ -273,8 +244,6 @@ class TestJax:
             assert found.tolist() == [1.0, 2.0, 3.0]
 
     def test_a_tuple_is_no_loss(self, v):
-        import jax.numpy as jnp
-
         def pair():
             return jnp.sum(v.read("jax")), jnp.sum(v.read("jax"))
 
@@ -286,8 +255,6 @@ class TestJax:
                 gradients(loss, engine="jax")
 
     def test_an_exception_in_a_loss_of_jax_ends_tracing(self, v):
-        import jax.numpy as jnp
-
         def loss():
             jnp.sum(v.read("jax"))
             raise ZeroDivisionError

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.libraries import torch
 
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
 FEW = ("--backend", "sim", "--workers", "2", "--steps", "40", "--period", "5")
@@ -15,8 +16,6 @@ FEW = ("--backend", "sim", "--workers", "2", "--steps", "40", "--period", "5")
 @pytest.fixture
 def train(capsys):
     """Runs the example in this process; returns exit status, rows of the table, and text."""
-    import torch
-
     script = importlib.import_module("agn_torch")
     threads = torch.get_num_threads()
 

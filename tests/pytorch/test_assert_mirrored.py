@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -11,8 +12,6 @@ pytestmark = pytest.mark.torch
 
 
 def make(dtype=None):
-    import torch
-
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
     return net.to(dtype)
@@ -20,8 +19,6 @@ def make(dtype=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_first_parameter_that_differs_is_named(dtype):
-    import torch
-
     net = make(getattr(torch, dtype))
     replicas = [net, copy.deepcopy(net), copy.deepcopy(net)]
     replicas[1][1].running_mean.fill_(3.0)  # a buffer
@@ -47,8 +44,6 @@ def test_the_first_parameter_that_differs_is_named(dtype):
 
 
 def test_modules_of_several_processes():
-    import torch
-
     nets = [make() for _ in range(2)]  # here: the generator of random numbers is that of all
 
     def work(group):
@@ -82,8 +77,6 @@ def test_modules_of_several_processes():
 
 
 def test_replicas_of_data_parallel_in_one_process():
-    import torch
-
     with gr.open_mesh(2, backend="sim") as mesh:
         dp = gr.torch.DataParallel(make(), mesh)
         gr.assert_mirrored(dp, mesh)

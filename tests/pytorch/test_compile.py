@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.libraries import torch
 from support.meshes import mesh_of
 
 import gradreduce as gr
@@ -70,8 +71,6 @@ def stepped(mesh):
 
 
 def torch_stepped(mesh):
-    import torch
-
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.arange(3.0)
     net = torch.nn.ParameterList([parameter])
@@ -86,8 +85,6 @@ def torch_stepped(mesh):
 
 
 def zeroed(mesh):
-    import torch
-
     dp = gr.torch.DataParallel(torch.nn.Linear(3, 1), mesh[:1])
     dp(torch.ones(3)).sum().backward()
 
@@ -176,7 +173,6 @@ mesh = mesh_of(2)
 @pytest.fixture
 def compiler():
     """``torch._dynamo`` without compiled functions, and with its counters at zero."""
-    import torch
     from torch._dynamo import utils
 
     torch._dynamo.reset()
@@ -190,8 +186,6 @@ def compiler():
     [pytest.param(name, marks=() if name in PLAIN else pytest.mark.exhaustive) for name in CASES],
 )
 def test_a_call_is_one_graph_break_with_the_results_of_eager_code(name, mesh, compiler):
-    import torch
-
     x, results = torch.tensor([1.0, -2.0, 0.5]), []
     function, state = CASES[name](mesh)
     wanted = function(x), state()
@@ -211,8 +205,6 @@ def test_a_call_is_one_graph_break_with_the_results_of_eager_code(name, mesh, co
 
 
 def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
-    import torch
-
     rows = []
     for compiled in (False, True):
         torch.manual_seed(0)

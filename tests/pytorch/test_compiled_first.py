@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.compiled_first import check_compiled_first
+from support.libraries import torch
 from support.meshes import MeshCase
 
 import gradreduce as gr
@@ -12,20 +13,14 @@ pytestmark = pytest.mark.torch
 
 
 def net(dtype):
-    import torch
-
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
 
 
 def backward(module, dtype):
-    import torch
-
     module(torch.ones((2, 3), dtype=dtype)).sum().backward()
 
 
 def optimizer_steps(mesh):
-    import torch
-
     table = torch.nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
     modules = [net(torch.float32), net(torch.bfloat16)]
     groups = [{"params": gr.torch.variables(each, mesh)} for each in (*modules, table)]
@@ -41,8 +36,6 @@ def optimizer_steps(mesh):
 
 
 def data_parallel(mesh):
-    import torch
-
     for dtype in (torch.float32, torch.bfloat16):
         parallel = gr.torch.DataParallel(net(dtype), mesh=mesh)
         yield
@@ -53,7 +46,6 @@ def data_parallel(mesh):
 
 
 def hook_of_buckets(mesh):
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     module = DistributedDataParallel(net(torch.float32))
@@ -64,7 +56,6 @@ def hook_of_buckets(mesh):
 
 
 def reduce_scatter(mesh):
-    import torch
     import torch.distributed as dist
 
     scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))

@@ -11,6 +11,7 @@ import weakref
 from itertools import pairwise
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import (
     TINY_MB,
@@ -73,15 +74,11 @@ def tied(net):
 
 
 def compiled(net):
-    import torch
-
     return torch.compile(net, backend="aot_eager")
 
 
 def penalized(net, x, *_):
     """Computes gradients inside the loss."""
-    import torch
-
     (inner,) = torch.autograd.grad(net(x).sum(), net[0].weight, create_graph=True)
     return net(x).sum() + inner.sum()
 
@@ -142,8 +139,6 @@ def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
 @pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, processes):
     """Rows of several replicas, an embedding that one replica uses, and one that none uses."""
-    import torch
-
     num_replicas = devices * processes
 
     def work(group):
@@ -172,8 +167,6 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, proc
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sparse_gradient_without_rows_is_added_to(processes):
-    import torch
-
     def work(group):
         with open_mesh(2, group) as mesh:
             dp = gr.torch.DataParallel(embeddings(True), mesh)
@@ -192,8 +185,6 @@ def test_a_sparse_gradient_without_rows_is_added_to(processes):
 
 
 def embeddings(has_others):
-    import torch
-
     net = torch.nn.ModuleDict()
     for name in TABLES:
         net[name] = torch.nn.Embedding(5, 2, sparse=True)
@@ -212,8 +203,6 @@ def of_column(grad):
 
 
 def test_every_bucket_but_the_last_is_launched_before_the_last_backward_ends():
-    import torch
-
     class LastNode(torch.autograd.Function):
         """The last node of backward; waits for the reductions that the layers must have started."""
 
@@ -347,8 +336,6 @@ def test_little_more_than_one_copy_of_the_gradients_is_held():
 
 @pytest.mark.parametrize(("devices", "processes"), [(2, 1), (1, 2), (2, 2)])
 def test_a_mesh_holds_one_copy_of_the_gradients_and_one_bucket(devices, processes, monkeypatch):
-    import torch
-
     from gradreduce.backends.sim.device import SimDevice
 
     blocks = []
@@ -417,8 +404,6 @@ def test_replicas_may_run_in_threads():
 
 
 def test_parameters_and_buffers_are_those_of_process_0_and_the_optimizer_keeps_them_alike():
-    import torch
-
     def work(group):
         torch.manual_seed(group.rank)
         net = torch.nn.Sequential(
@@ -461,8 +446,6 @@ def test_parameters_and_buffers_are_those_of_process_0_and_the_optimizer_keeps_t
 
 
 def test_the_module_can_be_copied_and_saved():
-    import torch
-
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         trained(dp, plain, 0, zero, steps=2)

@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import (
     TINY_MB,
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.torch
 
 
 def test_a_round_that_an_error_interrupts_is_dropped():
-    import torch
-
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(context, x):
@@ -196,8 +195,6 @@ def test_parameters_that_one_process_has_frozen_are_named_by_all():
 
 
 def test_parameters_that_would_not_be_reduced_are_refused():
-    import torch
-
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(frozen(layers()), mesh)
         dp.replicas[1][1].requires_grad_(True)
@@ -224,8 +221,6 @@ def test_parameters_that_would_not_be_reduced_are_refused():
 @pytest.mark.parametrize("is_first", [True, False])
 def test_parameters_that_a_module_gets_later_are_refused(is_first):
     """Also if an optimizer keeps the old parameters alive, so that nothing else shows it."""
-    import torch
-
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         optimizer = torch.optim.SGD(dp.parameters(), 0.1)
@@ -253,8 +248,6 @@ def test_parameters_that_a_module_gets_later_are_refused(is_first):
 
 
 def test_an_added_module_is_watched_like_the_modules_around_it():
-    import torch
-
     with open_mesh(1) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         dp.module.more = torch.nn.ModuleList()
@@ -311,8 +304,6 @@ def test_gradients_in_other_memory_are_averaged():
 
 
 def test_wrong_arguments_are_refused():
-    import torch
-
     with open_mesh(2) as mesh:
         with pytest.raises(ValueError, match="there are 1 replicas for 2 devices"):
             gr.torch.DataParallel([layers()], mesh)
@@ -353,8 +344,6 @@ def test_an_argument_of_ddp_is_refused_with_what_to_do():
 
 
 def test_modules_without_values_are_refused_in_one_sentence():
-    import torch
-
     lazy = "of a lazy module has no shape yet: run a forward of the module before this"
     meta = "is on the meta device and has no values: call module.to_empty(device=...), and "
     meta += "initialize or load the module, before this"
@@ -427,8 +416,6 @@ def test_two_modules_share_the_thread_of_their_mesh():
 
 
 def test_modules_that_are_dropped_are_freed():
-    import torch
-
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(layers(), mesh)
         trained(dp, plain, 0, zero)

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -20,8 +21,6 @@ SIZE = 20  # of a layer
 
 def make_net():
     """The same layers in every process; their gradients are integers."""
-    import torch
-
     layers = [torch.nn.Linear(SIZE, SIZE, bias=index < 2).double() for index in range(3)]
     net = torch.nn.Sequential(*layers)
     for number, parameter in enumerate(net.parameters()):
@@ -30,8 +29,6 @@ def make_net():
 
 
 def batch(rank, step=0):
-    import torch
-
     return torch.full((2, SIZE), float(1 + rank + step), dtype=torch.float64)
 
 
@@ -129,8 +126,6 @@ def test_a_wire_of_16_bits_halves_the_bytes():
 
 
 def test_no_sync_accumulates_and_sparse_gradients_and_unused_parameters_are_reduced():
-    import torch
-
     def make(rank):
         net = torch.nn.Module()
         net.rows = torch.nn.Embedding(4, 2, sparse=True)
@@ -230,8 +225,6 @@ def test_what_cannot_be_a_hook_of_ddp_is_refused():
 
 
 def test_bfloat16_parameters_are_averaged_in_float32():
-    import torch
-
     def work(group):
         with open_mesh(group) as mesh:
             hook = gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.libraries import torch
 from support.processes import run
 
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
@@ -59,8 +60,6 @@ def launched(tmp_path_factory):
 @pytest.fixture(scope="module")
 def states(launched):
     """The state of each run of a script of the docs, in each process."""
-    import torch
-
     return {
         name: [torch.load(launched[0] / f"{name}.{rank}") for rank in range(2)]
         for name, *_ in LAUNCHED[:5]
@@ -112,8 +111,6 @@ def test_a_resumed_run_computes_the_bits_of_an_undisturbed_one(states):
 
 
 def initial_weights():
-    import torch
-
     torch.manual_seed(0)
     return list(
         torch.nn.Sequential(
@@ -137,8 +134,6 @@ def test_one_process_computes_the_bits_of_two_and_resumes(states, in_one_process
 
 
 def test_all_replicas_of_one_process_skip_a_step_if_one_has_an_inf(in_one_process, monkeypatch):
-    import torch
-
     randn, calls = torch.randn, []
 
     def too_large(*shape, **options):  # for replica 1
@@ -173,8 +168,6 @@ def test_the_script_with_the_optimizer_trains():
 @pytest.fixture
 def transformer(tmp_path, monkeypatch, capsys):
     """Runs examples/train_torch.py in this process; returns exit status and printed text."""
-    import torch
-
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(tmp_path)
     script = importlib.import_module("train_torch")
@@ -191,8 +184,6 @@ def transformer(tmp_path, monkeypatch, capsys):
 def test_the_example_computes_the_same_bits_in_two_processes_and_when_resumed(
     transformer, launched
 ):
-    import torch
-
     folder, text = launched
     assert (
         "transformer: status 1 of process 0" in text

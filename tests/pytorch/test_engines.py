@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -14,8 +15,6 @@ NO_VALUES = (
 
 
 def replicas(mesh):
-    import torch
-
     nets = [torch.nn.Linear(3, 1, bias=False) for _ in mesh]
     for net in nets:
         torch.nn.init.ones_(net.weight)
@@ -24,8 +23,6 @@ def replicas(mesh):
 
 def backward(dp):
     """Calls ``backward`` of each replica; returns their gradients."""
-    import torch
-
     dp.zero_grad()
     for index, replica in enumerate(dp.replicas):
         replica(torch.full((1, 3), 1.0 + index)).sum().backward()
@@ -33,8 +30,6 @@ def backward(dp):
 
 
 def test_compiled_autograd_is_refused_before_anything_is_averaged():
-    import torch
-
     with gr.open_mesh(2, backend="sim") as mesh:
         dp = gr.torch.DataParallel(replicas(mesh), mesh)
         for _ in range(2):  # before and after there are buckets
@@ -51,7 +46,6 @@ def test_compiled_autograd_is_refused_before_anything_is_averaged():
 
 @pytest.mark.usefixtures("one_process")
 def test_the_reducer_of_ddp_in_python_is_refused():
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     in_python = torch._dynamo.config.patch(optimize_ddp="python_reducer")
@@ -67,7 +61,6 @@ def test_the_reducer_of_ddp_in_python_is_refused():
 
 
 def test_tensors_without_values_are_refused():
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with gr.open_mesh(2, backend="sim") as mesh:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import TINY_MB, gradients, layers, means
 
@@ -21,8 +22,6 @@ BY_THE_USER = " by ValueError('of the user')"
 
 
 def loss_of(net, value):
-    import torch
-
     return net(torch.full((2, 3), float(value), dtype=torch.float64)).sum()
 
 
@@ -115,7 +114,6 @@ def failing_at(net, index, error):
 
 def failing_backward(dp, index):
     """Fails at a layer; -1: after the gradients of all layers."""
-    import torch
 
     def fail(_):
         raise ValueError("of the user")
@@ -301,8 +299,6 @@ def test_the_next_backward_works_if_that_of_all_processes_has_failed(
 
 def normalized(seed):
     """A module whose buffers are broadcast before a forward."""
-    import torch
-
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
@@ -312,8 +308,6 @@ def normalized(seed):
 @pytest.mark.parametrize("failing", [[0, 1], [1]])
 def test_a_failed_step_is_ended_before_the_next_forward_exchanges(failing):
     """Process 1 alone begins the step again, in which process 0 waits."""
-    import torch
-
     nets = [normalized(0) for _ in range(4)]
     batches = torch.arange(24.0).reshape(2, 4, 3).square()
 
@@ -339,7 +333,6 @@ def test_a_failed_step_is_ended_before_the_next_forward_exchanges(failing):
 
 def with_embeddings():
     """Layers and embeddings with sparse gradients, of which each forward uses some."""
-    import torch
 
     class Net(torch.nn.ModuleDict):
         fails = False
@@ -400,8 +393,6 @@ def test_after_a_failed_step_all_replicas_have_the_same_gradients_of_none(
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_of_no_index_leave_an_empty_gradient_in_all_replicas(processes):
     """Otherwise ``SparseAdam`` counts a step of some replicas only."""
-    import torch
-
     devices = 2 // processes
 
     def work(group):
@@ -419,8 +410,6 @@ def test_rows_of_no_index_leave_an_empty_gradient_in_all_replicas(processes):
 
 def test_a_step_that_ends_by_an_error_leaves_none_where_it_was():
     """The error comes when the gradients are in the flat buffers, with zeros for None."""
-    import torch
-
     with gr.open_mesh(2, backend="sim") as mesh:
         dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
         for net in dp.replicas:

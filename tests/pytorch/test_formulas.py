@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -34,8 +35,6 @@ CASES = {
 
 def trained(make, dtype):
     """The parameters after steps with fixed gradients, some of them small or zero."""
-    import torch
-
     rng = np.random.default_rng(0)
     parameters = [torch.tensor(rng.normal(size=shape), dtype=getattr(torch, dtype))
                   for shape in ((5, 4), (7,), ())]  # fmt: skip
@@ -51,8 +50,6 @@ def trained(make, dtype):
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_pytorch(case, dtype, bound):
-    import torch
-
     rule, (name, options) = CASES[case]
     kind = getattr(torch.optim, name)
     found = trained(lambda each: gr.torch.Optimizer(rule("torch"), each), dtype)
@@ -71,8 +68,6 @@ def test_tensorflow_adds_epsilon_elsewhere(case):
 
 
 def test_defaults_are_those_of_pytorch():
-    import torch
-
     ours, theirs = gr.AdamWOptimizer(), torch.optim.AdamW([torch.zeros(1)]).defaults
     found = (ours.learning_rate, (ours.beta1, ours.beta2), ours.epsilon, ours.weight_decay)
     assert found == tuple(theirs[name] for name in ("lr", "betas", "eps", "weight_decay"))
@@ -80,8 +75,6 @@ def test_defaults_are_those_of_pytorch():
 
 
 def test_weight_decay_is_an_option_of_a_parameter_group():
-    import torch
-
     decayed, kept = torch.ones(2), torch.ones(2)
     groups = [{"params": [decayed]}, {"params": [kept], "weight_decay": 0.0}]
     optimizer = gr.torch.Optimizer(gr.AdamWOptimizer(0.5, weight_decay=0.5), groups)

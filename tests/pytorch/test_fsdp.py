@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -21,7 +22,6 @@ def group_of(size):
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 def test_each_process_gets_its_share_in_the_wire_dtype(op):
-    import torch
     import torch.distributed as dist
 
     def work(group):
@@ -43,7 +43,6 @@ def test_each_process_gets_its_share_in_the_wire_dtype(op):
 
 
 def test_other_groups_and_operations_are_refused():
-    import torch
     import torch.distributed as dist
 
     with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:

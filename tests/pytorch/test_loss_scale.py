@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -10,8 +11,6 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.parametrize("options", [{}, {"growth_factor": 3.0, "backoff_factor": 0.25}], ids=str)
 def test_the_scales_and_skipped_steps_are_those_of_grad_scaler(options):
-    import torch
-
     init, options = 1024.0, {"growth_interval": 3, **options}
     scaler = torch.amp.GradScaler("cpu", init_scale=init, **options)
     weight = torch.ones(3, requires_grad=True)

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -25,8 +26,6 @@ def make(seed=0):
 
 
 def make_alone(seed):
-    import torch
-
     torch.manual_seed(seed)
 
     class Net(torch.nn.Sequential):
@@ -47,8 +46,6 @@ def open_mesh(devices, group=None):
 
 
 def assert_same(found, wanted):
-    import torch
-
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
@@ -59,8 +56,6 @@ def kept(modules):
 
 
 def train(dp, optimizer, steps, first=0):
-    import torch
-
     for step in range(steps):
         optimizer.zero_grad()
         for index, replica in enumerate(dp.replicas):
@@ -71,8 +66,6 @@ def train(dp, optimizer, steps, first=0):
 @pytest.mark.whole_product
 @pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_state_is_that_of_the_module_and_is_loaded_into_all_replicas(devices, processes):
-    import torch
-
     states = [make(seed).state_dict() for seed in range(3)]
 
     def work(group):
@@ -110,8 +103,6 @@ def test_a_state_is_that_of_the_module_and_is_loaded_into_all_replicas(devices, 
 
 
 def test_a_load_that_fails_changes_no_replica_of_any_process():
-    import torch
-
     good = make(1).state_dict()
     wrong = {**good, "2.weight": torch.ones(5, 5)}  # after others that fit
     several = {name: value for name, value in wrong.items() if name != "mask"}
@@ -151,8 +142,6 @@ def test_a_load_that_fails_changes_no_replica_of_any_process():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_checksums_of_permuted_and_negated_matrices_differ(dtype):
-    import torch
-
     from gradreduce.torch.module_state import _checksum
 
     for rows in (torch.eye(64).tolist(), [[1, 2], [2, 1]], [[1, -1], [-1, 1]]):
@@ -185,8 +174,6 @@ FIRST = {  # the text after "the parameters of the replicas differ: "
 @pytest.mark.parametrize("fault", WRONG)
 @pytest.mark.parametrize(("devices", "processes"), [(2, 1), (1, 2), (2, 2)])
 def test_replicas_that_differ_are_found_at_the_second_forward(fault, devices, processes):
-    import torch
-
     def work(group):
         with open_mesh(devices, group) as mesh:
             dp = gr.torch.DataParallel(make(), mesh)
@@ -217,8 +204,6 @@ def test_replicas_that_differ_are_found_at_the_second_forward(fault, devices, pr
 
 
 def test_an_optimizer_of_one_replica_is_found_at_the_second_forward():
-    import torch
-
     net = make()
     with open_mesh(2) as mesh:
         dp = gr.torch.DataParallel(net, mesh)
@@ -228,8 +213,6 @@ def test_an_optimizer_of_one_replica_is_found_at_the_second_forward():
 
 
 def test_parameters_are_compared_once_or_every_n_steps():
-    import torch
-
     def count(group, devices, option):
         with open_mesh(devices, group) as mesh:
             dp = gr.torch.DataParallel(make(), mesh, broadcast_buffers=False, **option)
@@ -260,8 +243,6 @@ def test_parameters_are_compared_once_or_every_n_steps():
 
 
 def batch(index, number):
-    import torch
-
     return torch.arange(6.0).reshape(2, 3) ** (1 + index) + number
 
 
@@ -297,7 +278,6 @@ def test_each_step_begins_with_the_buffers_of_process_0s_first_replica(devices, 
 
 
 def test_a_checkpoint_that_runs_a_forward_again_exchanges_nothing():
-    import torch
     from torch.utils.checkpoint import checkpoint
 
     def work(group):
@@ -320,8 +300,6 @@ def test_a_checkpoint_that_runs_a_forward_again_exchanges_nothing():
 
 
 def test_replicas_in_threads_exchange_once_for_each_step():
-    import torch
-
     def work(group):
         with open_mesh(2, group) as mesh:
             dp = gr.torch.DataParallel(make(), mesh)
@@ -360,8 +338,6 @@ def test_replicas_in_threads_exchange_once_for_each_step():
 
 
 def test_a_module_keeps_its_hook_only_while_it_is_needed():
-    import torch
-
     with open_mesh(2) as mesh:
         for makes_buffers in (False, True):
             net = make() if makes_buffers else torch.nn.Linear(3, 1)
@@ -377,8 +353,6 @@ def test_a_module_keeps_its_hook_only_while_it_is_needed():
 
 
 def test_a_compiled_replica_broadcasts_buffers():
-    import torch
-
     def work(compiles):
         with open_mesh(2) as mesh:
             torch._dynamo.reset()

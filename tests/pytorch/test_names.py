@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.libraries import torch
 from support.meshes import mesh_of
 from support.thread_group import run_processes
 
@@ -25,8 +26,6 @@ def ops(mesh):
 
 def models(count=2):
     """Modules whose gradients all equal the number of the replica; the last bias is frozen."""
-    import torch
-
     made = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(count)]
     for replica, each in enumerate(made):
         each[1].bias.requires_grad_(False)
@@ -64,8 +63,6 @@ def test_modules_stand_for_their_gradients_by_name(ops):
 
 
 def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
-    import torch
-
     given = models()
     memory = [each[0].weight.grad.data_ptr() for each in given]
     replicas = torch.nn.ModuleList(given)  # such as those of a DataParallel
@@ -85,8 +82,6 @@ def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
 
 
 def test_errors_name_the_parameter(mesh, ops):
-    import torch
-
     given = models()
     given[1][0].bias.grad = None
     with pytest.raises(ValueError, match=r"^grads\[1\]\['0.bias'\] is None, but grads\[0\]\['0.b"):
@@ -172,8 +167,6 @@ def test_what_cannot_be_attached_is_named(mesh):
 
 
 def test_a_step_takes_modules(mesh, ops):
-    import torch
-
     given = models()
     for each in given:
         torch.nn.init.zeros_(each[0].weight), torch.nn.init.zeros_(each[1].weight)
@@ -190,8 +183,6 @@ def test_a_step_takes_modules(mesh, ops):
 
 
 def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
-    import torch
-
     dp = gr.torch.DataParallel(models()[0], mesh, ops=ops)
     for _ in range(2):
         before = len(mesh.flight_record())
@@ -202,8 +193,6 @@ def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
 
 
 def test_processes_name_the_parameter_in_which_their_modules_differ():
-    import torch
-
     def said(group):
         mesh = gr.open_mesh(1, backend="sim", process_group=group)
         layers = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1 + group.rank)]

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
+from support.libraries import torch
 from support.meshes import mesh_of
 
 import gradreduce as gr
@@ -48,8 +49,6 @@ mesh = mesh_of(1)
 
 
 def net(dtype="float32", seed=0):
-    import torch
-
     torch.manual_seed(seed)
     made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     return made.to(getattr(torch, dtype))
@@ -61,8 +60,6 @@ def own(module, mesh):
 
 
 def backward(module, step=0):
-    import torch
-
     torch.manual_seed(step)
     x = torch.randn(5, 3).to(module[0].weight.dtype)
     module.zero_grad()
@@ -82,8 +79,6 @@ def assert_same(module, variables):
 
 
 def saved(optimizer):
-    import torch
-
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -95,8 +90,6 @@ def saved(optimizer):
 ])  # fmt: skip
 @pytest.mark.parametrize("rule", RULES)
 def test_it_has_the_bits_of_the_rule_and_continues_after_a_saved_state(rule, dtype, options, mesh):
-    import torch
-
     module = net(dtype)
     direct, variables = RULES[rule](**options), own(module, mesh)
     optimizer = gr.torch.Optimizer(RULES[rule](**options), gr.torch.variables(module, mesh))
@@ -133,8 +126,6 @@ def test_a_python_rule_and_parameters_without_variables_use_the_default_mesh():
 
 
 def test_without_a_mesh_it_uses_the_open_one_or_that_of_the_data_parallel(monkeypatch):
-    import torch
-
     monkeypatch.setattr("gradreduce.backends._opened", WeakSet())
     monkeypatch.setattr("gradreduce.backends.default_mesh", lambda: pytest.fail("another mesh"))
 
@@ -160,8 +151,6 @@ def test_without_a_mesh_it_uses_the_open_one_or_that_of_the_data_parallel(monkey
 
 
 def test_parameters_of_other_memory_formats_are_updated_in_place():
-    import torch
-
     def make(strided):
         torch.manual_seed(0)
         made = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(2, 2))
@@ -243,8 +232,6 @@ def schedulers():
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
 @pytest.mark.parametrize("name", ["step", "lambda", "one cycle", "plateau"])
 def test_schedulers_of_pytorch_change_its_options(name, rule, mesh):
-    import torch
-
     theirs = {
         "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
         "adam": lambda params: torch.optim.Adam(params, 0.1),
@@ -277,8 +264,6 @@ def test_schedulers_of_pytorch_change_its_options(name, rule, mesh):
 
 
 def test_a_gradscaler_unscales_and_leaves_a_step_out(mesh):
-    import torch
-
     module = net()
     direct, variables = gr.AdamOptimizer(0.1), own(module, mesh)
     optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), gr.torch.variables(module, mesh))
@@ -304,8 +289,6 @@ def test_a_gradscaler_unscales_and_leaves_a_step_out(mesh):
 
 
 def test_closures_and_hooks_are_called(mesh):
-    import torch
-
     module = net()
     optimizer = gr.torch.Optimizer(RULES["momentum"](), gr.torch.variables(module, mesh))
     called = []
@@ -337,8 +320,6 @@ def test_closures_and_hooks_are_called(mesh):
     lambda: gr.AdagradOptimizer(0.1), lambda: gr.MomentumOptimizer(0.1, 0.9),
 ])  # fmt: skip
 def test_sparse_gradients_are_indexed_slices(make, mesh):
-    import torch
-
     torch.manual_seed(0)
     table = torch.nn.Embedding(6, 3, sparse=True)
     direct, variables = make(), own(table, mesh)
@@ -354,8 +335,6 @@ def test_sparse_gradients_are_indexed_slices(make, mesh):
 
 
 def test_replicas_of_a_data_parallel_stay_alike():
-    import torch
-
     with gr.open_mesh(2, backend="sim") as mesh:
         dp = gr.torch.DataParallel(net(), mesh)
         alone = net()
@@ -382,8 +361,6 @@ def test_replicas_of_a_data_parallel_stay_alike():
 
 
 def test_memory_that_is_not_the_parameters_any_more_is_not_updated(mesh):
-    import torch
-
     module = net()
     optimizer = gr.torch.Optimizer(
         gr.AdamOptimizer(0.1),
@@ -456,8 +433,6 @@ def test_a_state_that_does_not_fit_changes_nothing(mesh):
 
 
 def test_a_state_of_someone_else_is_checked_before_pytorch_copies_it(mesh):
-    import torch
-
     module = net()
     optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), module.parameters())
     backward(module)
@@ -492,8 +467,6 @@ def test_a_state_of_someone_else_is_checked_before_pytorch_copies_it(mesh):
 
 
 def test_what_it_cannot_use_is_refused(mesh):
-    import torch
-
     module = net()
     used = RULES["adam"]()
     backward(module)

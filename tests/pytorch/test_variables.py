@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -16,8 +17,6 @@ def open_mesh(devices=1, **options):
 
 def net(dtype=None):
     """Two layers with integers; the second is frozen and has the bias of the first."""
-    import torch
-
     made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).to(dtype)
     for number, parameter in enumerate(made.parameters()):
         torch.nn.init.constant_(parameter, 1.0 + number)
@@ -28,8 +27,6 @@ def net(dtype=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_variables_are_the_parameters_of_all_replicas(dtype):
-    import torch
-
     with open_mesh(2) as mesh:
         replicas = [net(getattr(torch, dtype)) for _ in range(2)]
         made = gr.torch.variables(torch.nn.ModuleList(replicas), mesh)
@@ -51,8 +48,6 @@ def test_variables_are_the_parameters_of_all_replicas(dtype):
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_step_trains_replicas_with_the_bits_of_own_variables(shard_optimizer):
-    import torch
-
     torch.manual_seed(0)
     with open_mesh(2) as mesh:
         replicas = [torch.nn.Linear(5, 3) for _ in range(2)]
@@ -82,14 +77,10 @@ def test_a_step_trains_replicas_with_the_bits_of_own_variables(shard_optimizer):
 
 
 def replaced(module):
-    import torch
-
     module[0].weight = torch.nn.Parameter(module[0].weight.detach().clone())
 
 
 def untied(module):
-    import torch
-
     module[1].bias = torch.nn.Parameter(module[0].bias.detach().clone())
 
 
@@ -144,8 +135,6 @@ def test_no_use_of_a_variable_takes_memory_that_is_not_the_parameter_any_more(ch
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_a_step_on_memory_that_is_stale_takes_no_gradient(shard_optimizer):
-    import torch
-
     with open_mesh(2) as mesh:
         replicas = [torch.nn.Linear(2, 2) for _ in range(2)]
         step = gr.SyncStep(
@@ -164,8 +153,6 @@ def test_a_step_on_memory_that_is_stale_takes_no_gradient(shard_optimizer):
 
 
 def test_autograd_notices_what_an_update_writes():
-    import torch
-
     with open_mesh() as mesh:
         module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         made = gr.torch.variables(module, mesh)
@@ -178,8 +165,6 @@ def test_autograd_notices_what_an_update_writes():
 
 
 def errors():
-    import torch
-
     linear = torch.nn.Linear
     strided = linear(2, 3)
     strided.weight = torch.nn.Parameter(torch.ones(2, 3).t())
@@ -209,8 +194,6 @@ def test_what_cannot_be_shared_is_refused_by_name():
 
 
 def test_meshes_that_cannot_share_are_refused():
-    import torch
-
     with pytest.raises(TypeError, match="is not a Mesh"):
         gr.torch.variables(torch.nn.Linear(2, 2), "sim")
     with open_mesh(schedule_seed=1) as mesh, pytest.raises(ValueError, match="has a schedule_seed"):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from support import processes
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -23,8 +24,6 @@ PROGRAM = Path(__file__).with_name("cluster_program.py")
 @pytest.fixture
 def asked(monkeypatch) -> list[str | None]:
     """The addresses of which Ray is asked to join or start a cluster; it does neither."""
-    import ray
-
     addresses: list[str | None] = []
 
     def init(address, **options):
@@ -77,8 +76,6 @@ def test_any_other_cluster_is_started_or_joined(asked, monkeypatch, address, var
 
 
 def test_a_cluster_that_does_not_answer_may_ask_for_a_token(asked, monkeypatch):
-    import ray
-
     def init(address, **options):
         raise ConnectionError("Failed to connect")
 
@@ -90,8 +87,6 @@ def test_a_cluster_that_does_not_answer_may_ask_for_a_token(asked, monkeypatch):
 
 
 def test_threads_start_one_cluster(asked, monkeypatch):
-    import ray
-
     both = threading.Barrier(2)
 
     def init(address, **options):
@@ -111,8 +106,6 @@ def test_threads_start_one_cluster(asked, monkeypatch):
 
 
 def test_actors_import_the_tested_source(cluster):
-    import ray
-
     def source() -> str:
         import gradreduce
 
@@ -130,8 +123,6 @@ assert gr.ray.ConditionalAccumulator("float32", [3], sys.argv[1]).apply_grad([1.
 
 
 def test_other_programs_join_the_cluster_with_its_token_only(unique_name):
-    import ray
-
     address = ray.get_runtime_context().gcs_address
     member = {**os.environ, "RAY_ADDRESS": address}
     stranger = {**member, "RAY_AUTH_MODE": "disabled"}

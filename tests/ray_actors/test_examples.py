@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -52,16 +53,12 @@ def started(folder: Path, script: str, *flags: str, **variables: str) -> Iterato
 @pytest.fixture(scope="module")
 def joined(cluster) -> dict[str, str]:
     """The variables of a process that joins the cluster of the tests."""
-    import ray
-
     address = ray.get_runtime_context().gcs_address
     return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
 
 
 def actors_of(example: str) -> list[str]:
     """The names of the actors that it has made and not closed."""
-    import ray
-
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
     return [name for name in names if re.fullmatch(rf"{example}-[0-9a-f]{{8}}", name)]
 

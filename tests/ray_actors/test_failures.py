@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.libraries import ray
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
@@ -43,8 +44,6 @@ def kill(name: str) -> None:
 
 def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
     """Asks until a condition holds; raises the error of a task that ends before."""
-    import ray
-
     end = time.monotonic() + LIMIT_S
     while not condition():
         ended = ray.wait(list(tasks), timeout=0)[0] if tasks else []
@@ -105,8 +104,6 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
 
 
 def test_close_does_nothing_if_all_actors_have_ended(unique_name):
-    import ray
-
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
     names = [f"{unique_name}#1", unique_name]
@@ -197,8 +194,6 @@ def test_a_take_at_the_last_step_raises_at_once(unique_name):
 
 
 def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
-    import ray
-
     @ray.remote(num_cpus=1)
     def take(accumulator: Any, num_required: int) -> list[float]:
         return accumulator.take_grad(num_required, timeout=LIMIT_S).tolist()
@@ -227,8 +222,6 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
 
 
 def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
-    import ray
-
     @ray.remote(num_cpus=1, max_retries=0)
     def work(shared: Any) -> None:
         while True:
@@ -380,8 +373,6 @@ def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp
 
 
 def test_a_fork_cannot_call_actors(idle):
-    import ray
-
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
@@ -404,8 +395,6 @@ def test_a_fork_cannot_call_actors(idle):
 
 
 def test_after_ray_was_shut_down_calls_raise(idle, monkeypatch):
-    import ray
-
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else Ray ends this process
     text = "Ray was shut down in this process: call gr.ray.init, and make the object again"
     for call in (idle.close, idle.num_accumulated, lambda: idle.apply_grads(ones())):
@@ -442,8 +431,6 @@ def listening(pid: int | str) -> set[str]:
 
 
 def test_no_port_is_opened_beside_those_of_ray(idle):
-    import ray
-
     @ray.remote(num_cpus=0)
     class Empty:
         def pid(self) -> int:
@@ -474,8 +461,6 @@ def test_nothing_grows_with_the_number_of_calls(unique_name):
 
 @pytest.mark.exhaustive
 def test_workers_in_other_processes_are_waited_for(unique_name):
-    import ray
-
     def start(center: Any, task_index: int, seconds: float) -> str:
         getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
         gr.get_variable("w", np.zeros(1, np.float32), custom_getter=getter)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -38,8 +39,6 @@ def push_all(center: Any, worker: int) -> None:
 
 def run_workers(function: Any, shared: Any, name: str, *, kills: bool) -> int:
     """Runs the workers to their end; returns how often the actor was killed meanwhile."""
-    import ray
-
     choose, num_kills = random.Random(0), 0
     start = ray.remote(num_cpus=1, max_retries=0)(function).remote
     tasks = [start(shared, worker) for worker in range(NUM_WORKERS)]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, exact_data, same
+from support.libraries import jnp, ray, torch
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
@@ -113,8 +114,6 @@ def rows_of(*indices: int) -> list[Any]:
 @pytest.mark.parametrize("num_shards", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shards, tmp_path):
     """Also after the actors were restarted from snapshots."""
-    import ray
-
     specs = [("float32", [9, 1], True), ("float32", [1]), ("float64", [9, 1], True)]
     own: list[Any] = [
         gr.SparseConditionalAccumulator("float32", [9, 1], sparse_mean="per_gradient"),
@@ -242,8 +241,6 @@ def test_a_set_with_names_takes_and_returns_dicts(unique_name):
 @pytest.mark.torch
 def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
     """Also after the actor, which does not import PyTorch, has loaded a snapshot."""
-    import torch
-
     options = {"snapshots": tmp_path, "durability": "push"}
     with gr.ray.ConditionalAccumulator("bfloat16", [2], unique_name, **options) as shared:
         shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
@@ -275,9 +272,6 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
 @pytest.mark.jax
 @pytest.mark.exhaustive
 def test_gradients_of_pytorch_and_jax(unique_name):
-    import jax.numpy as jnp
-    import torch
-
     sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
     specs = {"big": ("float32", BIG), "half": ("bfloat16", [3]), "rows": ("float32", [5, 2], True)}
     with gr.ray.AccumulatorSet(specs, unique_name, "SUM", num_shards=2) as shared:

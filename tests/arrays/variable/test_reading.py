@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.exact_data import same_copies
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -101,8 +102,6 @@ def test_an_unavailable_output_type_is_refused(mesh):
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_view_for_torch(mesh, dtype):
-    import torch
-
     variable = gr.Variable([1.0, 2.0], dtype=dtype, device=mesh)
     view = variable.array("torch")
     assert isinstance(view, torch.Tensor)

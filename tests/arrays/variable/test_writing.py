@@ -7,6 +7,7 @@ import operator
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, FLOATS, exact_data, same, same_copies
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -191,8 +192,6 @@ def test_what_numpy_writes_may_come_from_it(place):
 
 @pytest.mark.torch
 def test_torch_cannot_write_a_variable(place):
-    import torch
-
     variable = gr.Variable([1.0, 2.0], device=place)
     for write in (
         lambda: torch.add(torch.ones(2), 1, out=variable),
