@@ -451,11 +451,7 @@ def test_a_state_of_someone_else_is_checked_before_pytorch_copies_it(mesh):
     for name, value, text in (
         ("lr", torch.empty(1 << 20, 0), "['lr'] has the shape (1048576, 0); expected a number or"),
         ("more", deep, ".more.0.0.0"),
-        (
-            "beta1_power",
-            torch.empty(1, 0),
-            "['beta1_power'] has the shape (1, 0); expected a",
-        ),
+        ("beta1_power", torch.empty(1, 0), "['beta1_power'] has the shape (1, 0); expected a"),
     ):
         damages.append(({**state, "param_groups": [{**group, name: value}]}, ValueError, text))
     kept = copy.deepcopy(state)

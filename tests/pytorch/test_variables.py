@@ -174,12 +174,7 @@ def errors():
     return [
         (linear(2, 2), 2, ValueError, "1 modules for 2 devices: pass one for each"),
         ([linear(2, 2), linear(2, 3)], 2, ValueError, "replica 1 has .* where replica 0"),
-        (
-            strided,
-            1,
-            ValueError,
-            r"not contiguous, with strides \(1, 3\)",
-        ),
+        (strided, 1, ValueError, r"not contiguous, with strides \(1, 3\)"),
         (images, 1, ValueError, "call module.to.memory_format=torch.contig"),
         (overlapping, 1, ValueError, "'0.weight' and '1.bias' share memory"),
         (torch.nn.ReLU(), 1, ValueError, "has no parameter"),

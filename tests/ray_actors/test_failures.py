@@ -22,12 +22,7 @@ from support.libraries import ray
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
-from gradreduce.errors import (
-    BackendUnavailableError,
-    CancelledError,
-    DeadlineExceededError,
-    brief,
-)
+from gradreduce.errors import BackendUnavailableError, CancelledError, DeadlineExceededError, brief
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 20.0
