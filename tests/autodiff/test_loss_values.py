@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.libraries import jax, jnp, torch
 
 import gradreduce as gr
 
@@ -44,12 +45,9 @@ def test_replicas_of_a_worker_return_one_value_each(mesh):
 
 @pytest.mark.torch
 def test_pytorch_losses_return_detached_copies(mesh):
-    torch = pytest.importorskip("torch")
     w = gr.Variable([1.0, 2.0], "w", dtype="float32", device=mesh)
     optimizer = gr.GradientDescentOptimizer(0.5)
-    value, pairs = optimizer.compute_gradients(
-        lambda: torch.sum(torch.square(w)), [w], return_loss=True
-    )
+    value, pairs = optimizer.compute_gradients(lambda: torch.sum(torch.square(w)), return_loss=True)
     assert (type(value), value.item(), value.requires_grad) == (torch.Tensor, 5.0, False)
     assert pairs[0][0].tolist() == [2.0, 4.0]
     value, _ = optimizer.compute_gradients(lambda: w.read("torch"), [w], return_loss=True)
@@ -59,7 +57,6 @@ def test_pytorch_losses_return_detached_copies(mesh):
 
 @pytest.mark.jax
 def test_jax_losses_return_arrays_of_jax(mesh):
-    jax = pytest.importorskip("jax")
     w = gr.Variable([1.0, 2.0], "w", dtype="float32", device=mesh)
     optimizer = gr.GradientDescentOptimizer(0.5)
     options = {"engine": "jax", "return_loss": True}
@@ -69,8 +66,8 @@ def test_jax_losses_return_arrays_of_jax(mesh):
     assert (isinstance(value, jax.Array), value.tolist()) == (True, [2.0, 4.0])
     assert pairs[0][0].tolist() == [2.0, 6.0]
     values, _ = optimizer.compute_gradients(
-        lambda: (jax.numpy.sum(w.read("jax")) * number for number in (1, 2)), [w], **options
+        lambda: (jnp.sum(w.read("jax")) * number for number in (1, 2)), [w], **options
     )
     assert [float(each) for each in values] == [3.0, 6.0]
-    value, pairs = optimizer.compute_gradients(lambda: jax.numpy.float32(4), [w], **options)
+    value, pairs = optimizer.compute_gradients(lambda: jnp.float32(4), [w], **options)
     assert (float(value), pairs[0][0]) == (4.0, None)

@@ -119,22 +119,3 @@ def test_minimize_with_rows_of_a_table(make, model):
             model(plain, slots, sorted(set(ids)), gradient, step)
             for buffer in table.buffers:
                 np.testing.assert_allclose(buffer.numpy(), plain, rtol=1e-12)
-
-
-def test_it_learns():
-    with gr.open_mesh(1, backend="sim") as mesh:
-        rng = np.random.default_rng(3)
-        x = rng.normal(size=(64, 4)).astype("float32")
-        labels = np.argmax(x @ rng.normal(size=(4, 3)), axis=1)
-        hidden = gr.Variable(rng.normal(size=(4, 16)) * 0.5, dtype="float32", device=mesh)
-        out = gr.Variable(np.zeros((16, 3)), dtype="float32", device=mesh)
-
-        def loss():
-            logits = np.tanh(x @ hidden) @ out
-            return np.mean(gr.autodiff.softmax_cross_entropy(logits, labels))
-
-        optimizer = gr.MomentumOptimizer(0.5, 0.9)
-        assert abs(float(loss()) - np.log(3)) < 1e-6
-        for _ in range(40):
-            optimizer.minimize(loss)
-        assert float(loss()) < 0.2

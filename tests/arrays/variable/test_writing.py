@@ -129,6 +129,8 @@ def test_a_variable_of_a_closed_mesh():
 
 _ARRAY = np.ones((2, 2), "float32")
 _OVER = {
+    "+=": lambda v: operator.iadd(v, 1.0),
+    "*=": lambda v: operator.imul(v, 1.0),
     "ufunc": lambda v: np.add(v, 1, out=v),
     "ufunc by place": lambda v: np.add(_ARRAY, 1, v),
     "ufunc.at": lambda v: np.add.at(v, [0], 5.0),
