@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.libraries import torch
+from support.thread_group import run_processes
 
 import gradreduce as gr
 
@@ -23,6 +24,16 @@ def batch(replica, step=0, size=3):
 
 def open_mesh(devices, group=None):
     return gr.open_mesh(devices, backend="sim", process_group=group)
+
+
+def in_processes(processes, work, make=layers, devices=1, **options):
+    """Calls ``work(dp, mesh)`` with a DataParallel in each process; returns the results."""
+
+    def run(group):
+        with open_mesh(devices, group) as mesh:
+            return work(gr.torch.DataParallel(make(), mesh, **options), mesh)
+
+    return run_processes(processes, run) if processes > 1 else [run(None)]
 
 
 def gradients(module):
