@@ -38,8 +38,7 @@ def filled(module, *values):
 
 def modules():
     """Name -> module and input: every way in which a module can use its parameters."""
-    from torch.nn.utils.parametrizations import weight_norm
-    from torch.utils.checkpoint import checkpoint
+    checkpoint = torch.utils.checkpoint.checkpoint
 
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -75,7 +74,7 @@ def modules():
         "statistics": (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), x),
         "recurrent": (torch.nn.LSTM(4, 2), x),
         "attention": (attention, x[None]),
-        "parametrized": (weight_norm(torch.nn.Linear(4, 2)), x),
+        "parametrized": (torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 2)), x),
         "half": (torch.nn.Linear(4, 2).bfloat16(), x.bfloat16()),
         "channels last": (channels_last, torch.arange(32.0).view(1, 2, 4, 4)),
         "compiled": (torch.compile(torch.nn.Linear(4, 2), backend="eager"), x),
@@ -188,13 +187,10 @@ def test_each_replica_of_a_worker_has_its_buffers(mesh):
     assert means == [2.0, 7.0]
     assert model.variables[1].numpy().tolist() == [-2.0]  # the mean of both replicas
     assert net.running_mean.item() == 0.0
-
-
-def test_the_mode_is_that_of_the_worker(mesh):
     net = torch.nn.Sequential(filled(torch.nn.Linear(1, 8), 1.0, 1.0), torch.nn.Dropout(0.5))
     model, _ = worker(net.eval(), mesh[1], gr.AGNCenter(mesh[0]))
     x = torch.ones(1, 1)
-    assert model(x).tolist() == [[2.0] * 8]
+    assert model(x).tolist() == [[2.0] * 8]  # the mode is that of the worker
     assert set(model.train()(x).flatten().tolist()) == {0.0, 4.0}
     assert model.eval()(x).tolist() == [[2.0] * 8]
     assert not net.training
