@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import signal
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import examples
+from support.examples import cells, is_picture, load_example, options_of
 
 import gradreduce as gr
 
@@ -22,9 +23,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def script():
-    module = importlib.import_module("sync_replicas")
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
-    return module
+    return load_example("sync_replicas")
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +31,8 @@ def digits(script):
     return script.load()
 
 
-def options_of(script, *flags):
-    return script.read_options(
-        script.make_parser(), ["--backend", "sim", "--steps", str(STEPS), *flags]
-    )
-
-
 def train(script, digits, *flags):
-    options = options_of(script, *flags)
-    with importlib.import_module("command_line").open_devices(options) as mesh:
-        return script.train(mesh, digits, options)
+    return examples.train(script, digits, "--steps", str(STEPS), *flags)
 
 
 def batches(script, digits, worker):
@@ -116,7 +107,7 @@ def same(history, weights):
     ids=["a backup", "no backup", "several each", "more late than not"],
 )  # fmt: skip
 def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, flags):
-    options = options_of(script, *flags)
+    options = options_of(script, "--steps", str(STEPS), *flags)
     history = train(script, digits, *flags)
     updates = [[[] for _ in range(options.workers)] for _ in range(STEPS)]
     for worker, gradients in enumerate(history.gradients):
@@ -163,26 +154,20 @@ def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
 # The straggler -----------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_always_late_is_always_dropped(script, digits):
-    history = train(script, digits, "--late-every", "1", "--lag", "3")
-    late = history.gradients[-1]
-    assert late
-    assert all(each.held and not each.kept for each in late)
-    assert not any(each.held for worker in history.gradients[:-1] for each in worker)
-
-
 def test_a_straggler_is_delayed_until_the_others_have_continued(script, digits, monkeypatch):
-    seen = []
-    wait = script.SyncReplicas.await_step
+    """A worker that is always late is always dropped."""
+    seen, wait = [], script.SyncReplicas.await_step
 
     def noting(sync, step):
         wait(sync, step)
         seen.append((sync.over, sync.step - step))
 
     monkeypatch.setattr(script.SyncReplicas, "await_step", noting)
-    train(script, digits, "--late-every", "1", "--lag", "3")
-    assert len(seen) >= 1
-    assert all(over or ahead >= 0 for over, ahead in seen)
+    history = train(script, digits, "--late-every", "1", "--lag", "3")
+    assert seen and all(over or ahead >= 0 for over, ahead in seen)
+    *others, late = history.gradients
+    assert late and all(each.held and not each.kept for each in late)
+    assert not any(each.held for worker in others for each in worker)
 
 
 def test_training_continues_from_the_global_step(script):
@@ -191,17 +176,10 @@ def test_training_continues_from_the_global_step(script):
         counter = gr.Variable(7, "global_step", trainable=False, device=mesh.devices[0])
         optimizer = gr.GradientDescentOptimizer(0.5)
         with script.SyncReplicas(variables, optimizer, counter, 2, 3) as sync:
-            (mine,), (other,) = (
-                sync.accumulators,
-                script.grad_accumulators(variables, sync.cross_device_ops),
-            )
-            assert mine.accumulator_ref is other.accumulator_ref
-            assert (
-                mine.accumulator_ref
-                is gr.ConditionalAccumulator(
-                    "float32", (2,), "w/grad_accum", device=mesh
-                ).accumulator_ref
-            )
+            (mine,) = sync.accumulators
+            (other,) = script.grad_accumulators(variables, sync.cross_device_ops)
+            named = gr.ConditionalAccumulator("float32", (2,), "w/grad_accum", device=mesh)
+            assert mine.accumulator_ref is other.accumulator_ref is named.accumulator_ref
             assert sync.first_step == 7
             gradient = np.full(2, 2, np.float32)
             assert not mine.apply_grad(gradient, 6)
@@ -249,11 +227,9 @@ def test_whatever_fails_ends_every_thread_and_reaches_the_caller(
 
     monkeypatch.setattr(script, name, failing)
     monkeypatch.setattr(script, "wait", lambda *jobs: (waiting.set(), wait(*jobs))[1])
-    closed = []
-    leave = script.SyncReplicas.__exit__
-    monkeypatch.setattr(
-        script.SyncReplicas, "__exit__", lambda sync, *e: closed.append(leave(sync, *e))
-    )
+    closed, sync = [], script.SyncReplicas
+    leave = sync.__exit__
+    monkeypatch.setattr(sync, "__exit__", lambda sync, *e: closed.append(leave(sync, *e)))
     # One worker fails while all others and the chief wait for its gradient.
     flags = ("--replicas-to-aggregate", "5", "--steps", "10000")
     with pytest.raises(error):
@@ -265,11 +241,6 @@ def test_whatever_fails_ends_every_thread_and_reaches_the_caller(
 
 
 # The command -------------------------------------------------------------------------------------
-
-
-def cells(text):
-    rows = (line.strip("│| ").split("│") for line in text.splitlines() if line.startswith("│"))
-    return [[cell.strip() for cell in row] for row in rows]
 
 
 @pytest.mark.slow
@@ -289,9 +260,7 @@ def test_the_plain_command_reaches_the_goal(early):
     assert rows["dropped"] == f"{dropped}, {held} of them delayed"
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
-    picture = (early.folder / "sync_replicas.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) > 5000
+    assert is_picture(early.folder / "sync_replicas.png")
 
 
 def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
