@@ -1,7 +1,5 @@
 """PerReplica, Mirrored and gr.replica: the device of each array, and a thread's replica."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """PyTorch's and JAX's own arrays through conversion and every public call, on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 
 import numpy as np

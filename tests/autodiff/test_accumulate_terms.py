@@ -1,7 +1,5 @@
 """The aggregation method gets all terms of a tensor: their order and memory."""
 
-from __future__ import annotations
-
 import gc
 import math
 import tracemalloc

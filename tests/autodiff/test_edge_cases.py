@@ -1,7 +1,5 @@
 """Points without a derivative, infinities, NaN, and invalid classes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.gradients import gradients

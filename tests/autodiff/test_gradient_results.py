@@ -1,7 +1,5 @@
 """Results of compute_gradients: dtype, memory, rows; and invalid arguments."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.gradients import DESCENT, gradients

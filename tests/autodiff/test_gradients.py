@@ -1,7 +1,5 @@
 """compute_gradients: which variables, and what a loss may do with them."""
 
-from __future__ import annotations
-
 import operator
 from types import SimpleNamespace
 

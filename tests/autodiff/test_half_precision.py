@@ -1,7 +1,5 @@
 """Gradients in float16 and bfloat16: sums are computed in float32 and rounded once."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

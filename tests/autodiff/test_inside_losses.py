@@ -1,7 +1,5 @@
 """What a loss may do, losses in micro-batches, and the state after an error."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

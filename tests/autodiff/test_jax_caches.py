@@ -1,7 +1,5 @@
 """JAX's caches of functions in a loss never contain old values of a Variable."""
 
-from __future__ import annotations
-
 import pytest
 from support.libraries import jax, jnp
 

@@ -1,7 +1,5 @@
 """Losses that PyTorch or JAX differentiates, over the same Variables."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 

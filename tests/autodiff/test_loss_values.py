@@ -1,7 +1,5 @@
 """compute_gradients(return_loss=True)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.libraries import jax, jnp, torch

@@ -1,7 +1,5 @@
 """Invalid operands: arrays with other arithmetic, and results that lose a gradient."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

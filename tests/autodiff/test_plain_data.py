@@ -1,7 +1,5 @@
 """A traced value converts to a plain number or array only after its loss."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

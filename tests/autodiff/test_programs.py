@@ -1,7 +1,5 @@
 """Random losses: gradients of every method equal those of HIPS autograd."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.meshes import mesh_of

@@ -1,7 +1,5 @@
 """Several threads differentiate at the same time, independently."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 

@@ -1,7 +1,5 @@
 """Writes of or into traced values raise or create a new value; no gradient is lost."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The digits by AGN: worker threads reach the goal, replicas are reduced, a fault is not lost."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

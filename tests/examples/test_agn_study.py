@@ -1,7 +1,5 @@
 """The study of AGN: its claims, small; its table; and AGN by hand, which gives the same bits."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The example that trains a PyTorch module by AGN, with workers in threads and in processes."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Backup workers: what is kept is added up exactly, what is late is dropped, all threads end."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading

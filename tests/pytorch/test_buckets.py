@@ -1,7 +1,5 @@
 """The plan of which parameters are reduced together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

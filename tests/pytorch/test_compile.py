@@ -1,7 +1,5 @@
 """torch.compile: each call of this library in a compiled function is one graph break."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

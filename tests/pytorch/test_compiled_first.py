@@ -1,7 +1,5 @@
 """Calls of ``gr.torch`` compile their kernels before their first launch, and not again."""
 
-from __future__ import annotations
-
 import pytest
 from support.compiled_first import check_compiled_first
 from support.libraries import torch

@@ -1,7 +1,5 @@
 """``gr.torch.DataParallel``: one process with several devices, and processes that are threads."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """``gr.torch.DataParallel``: errors, interrupts, and modules that change or are dropped."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

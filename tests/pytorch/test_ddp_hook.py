@@ -3,8 +3,6 @@
 Each thread has a DDP module over a group of one process, which leaves all reductions to the hook.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The scripts of README, docs/pytorch.md and examples train, also in the processes of torchrun."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Compiled autograd, DDP's reducer in Python, and tensors without values are refused."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A ``backward`` of a DataParallel that Ctrl-C or the user's error ends."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Rules with PyTorch's formulas against torch.optim, over several steps of all parameters."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -3,8 +3,6 @@
 Tests with real processes are in ``tests/comm/processes``.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """``gr.torch.functional``: PyTorch modules that AGN workers train."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from functools import partial

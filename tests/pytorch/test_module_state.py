@@ -1,7 +1,5 @@
 """The state of a DataParallel's replicas: loaded into all, compared, and the buffers of DDP."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Modules and ``named_parameters()`` as gradients, and the names of their parameters."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``gr.torch.Optimizer``: a PyTorch optimizer from any optimizer of this library."""
 
-from __future__ import annotations
-
 import copy
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """``gr.torch.variables``: Variables that share memory with a module's parameters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.libraries import torch

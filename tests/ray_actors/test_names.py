@@ -1,7 +1,5 @@
 """Names of actors, which are also names of files; specs of their accumulators."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Actors and workers on two nodes, one of which is killed; see ``nodes_program.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Variables copy the caller's values and do not use the caller's memory."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

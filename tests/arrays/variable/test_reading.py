@@ -1,7 +1,5 @@
 """Variables are read on the device of a replica, as copies or as views."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import same_copies

@@ -1,7 +1,5 @@
 """Variables on memory that others own too: every call that writes checks the memory first."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

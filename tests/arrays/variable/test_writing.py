@@ -1,7 +1,5 @@
 """A Variable is written on every device alike, or not at all."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np
