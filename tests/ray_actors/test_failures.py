@@ -12,6 +12,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,28 @@ def ones(value: float = 1.0) -> list[np.ndarray]:
     return [np.full(20_000, value), np.full(3, value)]
 
 
+def pid_of(name: str) -> int:
+    return in_actor(name, lambda _: __import__("os").getpid())
+
+
 def kill(name: str) -> None:
-    os.kill(in_actor(name, lambda _: __import__("os").getpid()), signal.SIGKILL)
+    os.kill(pid_of(name), signal.SIGKILL)
+
+
+@contextmanager
+def stopped(name: str) -> Iterator[None]:
+    """An actor that does not run during the block."""
+    pid = pid_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def num_queued(name: str) -> int:
+    """The number of takes that wait in an actor."""
+    return in_actor(name, lambda lead: len(lead._queue))
 
 
 def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
@@ -53,20 +74,13 @@ def check_equal(taken: dict[str, np.ndarray], value: float) -> None:
 
 @contextmanager
 def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs a function in a thread during the block, and waits for it; yields its results."""
+    """Runs a function in a thread during the block; yields its result or error in a list."""
     found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(function())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield found
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(function)
+        yield found
+        error = running.exception(LIMIT_S)
+        found.append(running.result() if error is None else error)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +115,13 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
 def test_close_does_nothing_if_all_actors_have_ended(unique_name):
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
-    names = [f"{unique_name}#1", unique_name]
+    names = {f"{unique_name}#1", unique_name}
     for name in names:
         kill(name)
 
     def have_ended() -> bool:
-        return not {
-            each["name"] for each in ray.util.list_named_actors(all_namespaces=True)
-        }.intersection(names)
+        left = ray.util.list_named_actors(all_namespaces=True)
+        return names.isdisjoint(each["name"] for each in left)
 
     wait_until(have_ended)
     for _ in range(2):
@@ -152,19 +165,16 @@ def test_a_take_that_waits_for_a_minute_says_which_workers_came(unique_name, mon
 
 def test_ctrl_c_leaves_no_waiting_take(unique_name):
     with gr.ray.ConditionalAccumulator("float64", [3], unique_name) as shared:
-        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
 
         def interrupt() -> None:
-            wait_until(lambda: queued() == 1)
+            wait_until(lambda: num_queued(unique_name) == 1)
             os.kill(os.getpid(), signal.SIGINT)
 
         with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
             shared.take_grad(1, timeout=LIMIT_S)
-        wait_until(lambda: queued() == 0)  # nobody waits for the withdrawal
-        with pytest.raises(
-            DeadlineExceededError,
-            match=r"^not enough gradients within 0\.0 s; step 0: 0 of 2 gradients, 2 missing, 0",
-        ):
+        wait_until(lambda: num_queued(unique_name) == 0)  # nobody waits for the withdrawal
+        text = r"^not enough gradients within 0\.0 s; step 0: 0 of 2 gradients, 2 missing, 0"
+        with pytest.raises(DeadlineExceededError, match=text):
             shared.take_grad(2, timeout=0)
         shared.apply_grad([1.0, 2.0, 3.0])
         assert shared.take_grad(1, timeout=LIMIT_S).tolist() == [1.0, 2.0, 3.0]
@@ -176,7 +186,7 @@ def test_a_take_at_the_last_step_raises_at_once(unique_name):
     with gr.ray.AccumulatorSet(specs, unique_name, num_shards=2) as shared:
         shared.set_global_step(2**63 - 2)
         with in_thread(lambda: shared.take_grads(2, timeout=LIMIT_S)) as raised:
-            wait_until(lambda: in_actor(unique_name, lambda lead: len(lead._queue)) == 1)
+            wait_until(lambda: num_queued(unique_name) == 1)
             shared.set_global_step(2**63 - 1)
         assert [type(each) for each in raised] == [gr.errors.InvalidArgumentError]
         for _ in range(2):
@@ -194,11 +204,10 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
         return accumulator.take_grad(num_required, timeout=LIMIT_S).tolist()
 
     with gr.ray.ConditionalAccumulator("float64", [1], unique_name) as shared:
-        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
         tasks = []
         for num_required in (2, 1):
             tasks.append(take.remote(shared, num_required))
-            wait_until(lambda: queued() == len(tasks), *tasks)
+            wait_until(lambda: num_queued(unique_name) == len(tasks), *tasks)
         assert shared.apply_grad([1.0], 0)
         assert shared.apply_grad([3.0], 0)
         assert not shared.apply_grad([5.0], 0)  # the take of both has set step 1
@@ -206,7 +215,7 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
         assert ray.get(tasks, timeout=LIMIT_S) == [[2.0], [7.0]]
         assert shared.num_dropped == 1
         waiting = take.remote(shared, 1)
-        wait_until(lambda: queued() == 1, waiting)
+        wait_until(lambda: num_queued(unique_name) == 1, waiting)
         other = pickle.loads(pickle.dumps(shared))
         shared.close()
         with pytest.raises(CancelledError):
@@ -302,18 +311,13 @@ def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_n
     with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2) as patient:
         hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2, timeout=0.2)
         assert patient.apply_grads(ones())
-        pid = in_actor(f"{unique_name}#1", lambda _: __import__("os").getpid())
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(f"{unique_name}#1"):
             text = f"no answer from the actor {unique_name!r} within 0.2 s"
             for _ in range(2):
                 with pytest.raises(DeadlineExceededError, match=f"^{re.escape(text)}$"):
                     hasty.apply_grads(ones(2.0))
-            with monkeypatch.context() as patch:
-                patch.setattr(hasty._client, "_timeout", LIMIT_S)  # on a busy machine
-                assert hasty.num_accumulated() == 1  # the coordinator alone answers
-        finally:
-            os.kill(pid, signal.SIGCONT)
+            monkeypatch.setattr(hasty._client, "_timeout", LIMIT_S)  # on a busy machine
+            assert hasty.num_accumulated() == 1  # the coordinator alone answers
         check_equal(patient.take_grads(2, timeout=LIMIT_S), 3.0)
         assert patient.num_accumulated() == 0
 
@@ -326,14 +330,10 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
         optimizer = gr.AGNOptimizer(rule, 1, getter, communication_period=1)
         pairs = [(np.ones(2, np.float32), weights)]
         optimizer.apply_gradients(pairs)
-        pid = in_actor(unique_name, lambda _: __import__("os").getpid())
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with monkeypatch.context() as patch, pytest.raises(DeadlineExceededError):
-                patch.setattr(center._client, "_timeout", 0.2)  # only of this push
+        with stopped(unique_name), monkeypatch.context() as patch:
+            patch.setattr(center._client, "_timeout", 0.2)  # only of this push
+            with pytest.raises(DeadlineExceededError):
                 optimizer.apply_gradients(pairs)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         optimizer.get_init_op(0)()  # waits for the push that was given up
         assert weights.numpy().tolist() == [-2.0, -2.0]
         optimizer.apply_gradients(pairs)
@@ -342,28 +342,24 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
 
 def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp_path):
     idle.apply_grads(ones(), idle.global_step)
-    other, name = {**SPECS, "w": ("float32", [20_000])}, idle.name
-    folder = brief(str(tmp_path))
+    other, folder, rest = {**SPECS, "w": ("float32", [20_000])}, brief(str(tmp_path)), "use another"
+    of_set, name = gr.ray.AccumulatorSet, idle.name
     for what, make in {
-        "specs": lambda: gr.ray.AccumulatorSet(other, name),
-        "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, name, "SUM"),
+        "specs": lambda: of_set(other, name),
+        "reduction_type": lambda: of_set(SPECS, name, "SUM"),
         "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], name),
-        "shards": lambda: gr.ray.AccumulatorSet(SPECS, name, num_shards=2),
+        "shards": lambda: of_set(SPECS, name, num_shards=2),
         "kind": lambda: gr.ray.AGNCenter(name),
-        f"snapshots None, not {folder}; use another name, or the class and": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path)
-        ),
-        "durability 100, not 7; use another name, or the class and the": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, durability=7)
-        ),
-        f"snapshots None, not {folder}, and durability 100, not 'push';": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path, durability="push")
+        f"snapshots None, not {folder}; {rest}": lambda: of_set(SPECS, name, snapshots=tmp_path),
+        f"durability 100, not 7; {rest}": lambda: of_set(SPECS, name, durability=7),
+        f"snapshots None, not {folder}, and durability 100, not 'push';": lambda: of_set(
+            SPECS, name, snapshots=tmp_path, durability="push"
         ),
     }.items():
         with pytest.raises(ValueError, match=f"^the actor {name!r} has {re.escape(what)} "):
             make()
     with pytest.raises(ValueError, match=r"^kernels='fast' is not one of \('numpy', 'compiled', "):
-        gr.ray.AccumulatorSet(SPECS, name, kernels="fast")
+        of_set(SPECS, name, kernels="fast")
     check_equal(idle.take_grads(1, timeout=LIMIT_S), 1.0)
 
 
@@ -413,9 +409,8 @@ def test_a_folder_that_was_removed_is_made_again(unique_name, tmp_path):
 
 def listening(pid: int | str) -> set[str]:
     """The TCP sockets on which a process listens."""
-    links = [
-        str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()
-    ]
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    links = [str(path.readlink()) for path in files if path.is_symlink()]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     lines = [
         line.split()
@@ -436,7 +431,7 @@ def test_no_port_is_opened_beside_those_of_ray(idle):
     before = listening("self")
     idle.apply_grads(ones(), idle.global_step)
     idle.take_grads(1, timeout=LIMIT_S)
-    assert len(listening(in_actor(idle.name, lambda _: __import__("os").getpid()))) == usual
+    assert len(listening(pid_of(idle.name))) == usual
     assert listening("self") == before
 
 
