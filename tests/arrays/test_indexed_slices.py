@@ -15,7 +15,6 @@ from support.meshes import refused
 
 import gradreduce as gr
 from gradreduce.arrays.indexed_slices import coalesce_n, to_dense_n
-from gradreduce.device import as_dtype
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import plan_segments
 
@@ -275,24 +274,6 @@ def test_many_tensors_share_launches(mesh):
     assert (journal.launches, journal.uploads) == (3, 2)
     assert all(same(one.numpy(), merged(part)[1]) for one, part in zip(made, parts, strict=True))
     assert coalesce_n([], []) == to_dense_n([]) == []
-
-
-def test_partial_sums_have_the_accumulate_dtype_and_are_divided_per_row(mesh):
-    """As an accumulator of float16 needs: float32 sums, each row divided by its own count."""
-    slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
-    values = mesh.devices[0].put(slices.values)
-    out = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))
-    (wide,) = coalesce_n([values], [plan], outs=[out])
-    assert wide is out
-    rows = gr.IndexedSlices(slices.values.astype("float32"), INDICES)
-    assert same(wide.numpy(), merged(rows)[1])
-    counts = np.diff(plan.bounds).astype("float64")
-    each = plan_segments(plan.indices)
-    out = mesh.devices[0].empty(wide.shape, as_dtype("float16"))
-    (mean,) = coalesce_n([wide], [each], outs=[out], divisors=[counts])
-    with np.errstate(all="ignore"):
-        expected = (merged(rows)[1] / counts[:, None].astype("float32")).astype("float16")
-    assert same(mean.numpy(), expected)
 
 
 def test_numpy_makes_no_array_of_rows():

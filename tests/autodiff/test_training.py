@@ -55,25 +55,6 @@ def test_queued_work_gives_the_same(wanted, seeds):
             assert trained(mesh) == wanted
 
 
-def test_a_step_of_terms_from_compute_gradients():
-    """Micro-batch gradients of each replica go to a SyncStep."""
-    with gr.open_mesh(2, backend="sim") as mesh:
-        x = gr.Variable([1.0, 2.0], device=mesh)
-        optimizer = gr.GradientDescentOptimizer(0.5)
-        step = gr.SyncStep([x], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
-        terms = []
-        for replica in range(2):
-            with gr.replica(replica):
-                batches = [
-                    optimizer.compute_gradients(lambda scale=scale: np.sum(x * x) * scale, [x])
-                    for scale in (1.0, replica + 2.0)
-                ]
-            terms.append([[pairs[0][0] for pairs in batches]])
-        assert step(terms)
-        # the replicas bring 6 x and 8 x
-        assert x.numpy().tolist() == [1.0 - 3.5, 2.0 - 7.0]
-
-
 IDS = [[4, 1, 4], [0, 0, 2], [2, 4, 2]]  # of each step; each has an index twice
 
 

@@ -41,37 +41,22 @@ def batches(script, digits, worker):
         yield digits.train_images[pick], digits.train_labels[pick]
 
 
-def backward(weights, images, labels):
-    """The gradient of the mean cross-entropy by each of the weights, by hand.
-
-    With the operations of the example's loss in the order in which they are undone.
-    """
-    hidden_kernel, hidden_bias, output_kernel, output_bias = weights
-    hidden = np.tanh(images @ hidden_kernel + hidden_bias)
-    logits = hidden @ output_kernel + output_bias
-    top = logits.max(axis=1, keepdims=True)
-    log_sums = np.log(np.exp(logits - top).sum(axis=1, keepdims=True)) + top
-    by_logits = np.exp(logits - log_sums)
-    by_logits[np.arange(len(labels)), labels] -= 1
-    by_logits *= np.float32(1 / len(labels))
-    by_sums = by_logits @ output_kernel.T * (1 - hidden * hidden)
-    return [images.T @ by_sums, by_sums.sum(axis=0), hidden.T @ by_logits, by_logits.sum(axis=0)]
-
-
 def plain(script, updates):
-    """Synchronous training with momentum in plain NumPy.
+    """Synchronous training with momentum, updated in plain NumPy.
 
     ``updates[step][worker]`` lists the batches of that worker in that update. Additions are in the
     order that gradreduce promises: each device's as they come, then the halves of the mesh.
     """
     weights = list(script.initial_weights(np.random.default_rng(0)).values())
     moments = [np.zeros_like(weight) for weight in weights]
-    rate, decay = np.float32(0.1), np.float32(0.9)
+    rate, decay, rule = np.float32(0.1), np.float32(0.9), gr.GradientDescentOptimizer(1.0)
     for workers in updates:
         sums = [[np.zeros_like(weight) for weight in weights] for _ in workers]
+        variables = [gr.Variable(weight) for weight in weights]
         for total, brought in zip(sums, workers, strict=True):
             for batch in brought:
-                for into, gradient in zip(total, backward(weights, *batch), strict=True):
+                gradients = script.loss_and_gradients(rule, variables, *batch)[1]
+                for into, gradient in zip(total, gradients, strict=True):
                     into += gradient
         count = np.float32(sum(map(len, workers)))
         for place, (weight, moment) in enumerate(zip(weights, moments, strict=True)):
@@ -84,10 +69,6 @@ def halves(arrays):
     middle = len(arrays) // 2
     sides = [sum(side[1:], side[0]) for side in (arrays[:middle], arrays[middle:]) if side]
     return sum(sides[1:], sides[0])
-
-
-def same(history, weights):
-    return all(map(np.array_equal, history.weights.values(), weights))
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -113,7 +94,7 @@ def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, fl
             if each.kept:
                 updates[each.local_step][worker].append(batch)
     # Bit for bit: each gradient in one update or none, computed by the weights of its own step.
-    assert same(history, plain(script, updates))
+    assert all(map(np.array_equal, history.weights.values(), plain(script, updates)))
     counts = [sum(map(len, workers)) for workers in updates]
     assert min(counts) >= options.replicas_to_aggregate
     assert max(counts) <= max(options.workers, options.replicas_to_aggregate)
@@ -143,7 +124,7 @@ def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
     history = train(script, digits, *flags)
     sources = [batches(script, digits, worker) for worker in range(workers)]
     updates = [[[next(source)] for source in sources] for _ in range(STEPS)]
-    assert same(history, plain(script, updates))
+    assert all(map(np.array_equal, history.weights.values(), plain(script, updates)))
     assert history.num_dropped == 0
     for worker in history.gradients:
         assert [each.local_step for each in worker] == list(range(STEPS))
@@ -197,12 +178,12 @@ def test_training_continues_from_the_global_step(script):
 # The end -----------------------------------------------------------------------------------------
 
 
-def interrupt():
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def fail():
     raise ArithmeticError("no more")
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +249,11 @@ def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
 
 
 def test_flags_that_are_not_given_follow_from_the_others(script):
-    def found(*flags):
+    for flags, wanted in {
+        (): (5, 4, 1),
+        ("--workers", "1"): (1, 1, 0),
+        ("--replicas-to-aggregate", "5"): (5, 5, 0),
+        ("--replicas-to-aggregate", "2"): (5, 2, 1),
+    }.items():
         options = options_of(script, *flags)
-        return options.workers, options.replicas_to_aggregate, options.stragglers
-
-    assert found() == (5, 4, 1)
-    assert found("--workers", "1") == (1, 1, 0)
-    assert found("--replicas-to-aggregate", "5") == (5, 5, 0)
-    assert found("--replicas-to-aggregate", "2") == (5, 2, 1)
+        assert (options.workers, options.replicas_to_aggregate, options.stragglers) == wanted
