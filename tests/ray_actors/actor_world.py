@@ -32,11 +32,7 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-    """As Ray's.
-
-    Args:
-        cause: what the method has raised.
-    """
+    """As Ray's; ``cause`` is what the method has raised."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(repr(cause))
@@ -117,11 +113,7 @@ class _Clock(selectors.DefaultSelector):
 
 
 class MemorySnapshots:
-    """``Snapshots`` in memory; the ``World`` keeps them while an actor is down.
-
-    Args:
-        files: number -> state.
-    """
+    """``Snapshots`` in memory; the ``World`` keeps ``files`` while an actor is down."""
 
     def __init__(self, files: dict[int, Any]) -> None:
         self._files, self.is_full = files, False
@@ -149,14 +141,7 @@ class MemorySnapshots:
 
 
 class Process:
-    """An actor, from a start to its end, or a client.
-
-    Attributes:
-        tasks: what runs in it.
-        is_alive: whether it has not ended.
-        has_exited: whether an actor has ended and does not restart.
-        instance: the object of an actor.
-    """
+    """An actor, from a start to its end, or a client; ``has_exited``: it does not restart."""
 
     def __init__(self) -> None:
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that runs are repeated
@@ -179,13 +164,7 @@ class Process:
 
 
 class Handle:
-    """An actor as a process sees it: ``handle.method.remote(...)``.
-
-    Args:
-        world: of the actor.
-        sender: has the handle.
-        name: of the actor.
-    """
+    """An actor as the process ``sender`` sees it: ``handle.method.remote(...)``."""
 
     def __init__(self, world: World, sender: Process, name: str) -> None:
         self._send = (world, sender, name)

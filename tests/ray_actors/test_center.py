@@ -103,12 +103,7 @@ def test_a_push_after_a_load_updates_the_loaded_slots(modules):
 
 
 class Client:
-    """Stands for a ``Client`` and its lead; the shards are in this process.
-
-    Args:
-        modules: of gradreduce.ray.
-        num_shards: number of shards.
-    """
+    """Stands for a ``Client`` and its lead; the shards are in this process."""
 
     def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
         self._modules, self.num_shards = modules, num_shards
