@@ -1,14 +1,16 @@
-"""Thousands of calls of four worker processes: none is lost, none is applied twice."""
+"""Thousands of calls of four worker processes, and calls on two nodes, one of which is killed."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import processes
 from support.libraries import ray
 
 import gradreduce as gr
@@ -80,3 +82,22 @@ def test_pushes_to_a_center(unique_name, tmp_path, kills):
         assert found.numpy().tolist() == [-NUM_CALLS] * NUM_WORKERS
     finally:
         center.close()
+
+
+PROGRAM = Path(__file__).with_name("nodes_program.py")
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "exchange",
+        "worker_ends",
+        "second_shard_ends",
+        "first_shard_ends",
+        "all_shards_end",
+        "without_snapshots",
+    ],
+)
+def test_two_nodes(tmp_path, scenario):
+    done = processes.run("none", 1, str(PROGRAM), scenario, str(tmp_path))
+    assert done.returncode == 0, done.text
