@@ -56,34 +56,28 @@ def test_arguments_are_checked_before_the_loss_is_called(v):
     def loss():
         raise AssertionError("called")
 
-    for wrong in (3, -1, 1.5, "GATE_OP", None, True):
-        with pytest.raises(ValueError, match="gate_gradients must be one of"):
-            DESCENT.compute_gradients(loss, gate_gradients=wrong)
-    for wrong in ("no", None, 2, 1, 0.0):
-        with pytest.raises(ValueError, match="colocate_gradients_with_ops"):
-            DESCENT.compute_gradients(loss, colocate_gradients_with_ops=wrong)
-    for wrong in (3, -1, "TREE", 0.5):
-        with pytest.raises(ValueError, match="Invalid aggregation_method"):
-            DESCENT.compute_gradients(loss, aggregation_method=wrong)
-    for wrong in ("torch", "tape", 1):
-        with pytest.raises(ValueError, match="engine"):
-            DESCENT.compute_gradients(loss, engine=wrong)
+    for name, text, values in [
+        ("gate_gradients", "gate_gradients must be one of", (3, -1, 1.5, "GATE_OP", None, True)),
+        ("colocate_gradients_with_ops", "colocate_gradients_with_ops", ("no", None, 2, 1, 0.0)),
+        ("aggregation_method", "Invalid aggregation_method", (3, -1, "TREE", 0.5)),
+        ("engine", "engine", ("torch", "tape", 1)),
+    ]:
+        for wrong in values:
+            with pytest.raises(ValueError, match=text):
+                DESCENT.compute_gradients(loss, **{name: wrong})
     for wrong in ([v, 1.0], [None], ["v"], [v.numpy()], 3, np.ones(2), "v"):
         with pytest.raises(InvalidVariableError) as caught:
             DESCENT.compute_gradients(loss, wrong)
-        assert isinstance(caught.value, TypeError)
-        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
         with pytest.raises(InvalidVariableError):
             DESCENT.minimize(loss, var_list=wrong)
     for wrong in (3.0, None, v.numpy(), "loss"):
-        with pytest.raises(RuntimeError, match="function"):
-            DESCENT.compute_gradients(wrong)
-        with pytest.raises(RuntimeError, match="function"):
-            DESCENT.minimize(wrong)
-    with pytest.raises(ValueError, match="No variables to optimize"):
-        DESCENT.compute_gradients(loss, [])
-    with pytest.raises(ValueError, match="No variables to optimize"):
-        DESCENT.compute_gradients(lambda: 1.0)
+        for call in (DESCENT.compute_gradients, DESCENT.minimize):
+            with pytest.raises(RuntimeError, match="function"):
+                call(wrong)
+    for arguments in ((loss, []), (lambda: 1.0,)):
+        with pytest.raises(ValueError, match="No variables to optimize"):
+            DESCENT.compute_gradients(*arguments)
 
 
 def test_grad_loss(mesh, v):
@@ -231,11 +225,8 @@ def test_our_sums_are_differentiable(v, w):
         lambda xs: gr.aggregate(iter(xs), TREE),
         lambda xs: gr.aggregate((x for x in [*xs, None]), ACCUMULATE_N),
     ):
-
-        def loss(add=add):
-            return np.sum(add([v, v * 2, np.ones(3, "float32"), w[:, 0]]) * [1, 2, 3])
-
-        first, second = gradients(loss)
+        terms = lambda: [v, v * 2, np.ones(3, "float32"), w[:, 0]]  # noqa: E731
+        first, second = gradients(lambda add=add, terms=terms: np.sum(add(terms()) * [1, 2, 3]))
         assert first.tolist() == [3.0, 6.0, 9.0]
         assert second.tolist() == [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]
     assert gr.add_n([v, v]).tolist() == [2.0, 4.0, 6.0], "outside a loss too"

@@ -25,7 +25,7 @@ def modules() -> Iterator[SimpleNamespace]:
         yield found
 
 
-def message(modules, arrays):
+def message(modules, *arrays):
     return modules.messages.Layout(modules.messages.specs_of(arrays)).message(arrays)
 
 
@@ -36,20 +36,18 @@ def first_array(modules, answer):
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
     of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
-    state = of_state.CenterShardState(
-        modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
-    )
+    settings = modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
+    state = of_state.CenterShardState(settings)
     for name, shape in SHAPES.items():
-        state.create(name, message(modules, [np.zeros(shape, np.float32)]))
+        state.create(name, message(modules, np.zeros(shape, np.float32)))
     state.join(modules.center._rule_of(optimizer), None)
     scalars = tuple(getattr(optimizer, name) for name in optimizer._hyperparameters)
 
     def push(names):
         config = push_config(2, None, "w")
         request = of_state.PushRequest([names], frozenset(), config, scalars, {})
-        return state.push(
-            request, message(modules, [np.ones(SHAPES[name], np.float32) for name in names])
-        )
+        ones = [np.ones(SHAPES[name], np.float32) for name in names]
+        return state.push(request, message(modules, *ones))
 
     return state, push
 
@@ -74,6 +72,18 @@ def test_another_set_of_variables_is_planned_anew(modules):
     assert (first_array(modules, answer) == -0.75).all()
 
 
+def test_a_push_after_a_load_updates_the_loaded_slots(modules):
+    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
+    saved = state.save()["center"]  # before the slots were made
+    push(["b"])
+    push(["b"])
+    state.load_center(saved, None)
+    # With 0.5 twice in its momentum, the next step would be 1.5.
+    assert (first_array(modules, push(["b"])) == -0.5).all()
+    (slot,) = state._center.slot_variables()
+    assert (slot.numpy() == 0.5).all()
+
+
 def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
     saved = state.save()["center"]
@@ -88,18 +98,6 @@ def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     address = state._center.variables["big"].buffers[0].address
     assert (first_array(modules, push(["big"])) == -1.5).all()
     assert state._center.variables["big"].buffers[0].address == address  # no answer has it
-
-
-def test_a_push_after_a_load_updates_the_loaded_slots(modules):
-    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
-    saved = state.save()["center"]  # before the slots were made
-    push(["b"])
-    push(["b"])
-    state.load_center(saved, None)
-    # With 0.5 twice in its momentum, the next step would be 1.5.
-    assert (first_array(modules, push(["b"])) == -0.5).all()
-    (slot,) = state._center.slot_variables()
-    assert (slot.numpy() == 0.5).all()
 
 
 class Client:
@@ -238,16 +236,15 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     assert client.ask("registry", "list_begun") == []
 
 
+RULES = {
+    "momentum": lambda: gr.MomentumOptimizer(0.1, 0.9),
+    "masters": lambda: gr.AdamOptimizer(master_dtype="float32"),
+    "python": lambda: compiled_first.Decay("decay"),
+}
+
+
 @pytest.mark.parametrize("distance_scale", [None, 0.5])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda: gr.MomentumOptimizer(0.1, 0.9),
-        lambda: gr.AdamOptimizer(master_dtype="float32"),
-        lambda: compiled_first.Decay("decay"),
-    ],
-    ids=["momentum", "masters", "python"],
-)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("where", ["worker", "actor"])
 def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, rule, distance_scale):
     """Neither in the worker nor in the actor, which compile for themselves."""
@@ -258,10 +255,8 @@ def test_no_push_compiles_after_its_first_launch(modules, monkeypatch, where, ru
         monkeypatch.setattr(settings, "open_device", lambda self: actor.devices[0])
         center = gr.AGNCenter(worker)
         center._shared = modules.center.RemoteCenter(Client(modules, 1), worker.devices, "w")
-        yield from compiled_first.agn(
-            worker, rule, worker.devices[0], sparse=True, center=center,
-            distance_scale=distance_scale,
-        )  # fmt: skip
+        options = {"sparse": True, "center": center, "distance_scale": distance_scale}
+        yield from compiled_first.agn(worker, RULES[rule], worker.devices[0], **options)
 
     with gr.open_mesh(1, backend="sim") as watched, gr.open_mesh(1, backend="sim") as other:
         compiled_first.check_compiled_first(watched, calls)
