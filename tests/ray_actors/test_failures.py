@@ -13,7 +13,8 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,8 @@ def idle(cluster: None) -> Iterator[Any]:
 @pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_path, num_shards):
     names = [unique_name, f"{unique_name}#1"][:num_shards]
-    with gr.ray.AccumulatorSet(
-        SPECS, unique_name, "SUM", num_shards=num_shards, snapshots=tmp_path, durability="push"
-    ) as shared:
+    options = {"num_shards": num_shards, "snapshots": tmp_path, "durability": "push"}
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as shared:
         # Powers of two, of which a sum shows the ones that are in it.
         values = [2.0**number for number in range(8)]
         with in_thread(lambda: [shared.apply_grads(ones(value)) for value in values]) as applied:
@@ -141,12 +141,9 @@ def test_a_take_that_waits_for_a_minute_says_which_workers_came(unique_name, mon
     assert take_queue.LOG_SECONDS == 60
     monkeypatch.setattr(take_queue, "LOG_SECONDS", 0.0)
     monkeypatch.setattr("gradreduce.ray.client.log_warning", log)
-    workers = [
-        gr.ray.ConditionalAccumulator("float64", [1], unique_name, worker=name)
-        for name in ("early", "late")
-    ]
-    early, late = workers
-    for each in workers:
+    make = partial(gr.ray.ConditionalAccumulator, "float64", [1], unique_name)
+    early, late = make(worker="early"), make(worker="late")
+    for each in (early, late):
         each._client._poll_seconds = 0.01
         each.apply_grad([1.0], 0)
     early.take_grad(2, timeout=LIMIT_S)
@@ -266,44 +263,43 @@ def test_a_damaged_snapshot_of_one_shard_makes_all_load_the_previous_one(unique_
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_shard_without_a_whole_snapshot_does_not_start(unique_name, tmp_path, damaged):
     """It keeps its files, and starts when one of them is whole again."""
-    names = [unique_name, f"{unique_name}#1"]
-    options = {
-        "num_shards": 2, "snapshots": tmp_path, "durability": "push", "timeout": LIMIT_S
-    }  # fmt: skip
-    shared = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
+    name = [unique_name, f"{unique_name}#1"][damaged]
+    make = partial(
+        gr.ray.AccumulatorSet, SPECS, unique_name, "SUM",
+        num_shards=2, snapshots=tmp_path, durability="push", timeout=LIMIT_S,
+    )  # fmt: skip
+    shared = make()
     for number in range(3):
         shared.apply_grads(ones(2.0**number))
-    paths = [tmp_path / f"{names[damaged]}.{number}.snapshot" for number in (2, 3)]
-    contents = [path.read_bytes() for path in paths]
+    contents = {path: path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.[23].snapshot"))}
     before = sorted(tmp_path.iterdir())
-    for path in paths:
+    for path in contents:
         path.write_bytes(b"damaged")
-    kill(names[damaged])
+    kill(name)
     text = (
-        f" {unique_name!r} could not start: ValueError: all snapshots of {names[damaged]!r} are "
-        f"damaged, and were kept: {paths[0]}, {paths[1]}. Replace one by"
+        f" {unique_name!r} could not start: ValueError: all snapshots of {name!r} are damaged, and "
+        f"were kept: {', '.join(map(str, contents))}. Replace one by"
     )
     for call in (
         lambda: shared.apply_grads(ones()),
         shared.num_accumulated,
-        lambda: gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options).num_accumulated(),
+        lambda: make().num_accumulated(),
     ):
         with pytest.raises(BackendUnavailableError, match=re.escape(text)):
             call()
     assert sorted(tmp_path.iterdir()) == before
-    assert [path.read_bytes() for path in paths] == [b"damaged"] * 2
-    for path, content in zip(paths, contents, strict=True):
+    for path, content in contents.items():
+        assert path.read_bytes() == b"damaged"
         path.write_bytes(content)
 
     def starts() -> bool:
-        try:
-            gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
-        except BackendUnavailableError:  # the start before, which may still fail
-            return False
-        return True
+        with suppress(BackendUnavailableError):  # the start before, which may still fail
+            make()
+            return True
+        return False
 
     wait_until(starts)
-    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as again:
+    with make() as again:
         check_equal(again.take_grads(3, timeout=LIMIT_S), 7.0)
 
 
