@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -186,12 +187,8 @@ def test_threads_have_replicas_of_their_own(mesh):
             together.wait()
         seen[index].append(current_replica())
 
-    with gr.replica(2):
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+    with gr.replica(2), ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3), timeout=60))
         assert current_replica() == 2
     assert seen == {index: [None, index, None] for index in range(3)}
 
@@ -254,7 +251,7 @@ def test_tasks_of_one_thread_each_have_their_replica():
                 seen.append((index, current_replica()))
 
     async def together():
-        await asyncio.gather(*(task(index) for index in range(3)))
+        await asyncio.gather(*map(task, range(3)))
 
     asyncio.run(together())
     assert len(seen) == 9
