@@ -44,9 +44,7 @@ def data_parallel(mesh):
 
 
 def hook_of_buckets(mesh):
-    from torch.nn.parallel import DistributedDataParallel
-
-    module = DistributedDataParallel(net(torch.float32))
+    module = torch.nn.parallel.DistributedDataParallel(net(torch.float32))
     module.register_comm_hook(None, gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
     for _ in range(3):
         backward(module, torch.float32)
@@ -54,12 +52,10 @@ def hook_of_buckets(mesh):
 
 
 def reduce_scatter(mesh):
-    import torch.distributed as dist
-
     scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))
     for dtype in (torch.float32, torch.bfloat16):
         share, inputs = torch.empty(8, dtype=dtype), torch.ones(8, dtype=dtype)
-        scatter(share, inputs, dist.group.WORLD, dist.ReduceOp.AVG)
+        scatter(share, inputs, torch.distributed.group.WORLD, torch.distributed.ReduceOp.AVG)
         yield
 
 
@@ -74,7 +70,5 @@ def test_no_call_compiles_after_its_first_launch(calls, placement):
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("calls", [hook_of_buckets, reduce_scatter])
 def test_nor_does_a_call_over_processes(calls):
-    import torch.distributed as dist
-
-    with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
+    with gr.open_mesh(1, backend="sim", process_group=torch.distributed.group.WORLD) as mesh:
         check_compiled_first(mesh, calls)

@@ -238,8 +238,6 @@ def group_of(size):
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 def test_each_process_gets_its_share_in_the_wire_dtype(op):
-    import torch.distributed as dist
-
     def work(group):
         with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
             ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="bfloat16")
@@ -249,7 +247,7 @@ def test_each_process_gets_its_share_in_the_wire_dtype(op):
             inputs.copy_(torch.arange(64.0) * (1 + group.rank))
             share = scatter.allocate((32,), dtype=torch.float32, device=device)
             with mesh.journal() as journal:
-                scatter(share, inputs, group_of(2), getattr(dist.ReduceOp, op))
+                scatter(share, inputs, group_of(2), getattr(torch.distributed.ReduceOp, op))
             return share.tolist(), journal.bytes
 
     factor = {"SUM": 3.0, "AVG": 1.5}[op]
@@ -259,13 +257,11 @@ def test_each_process_gets_its_share_in_the_wire_dtype(op):
 
 
 def test_other_groups_and_operations_are_refused():
-    import torch.distributed as dist
-
-    with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
+    with gr.open_mesh(1, backend="sim", process_group=torch.distributed.group.WORLD) as mesh:
         scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))
         with pytest.raises(ValueError, match="over 2 processes, but the mesh has 1"):
-            scatter(torch.empty(1), torch.empty(2), group_of(2), dist.ReduceOp.SUM)
+            scatter(torch.empty(1), torch.empty(2), group_of(2), torch.distributed.ReduceOp.SUM)
         with pytest.raises(ValueError, match="MAX is neither SUM nor AVG"):
-            scatter(torch.empty(1), torch.empty(1), group_of(1), dist.ReduceOp.MAX)
+            scatter(torch.empty(1), torch.empty(1), group_of(1), torch.distributed.ReduceOp.MAX)
         with pytest.raises(TypeError, match="is not an AllReduceCrossDeviceOps"):
             gr.torch.ReduceScatter(mesh)
