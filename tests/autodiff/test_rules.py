@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from support.exhaustive import examples
+from support.libraries import autograd, hips
 from support.loss_operations import OPERATIONS, weighted
 from support.strict_array import StrictArray
 
@@ -71,9 +72,6 @@ def rows_of_numpy(monkeypatch):
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_an_operation_is_that_of_numpy_and_its_gradient_that_of_hips_autograd(operation):
-    import autograd  # here: environments that run other tests of this file's kind have none
-    import autograd.numpy as hips
-
     known = replace(operation, do=operation.oracle or operation.do)
     for shapes in operation.shapes:
         operands = operation.operands(shapes)
@@ -122,9 +120,6 @@ def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatc
 )
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_shapes_are_broadcast_and_reduced_as_hips_does(drawn, seed):
-    import autograd
-    import autograd.numpy as hips
-
     rng = np.random.default_rng(seed)
     operands = [rng.uniform(0.5, 2.0, shape) for shape in drawn.input_shapes]
     ndim = len(drawn.result_shape)

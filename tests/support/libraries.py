@@ -8,7 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-_MODULES = {"jax": "jax", "jnp": "jax.numpy", "ray": "ray", "torch": "torch"}
+_MODULES = {
+    "autograd": "autograd",
+    "hips": "autograd.numpy",
+    "jax": "jax",
+    "jnp": "jax.numpy",
+    "ray": "ray",
+    "torch": "torch",
+}
 
 
 def __getattr__(name):
