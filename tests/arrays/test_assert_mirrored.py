@@ -1,18 +1,16 @@
 """assert_mirrored: names the first tensor whose copies differ, on devices and in processes."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from support.thread_group import run_processes
+from support.thread_group import run_replicas
 
 import gradreduce as gr
 
 SHAPES = {"w": (50, 41), "b": (7,), "s": (), "e": (0, 3)}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-def as_dtype(name):
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+# of one copy each: the tensor, the replica, and the place in it; and how the error says where
+CHANGES = [(2, 1, 0), (1, 2, 3), (0, 2, 2049), (0, 1, 1030)]
+PLACES = ["'s'", "'b'[3]", "'w'[49, 40]", "'w'[25, 5]"]
 
 
 def make(mesh, dtype="float32"):
@@ -20,6 +18,13 @@ def make(mesh, dtype="float32"):
         gr.Variable(np.full(shape, 0.5), name, dtype=dtype, device=mesh)
         for name, shape in SHAPES.items()
     ]
+
+
+def error_of(values, *mesh):
+    """The text of the error that ``assert_mirrored`` raises."""
+    with pytest.raises(AssertionError) as error:
+        gr.assert_mirrored(values, *mesh)
+    return str(error.value)
 
 
 def change(variable, replica, place, value):
@@ -36,14 +41,10 @@ def test_the_first_difference_is_named(dtype):
         variables = make(mesh, dtype)
         gr.assert_mirrored(variables)
         gr.assert_mirrored(variables[0])
-        for index, replica, place, at in [(2, 1, 0, ""), (1, 2, 3, "[3]"), (0, 2, 2049, "[49, 40]"),
-                                          (0, 1, 1030, "[25, 5]")]:  # fmt: skip
+        for (index, replica, place), at in zip(CHANGES, PLACES, strict=True):
             change(variables[index], replica, place, 0.25)
-            name = variables[index].name
-            text = f"{name!r}{at} differs: 0.5 in replica 0, 0.25 in replica {replica}"
-            with pytest.raises(AssertionError) as error:
-                gr.assert_mirrored(variables)
-            assert str(error.value) == text
+            text = f"{at} differs: 0.5 in replica 0, 0.25 in replica {replica}"
+            assert error_of(variables) == text
 
 
 def test_bits_are_compared_but_those_of_nan():
@@ -51,65 +52,52 @@ def test_bits_are_compared_but_those_of_nan():
         arrays = np.array([[0x7FC00000, 0], [0x7FC00001, 0]], np.uint32).view(np.float32)
         gr.assert_mirrored(gr.PerReplica(list(arrays), mesh))
         arrays[1, 1] = -0.0
-        with pytest.raises(AssertionError) as error:
-            gr.assert_mirrored([gr.Mirrored(list(arrays[:1]) * 2, mesh),
-                                gr.PerReplica(list(arrays), mesh)])  # fmt: skip
-        assert str(error.value) == "'values[1]'[1] differs: 0.0 in replica 0, -0.0 in replica 1"
+        values = [gr.Mirrored([arrays[0]] * 2, mesh), gr.PerReplica(list(arrays), mesh)]
+        text = "'values[1]'[1] differs: 0.0 in replica 0, -0.0 in replica 1"
+        assert error_of(values) == text
         for values in ([2**40, 2**40 + 1], [1 + 2j, 1 + 3j]):
             pair = [np.array([value]) for value in values]
-            with pytest.raises(AssertionError) as error:
-                gr.assert_mirrored(gr.PerReplica(pair, mesh))
             text = f"[0] differs: {pair[0][0]} in replica 0, {pair[1][0]} in replica 1"
-            assert str(error.value) == "'values[0]'" + text
+            assert error_of(gr.PerReplica(pair, mesh)) == "'values[0]'" + text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 3)], ids=str)
 def test_all_processes_raise_the_same_error(counts, dtype):
-    firsts = np.cumsum([0, *counts])
-
-    def work(group):
-        with gr.open_mesh(counts[group.rank], backend="sim", process_group=group) as mesh:
-            variables, texts = make(mesh, dtype), []
-            gr.assert_mirrored(variables)
-            for index, replica, place in [(2, 1, 0), (1, 2, 3), (0, 2, 2049), (0, 1, 1030)]:
-                if replica in range(firsts[group.rank], firsts[group.rank + 1]):
-                    change(variables[index], replica - firsts[group.rank], place, 0.25)
-                with pytest.raises(AssertionError) as error:
-                    gr.assert_mirrored(variables)
-                texts.append(str(error.value))
-            ops = gr.AllReduceCrossDeviceOps(mesh=mesh)  # the mesh is still usable
-            assert ops.all_reduce([[np.ones(2)] for _ in mesh])[0][0].tolist() == [1.0, 1.0]
-            return texts
+    def work(mesh, replicas):
+        variables, texts = make(mesh, dtype), []
+        gr.assert_mirrored(variables)
+        for index, replica, place in CHANGES:
+            if replica in replicas:
+                change(variables[index], replica - replicas.start, place, 0.25)
+            texts.append(error_of(variables))
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)  # the mesh is still usable
+        assert ops.all_reduce([[np.ones(2)] for _ in mesh])[0][0].tolist() == [1.0, 1.0]
+        return texts
 
     last = len(counts) - 1
-    where = [f"replica 1 (process {min(1, last)})", f"replica 2 (process {last})"]
-    first = "0.5 in replica 0 (process 0), 0.25 in"
-    for texts in run_processes(len(counts), work):
-        assert texts == [
-            f"'s' differs: {first} {where[0]}",
-            f"'b'[3] differs: {first} {where[1]}",
-            f"'w'[49, 40] differs: {first} {where[1]}",
-            f"'w'[25, 5] differs: {first} {where[0]}",
-        ]
+    wanted = [
+        f"{at} differs: 0.5 in replica 0 (process 0), 0.25 in replica {replica} (process "
+        f"{min(replica, last)})"
+        for (_, replica, _), at in zip(CHANGES, PLACES, strict=True)
+    ]
+    assert run_replicas(counts, work) == [wanted] * len(counts)
 
 
 def test_different_tensors_of_processes_are_reported():
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            variables = make(mesh)
-            with pytest.raises(AssertionError) as fewer:
-                gr.assert_mirrored(variables[: 4 - group.rank])
-            rows = gr.Variable(np.zeros((2 + group.rank, 3)), "rows", dtype="float32", device=mesh)
-            with pytest.raises(AssertionError) as other:  # process 2 has fewer than both
-                gr.assert_mirrored([*variables[:1], rows, *variables[1:]][: 3 - group.rank])
-            gr.assert_mirrored(variables)
-            return str(fewer.value), str(other.value)
+    def work(mesh, replicas):
+        rank, variables = mesh.process_index, make(mesh)
+        fewer = error_of(variables[: 4 - rank])
+        rows = gr.Variable(np.zeros((2 + rank, 3)), "rows", dtype="float32", device=mesh)
+        # process 2 has fewer than both
+        other = error_of([*variables[:1], rows, *variables[1:]][: 3 - rank])
+        gr.assert_mirrored(variables)
+        return fewer, other
 
     where = ["replica 0 (process 0)", "replica 1 (process 1)"]
     fewer = f"{where[0]} has 4 tensors, {where[1]} 3"
     other = f"'rows' (float32[2, 3]) in {where[0]} is 'rows' (float32[3, 3]) in {where[1]}"
-    assert run_processes(3, work) == [(fewer, other)] * 3
+    assert run_replicas((1, 1, 1), work) == [(fewer, other)] * 3
 
 
 def test_what_cannot_be_compared():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.exact_data import exact_data, same
+from support.libraries import torch
 
 import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, to_buffer
@@ -27,16 +28,12 @@ def mesh():
 
 
 def host(tensor) -> np.ndarray:
-    import torch
-
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).cpu().numpy().view(as_dtype("bfloat16"))
     return tensor.cpu().numpy()
 
 
 def tensor_of(array: np.ndarray):
-    import torch
-
     if array.dtype == as_dtype("bfloat16"):
         return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
     return torch.from_numpy(array).cuda()
@@ -63,8 +60,6 @@ def test_a_tensor_is_shared_without_a_copy_in_both_directions(mesh, dtype):
 
 @pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
 def test_calls_are_ordered_with_the_current_stream(mesh, own):
-    import torch
-
     stream = torch.cuda.Stream() if own else torch.cuda.current_stream()
     for turn in range(20):
         with torch.cuda.stream(stream):
@@ -80,8 +75,6 @@ def test_calls_are_ordered_with_the_current_stream(mesh, own):
 
 @pytest.mark.multi_gpu(2)
 def test_tensors_of_a_gpu_that_is_not_current():
-    import torch
-
     assert torch.cuda.current_device() == 0
     with (
         gr.open_mesh([0, 1], backend="cuda") as mesh,
@@ -103,8 +96,6 @@ def test_tensors_of_a_gpu_that_is_not_current():
 
 def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
     """PyTorch may reuse their memory only after our queue's last use."""
-    import torch
-
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         totals = []
@@ -121,8 +112,6 @@ def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
 
 def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
     """We may reuse their memory only after the last use by PyTorch's stream."""
-    import torch
-
     device = mesh.devices[0]
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         sums = []
@@ -142,8 +131,6 @@ def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
 
 
 def test_an_all_reduce_of_tensors(mesh):
-    import torch
-
     arrays = [[exact_data((50, 3), "float32", seed=10 * d + t) for t in range(5)] for d in range(4)]
     tensors = [[tensor_of(array) for array in row] for row in arrays]
     for algorithm in ALGORITHMS:
@@ -156,8 +143,6 @@ def test_an_all_reduce_of_tensors(mesh):
 
 
 def test_strided_conjugated_and_differentiable_tensors(mesh):
-    import torch
-
     tensor = torch.arange(60, device="cuda", dtype=torch.float32).reshape(6, 10)
     assert same(to_buffer(tensor[:, ::2], mesh.devices[0]).numpy(), host(tensor)[:, ::2].copy())
     lazy = torch.tensor([1 + 2j, 3 - 1j], device="cuda").conj()

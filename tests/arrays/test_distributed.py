@@ -1,9 +1,8 @@
 """PerReplica, Mirrored and gr.replica: the device of each array, and a thread's replica."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -31,35 +30,22 @@ def test_one_array_on_each_device_in_mesh_order(mesh, make):
     assert isinstance(value, DistributedValues)
     assert value.devices == mesh.devices
     assert [buffer.device for buffer in value.buffers] == list(mesh.devices)
-    assert value.mesh is mesh
-    assert value.kind == "native"
-    for found, array in zip(value.values, given, strict=True):
-        assert np.array_equal(found, array)
-        assert np.shares_memory(found, array)  # shared, not copied
+    assert (value.mesh, value.kind) == (mesh, "native")
+    for replica, (found, array) in enumerate(zip(value.values, given, strict=True)):
+        assert np.array_equal(found, array) and np.shares_memory(found, array)  # not copied
+        assert value.get(mesh.devices[replica])[0] == replica
     assert np.shares_memory(value.primary, given[0])
-
-
-@BOTH
-def test_values_on_listed_devices_keep_their_order(mesh, make):
+    with pytest.raises(ValueError, match="sim:2 on physical 1> is not one of the value"):
+        make(arrays(2), mesh[:2]).get(mesh.devices[2])
     listed = [mesh.devices[2], mesh.devices[0]]
     value = make(arrays(2), mesh, devices=listed)
-    assert value.devices == tuple(listed)
-    assert value.get(mesh.devices[2])[0] == 0
-    assert value.get(mesh.devices[0])[0] == 1
-    assert value.mesh is mesh
-
-
-@BOTH
-def test_buffers_determine_the_devices(mesh, make):
-    buffers = [
-        owned(mesh.devices[index], array) for index, array in zip((2, 0), arrays(2), strict=True)
-    ]
+    assert (value.devices, value.mesh) == (tuple(listed), mesh)
+    assert [value.get(device)[0] for device in listed] == [0, 1]
+    buffers = [owned(device, array) for device, array in zip(listed, arrays(2), strict=True)]
     value = make(buffers)
-    assert value.devices == (mesh.devices[2], mesh.devices[0])
-    assert value.kind == "buffer"
+    assert (value.devices, value.kind) == (tuple(listed), "buffer")
     assert all(found is buffer for found, buffer in zip(value.values, buffers, strict=True))
-    assert value.primary is buffers[0]
-    assert value.get() is buffers[0]
+    assert value.primary is value.get() is buffers[0]
 
 
 def test_without_a_mesh_the_default_one(monkeypatch):
@@ -69,37 +55,20 @@ def test_without_a_mesh_the_default_one(monkeypatch):
         assert gr.PerReplica([1.0, 2.0]).devices == default.devices
 
 
-def test_numbers_lists_and_strided_arrays_become_arrays(mesh):
+def test_the_array_type_is_that_of_the_first_value(mesh):
     value = gr.PerReplica([1.5, [1, 2], np.arange(6, dtype=np.int8)[::2]], mesh)
     assert value.kind == "native"
     assert [(b.shape, str(b.dtype)) for b in value.buffers] == [
         ((), "float64"), ((2,), "int64"), ((3,), "int8"),
     ]  # fmt: skip
     assert np.array_equal(value.values[2], [0, 2, 4])
-
-
-def test_any_iterable_of_values(mesh):
-    assert gr.PerReplica(iter(arrays()), mesh).values[2][0] == 2
-    assert gr.PerReplica(np.arange(6.0).reshape(3, 2), mesh).values[2][0] == 4
-
-
-def test_the_array_type_is_that_of_the_first_value(mesh):
     given = arrays()
-    mixed = [given[0], owned(mesh.devices[1], given[1]), given[2]]
-    value = gr.PerReplica(mixed, mesh)
-    assert value.kind == "native"
-    assert all(isinstance(found, np.ndarray) for found in value.values)
+    for values in (iter(given), np.arange(3.0), [given[0], owned(mesh.devices[1], given[1]), 2.0]):
+        value = gr.PerReplica(values, mesh)
+        assert value.kind == "native"
+        assert all(isinstance(found, np.ndarray) for found in value.values)
+        assert (value.values[2] == 2).all()
     assert gr.PerReplica([owned(mesh.devices[0], given[0]), *given[1:]], mesh).kind == "buffer"
-
-
-@BOTH
-def test_get_by_device(mesh, make):
-    value = make(arrays(), mesh)
-    for replica, device in enumerate(mesh.devices):
-        assert value.get(device)[0] == replica
-    part = make(arrays(2), mesh[:2])
-    with pytest.raises(ValueError, match="sim:2 on physical 1> is not one of the value"):
-        part.get(mesh.devices[2])
 
 
 @BOTH
@@ -194,14 +163,16 @@ def test_one_value_converts_to_an_array_and_several_do_not(mesh, make):
 def test_replicas_nest_and_end():
     assert current_replica() is None
     with gr.replica(1):
-        assert current_replica() == 1
         with gr.replica(0):
             assert current_replica() == 0
         assert current_replica() == 1
         with pytest.raises(KeyError), gr.replica(2):
             raise KeyError
         assert current_replica() == 1
-    assert current_replica() is None
+    for index in (-1, 1.0, "0", None, True, np.True_):
+        with pytest.raises(ValueError, match="must be a non-negative integer"), gr.replica(index):
+            pass
+        assert current_replica() is None
 
 
 def test_threads_have_replicas_of_their_own(mesh):
@@ -216,109 +187,56 @@ def test_threads_have_replicas_of_their_own(mesh):
             together.wait()
         seen[index].append(current_replica())
 
-    with gr.replica(2):
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+    with gr.replica(2), ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3), timeout=60))
         assert current_replica() == 2
     assert seen == {index: [None, index, None] for index in range(3)}
 
 
-@pytest.mark.parametrize("index", [-1, 1.0, "0", None, True, np.True_])
-def test_a_replica_is_an_index(index):
-    with pytest.raises(ValueError, match="must be a non-negative integer"), gr.replica(index):
-        pass
-    assert current_replica() is None
-
-
 @BOTH
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_as_many_values_as_devices(mesh, make, count):
-    with pytest.raises(ValueError, match=f"{count} values for 3 devices"):
-        make(arrays(count), mesh)
-    with pytest.raises(ValueError, match=f"{count} values for 0 devices"):
-        make(arrays(count), mesh, devices=[])
-
-
-@BOTH
-def test_no_value_is_an_error(mesh, make):
-    with pytest.raises(ValueError, match="empty"):
-        make([], mesh)
-    with pytest.raises(TypeError):
-        make(None, mesh)
-
-
-@BOTH
-def test_a_device_is_named_once(mesh, make):
+def test_values_that_do_not_fit_the_devices_are_refused(mesh, make):
     first, _, last = mesh.devices
-    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
-        make(arrays(2), mesh, devices=[last, last])
-    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
-        make([owned(first, array) for array in arrays(2)])
-
-
-@BOTH
-def test_a_buffer_of_another_device_is_refused(mesh, make):
-    given = [owned(device, array) for device, array in zip(mesh.devices, arrays(), strict=True)]
-    with pytest.raises(DeviceMismatchError, match="was passed as the value for sim:0"):
-        make(given[::-1], mesh)
-    with pytest.raises(DeviceMismatchError, match="was passed as the value for sim:1"):
-        make([arrays()[0], given[0], arrays()[2]], mesh)
-
-
-@BOTH
-def test_all_devices_are_of_one_mesh(mesh, make):
+    two, three = arrays(2), arrays()
+    ours = [owned(device, array) for device, array in zip(mesh.devices, three, strict=True)]
     with MeshCase((0, 1)).open() as other:
-        strangers = [mesh.devices[0], other.devices[1]]
-        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
-            make(arrays(2), devices=strangers)
-        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
-            make(arrays(2), mesh, devices=other.devices)
-        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
-            make([owned(device, arrays()[0]) for device in strangers])
-        with pytest.raises(DeviceMismatchError, match="to another mesh"):
-            make([owned(other.devices[0], arrays()[0]), *arrays()[1:]], mesh)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        (None, "NoneType"),
-        ("text", "str"),
-        ({}, "dict"),
-        (np.array([True]), "bool"),
-        (np.array(["a"]), "cannot be added"),
-        (True, "bool"),
-    ],
-)
-def test_every_value_is_an_array_that_can_be_added(mesh, make, value, match):
-    with pytest.raises(TypeError, match=match):
-        make([*arrays(2), value], mesh)
-    with pytest.raises(TypeError, match=match):
-        make([value, *arrays(2)], mesh)
-
-
-def test_a_ragged_list_is_an_error(mesh):
-    with pytest.raises(ValueError, match="inhomogeneous"):
-        gr.PerReplica([[[1.0], [1.0, 2.0]], 0.0, 0.0], mesh)
+        strangers = [first, other.devices[1]]
+        foreign = [owned(device, three[0]) for device in strangers]
+        stranger = owned(other.devices[0], three[0])
+        for values, options, error, text in [
+            *[(arrays(count), {}, ValueError, f"{count} values for 3 dev") for count in (1, 2, 4)],
+            (two, {"devices": []}, ValueError, "2 values for 0 devices"),
+            ([], {}, ValueError, "empty"),
+            (None, {}, TypeError, "values=None must be a list with one array"),
+            (two, {"devices": [last, last]}, ValueError, "Duplicate devices: sim:"),
+            ([owned(first, array) for array in two], {"mesh": None}, ValueError, "Duplicate dev"),
+            (ours[::-1], {}, DeviceMismatchError, "was passed as the value for sim:0"),
+            ([three[0], ours[0], three[2]], {}, DeviceMismatchError, "as the value for sim:1"),
+            (two, {"mesh": None, "devices": strangers}, DeviceMismatchError, "all belong to one"),
+            (two, {"devices": other.devices}, DeviceMismatchError, "do not all belong to one mesh"),
+            (foreign, {"mesh": None}, DeviceMismatchError, "do not all belong to one mesh"),
+            ([stranger, *two], {}, DeviceMismatchError, "to another mesh"),
+            ([[[1.0], [1.0, 2.0]], 0.0, 0.0], {}, ValueError, "inhomogeneous"),
+        ]:
+            with pytest.raises(error, match=text):
+                make(values, **{"mesh": mesh, **options})
+    for value, text in [
+        (None, "NoneType"), ("text", "str"), ({}, "dict"), (np.array([True]), "bool"),
+        (np.array(["a"]), "cannot be added"), (True, "bool"),
+    ]:  # fmt: skip
+        for values in ([*two, value], [value, *two]):
+            with pytest.raises(TypeError, match=text):
+                make(values, mesh)
 
 
 def test_reading_writes_nothing(mesh):
-    given = arrays()
+    given = arrays(shape=(4, 2))
     for array in given:
         array.flags.writeable = False
     with unchanged(*given):
         value = gr.PerReplica(given, mesh)
         assert not any(found.flags.writeable for found in value.values)
         assert not value.buffers[0].block.writable
-
-
-def test_the_text_names_devices_dtypes_and_shapes(mesh):
-    value = gr.Mirrored(arrays(shape=(4, 2)), mesh)
-    assert repr(value) == (
+    assert repr(gr.Mirrored(given, mesh)) == (
         "Mirrored(sim:0: float32[4, 2], sim:1: float32[4, 2], sim:2: float32[4, 2])"
     )
 
@@ -333,7 +251,7 @@ def test_tasks_of_one_thread_each_have_their_replica():
                 seen.append((index, current_replica()))
 
     async def together():
-        await asyncio.gather(*(task(index) for index in range(3)))
+        await asyncio.gather(*map(task, range(3)))
 
     asyncio.run(together())
     assert len(seen) == 9

@@ -1,7 +1,5 @@
 """A mesh and two Variables that losses read."""
 
-from __future__ import annotations
-
 import pytest
 from support.meshes import mesh_of
 

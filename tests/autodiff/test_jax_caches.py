@@ -1,8 +1,7 @@
 """JAX's caches of functions in a loss never contain old values of a Variable."""
 
-from __future__ import annotations
-
 import pytest
+from support.libraries import jax, jnp
 
 import gradreduce as gr
 
@@ -17,8 +16,6 @@ def gradients(loss, *args):
 @pytest.mark.parametrize("name", ["the loss", "jit", "checkpoint", "scan", "cond"])
 def test_a_read_in_a_function_that_jax_caches_is_refused(v, name):
     """Also in a function that was called outside of losses, and cached what it read."""
-    import jax
-    import jax.numpy as jnp
 
     def times(h):
         return jnp.sum(v.read("jax") ** 2 * h)
@@ -42,9 +39,6 @@ def test_a_read_in_a_function_that_jax_caches_is_refused(v, name):
 
 
 def test_a_read_under_vmap_has_its_gradient(v):
-    import jax
-    import jax.numpy as jnp
-
     def times(h):
         return jnp.sum(v.read("jax") ** 2 * h)
 
@@ -54,9 +48,6 @@ def test_a_read_under_vmap_has_its_gradient(v):
 
 
 def test_what_is_passed_in_is_compiled_once(v):
-    import jax
-    import jax.numpy as jnp
-
     traced = []
 
     @jax.jit
@@ -73,7 +64,6 @@ def test_what_is_passed_in_is_compiled_once(v):
 
 def test_a_loss_that_reads_other_variables_in_its_second_call(v, w):
     """A Variable read only in the first call gets zeros; only in the second call, an error."""
-    import jax.numpy as jnp
 
     def total(*variables):
         return sum((jnp.sum(each.read("jax")) for each in variables), 0.0)

@@ -1,9 +1,8 @@
 """Random losses: gradients of every method equal those of HIPS autograd."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
+from support.libraries import autograd, hips
 from support.meshes import mesh_of
 
 import gradreduce as gr
@@ -54,9 +53,6 @@ mesh = mesh_of([0, 0], scope="module", strict=True)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_loss_is_differentiated_as_by_hips(mesh, seed):
-    import autograd
-    import autograd.numpy as hips
-
     rng = random(seed + 1000)
     operands = [rng.uniform(-1.5, 1.5, SHAPES[int(rng.integers(4))]) for _ in range(3)]
     variables = [gr.Variable(x, device=mesh) for x in operands]

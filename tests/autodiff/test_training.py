@@ -55,25 +55,6 @@ def test_queued_work_gives_the_same(wanted, seeds):
             assert trained(mesh) == wanted
 
 
-def test_a_step_of_terms_from_compute_gradients():
-    """Micro-batch gradients of each replica go to a SyncStep."""
-    with gr.open_mesh(2, backend="sim") as mesh:
-        x = gr.Variable([1.0, 2.0], device=mesh)
-        optimizer = gr.GradientDescentOptimizer(0.5)
-        step = gr.SyncStep([x], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
-        terms = []
-        for replica in range(2):
-            with gr.replica(replica):
-                batches = [
-                    optimizer.compute_gradients(lambda scale=scale: np.sum(x * x) * scale, [x])
-                    for scale in (1.0, replica + 2.0)
-                ]
-            terms.append([[pairs[0][0] for pairs in batches]])
-        assert step(terms)
-        # the replicas bring 6 x and 8 x
-        assert x.numpy().tolist() == [1.0 - 3.5, 2.0 - 7.0]
-
-
 IDS = [[4, 1, 4], [0, 0, 2], [2, 4, 2]]  # of each step; each has an index twice
 
 
@@ -119,22 +100,3 @@ def test_minimize_with_rows_of_a_table(make, model):
             model(plain, slots, sorted(set(ids)), gradient, step)
             for buffer in table.buffers:
                 np.testing.assert_allclose(buffer.numpy(), plain, rtol=1e-12)
-
-
-def test_it_learns():
-    with gr.open_mesh(1, backend="sim") as mesh:
-        rng = np.random.default_rng(3)
-        x = rng.normal(size=(64, 4)).astype("float32")
-        labels = np.argmax(x @ rng.normal(size=(4, 3)), axis=1)
-        hidden = gr.Variable(rng.normal(size=(4, 16)) * 0.5, dtype="float32", device=mesh)
-        out = gr.Variable(np.zeros((16, 3)), dtype="float32", device=mesh)
-
-        def loss():
-            logits = np.tanh(x @ hidden) @ out
-            return np.mean(gr.autodiff.softmax_cross_entropy(logits, labels))
-
-        optimizer = gr.MomentumOptimizer(0.5, 0.9)
-        assert abs(float(loss()) - np.log(3)) < 1e-6
-        for _ in range(40):
-            optimizer.minimize(loss)
-        assert float(loss()) < 0.2

@@ -1,7 +1,5 @@
 """Fixtures of the examples: plain output, a folder for each test, and no thread that stays."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

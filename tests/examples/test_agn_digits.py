@@ -1,14 +1,12 @@
 """The digits by AGN: worker threads reach the goal, replicas are reduced, a fault is not lost."""
 
-from __future__ import annotations
-
-import gc
 import importlib
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.examples import is_picture, load_example, options_of
 
 import gradreduce as gr
 
@@ -18,15 +16,12 @@ SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "train_digits.py
 
 @pytest.fixture(scope="module")
 def script():
-    module = importlib.import_module("train_digits")
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
-    return module
+    return load_example("train_digits")
 
 
 def agn(script, *flags):
     """The weights, losses and pushes of a short training."""
-    arguments = ["--mode", "agn", "--backend", "sim", "--optimizer", "sgd", *flags]
-    options = script.read_options(script.make_parser(), arguments)
+    options = options_of(script, "--mode", "agn", "--optimizer", "sgd", *flags)
     with importlib.import_module("command_line").open_devices(options) as mesh:
         method = script.AGGREGATION[options.aggregation]
         rule = gr.GradientDescentOptimizer
@@ -54,9 +49,7 @@ def test_four_threads_reach_the_goal(early):
     assert rows["pushes"] == "400"
     assert float(rows["test accuracy"]) >= 0.95
     assert "digest of the weights" not in rows  # it is another one each time
-    picture = (early.folder / "train_digits.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) > 5000
+    assert is_picture(early.folder / "train_digits.png")
 
 
 def test_replicas_of_a_worker_are_one_mean(script):
@@ -86,8 +79,7 @@ def test_replicas_of_a_worker_are_one_mean(script):
 
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_the_table_has_an_all_reduce_if_there_was_one(script, replicas):
-    flags = ["--mode", "agn", "--workers", "1", "--replicas", replicas, "--backend", "sim"]
-    options = script.read_options(script.make_parser(), flags)
+    options = options_of(script, "--mode", "agn", "--workers", "1", "--replicas", replicas)
     history = importlib.import_module("report").History({"0": [1.0]}, [(1, 1.0)], {}, 1.0, {}, 1)
     with importlib.import_module("command_line").open_devices(options) as mesh:
         rows = script.table_rows(mesh, history, options)

@@ -1,23 +1,21 @@
 """The study of AGN: its claims, small; its table; and AGN by hand, which gives the same bits."""
 
-from __future__ import annotations
-
-import gc
 import importlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.examples import cells, is_picture, load_example
 
 pytestmark = pytest.mark.repo
 
 
 @pytest.fixture(scope="module")
 def study():
-    module = importlib.import_module("agn_study")
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
-    return module
+    return load_example("agn_study")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +28,6 @@ def wide(monkeypatch):
     """A wide terminal: the claims stay on one line."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rich._console", None)  # made anew: it keeps the width that it found
-
-
-def rows(text):
-    """The cells of the closing table."""
-    lines = [line.strip("│| ") for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.split("│")] for line in lines]
 
 
 def outcome(workers, accuracy, staleness=(), weight=0.0):
@@ -93,33 +85,36 @@ def test_claims_that_hold_at_this_size_are_seen(study):
 
 def test_the_schedule_is_that_of_workers_who_do_not_wait(workers):
     case = workers.Case("agn", 5, 10, 1000)
-    turns = [worker for worker, _ in zip(workers.schedule(case), range(1000), strict=False)]
-    again = [worker for worker, _ in zip(workers.schedule(case), range(1000), strict=False)]
+    turns, again = (list(itertools.islice(workers.schedule(case), 1000)) for _ in range(2))
     assert turns == again
     counts = np.bincount(turns)
     assert counts.shape == (5,)
     assert counts.min() > 180  # equally fast, on average
-    assert any(turns[i] == turns[i + 1] for i in range(999))  # but not in turn
+    assert any(one == other for one, other in itertools.pairwise(turns))  # but not in turn
 
 
 # What is said --------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_table_and_saves_the_picture(study, capsys):
-    """With two processes, which change nothing; so few steps that most of it fails."""
+@pytest.mark.parametrize(
+    "pool", ["threads", pytest.param("processes", marks=pytest.mark.exhaustive)]
+)
+def test_the_command_prints_the_table_and_saves_the_picture(study, capsys, monkeypatch, pool):
+    """With two of them, which change nothing; so few steps that most of it fails."""
+    if pool == "threads":  # a process imports the libraries for seconds
+        threads = ThreadPoolExecutor(2)
+        monkeypatch.setattr(study, "ProcessPoolExecutor", lambda *_: threads)
     assert study.main(["--steps", "10"]) == 1
     text = capsys.readouterr().out
     assert "100%" in text  # the progress bar
-    found, claims = rows(text), study.make_claims(10)
+    found, claims = cells(text), study.make_claims(10)
     assert [row[0] for row in found] == [claim.text for claim in claims]
     alone = study.run_all(claims, 1, 1)
     assert [row[2] for row in found] == [claim.seen(alone)[0] for claim in claims]
     assert [row[3] for row in found[:2]] == ["NO", "yes"]
     assert "This claim does not hold: the staleness of a push is n-1 on average.\n" in text
     assert "This claim does not hold: AGN is better than AEASGD" not in text
-    picture = Path("agn_study.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) > 5000
+    assert is_picture(Path("agn_study.png"))
 
 
 CLAIMS = ("staleness", "DOWNPOUR", "normalised", "small λ", "repairs", "large λ")
@@ -143,7 +138,7 @@ def test_the_six_decide_and_the_two_do_not(study, workers, capsys, changed, fail
     found = study.report(claims, made_up(workers, claims, **changed), "made up")
     assert len(found) == len(failed)
     assert all(word in claim.text for word, claim in zip(failed, found, strict=True))
-    verdicts = [row[3] for row in rows(capsys.readouterr().out) if row[3]]
+    verdicts = [row[3] for row in cells(capsys.readouterr().out) if row[3]]
     expected = ["NO" if claim in found else "yes" for claim in claims[:6]]
     two = "yes, unexpectedly" if "aeasgd_10_15" in changed else "no, as expected"
     assert verdicts == [*expected, two, two]

@@ -1,12 +1,11 @@
 """The example that trains a PyTorch module by AGN, with workers in threads and in processes."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+from support.libraries import torch
 
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
 FEW = ("--backend", "sim", "--workers", "2", "--steps", "40", "--period", "5")
@@ -15,8 +14,6 @@ FEW = ("--backend", "sim", "--workers", "2", "--steps", "40", "--period", "5")
 @pytest.fixture
 def train(capsys):
     """Runs the example in this process; returns exit status, rows of the table, and text."""
-    import torch
-
     script = importlib.import_module("agn_torch")
     threads = torch.get_num_threads()
 

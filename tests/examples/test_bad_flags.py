@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
 
 import pytest
@@ -12,68 +13,52 @@ import gradreduce as gr
 
 pytestmark = pytest.mark.repo
 
-AGN = ("--mode", "agn")
-# A script; a flag, what is wrong with it, and a word of the answer that tells what is allowed.
+
+# A script; what is allowed; arguments, of which the last flag is wrong.
 BAD_FLAGS = {
-    "train_digits": [
-        ("--devices", ["--devices", "0"], "1 to 64"),
-        ("--devices", ["--devices", "2.5"], "1 to 64"),
-        ("--devices", ["--devices"], "1 to 64"),
-        ("--devices", [*AGN, "--workers", "2", "--devices", "3"], "1 to 64"),
-        ("--mode", ["--mode", "async"], "sync, agn"),
-        ("--workers", [*AGN, "--workers", "0"], "1 to 64"),
-        ("--engine", [*AGN, "--engine", "mpi"], "threads, ray"),
-        ("--engine", ["--engine", "ray"], "threads, ray"),
-        ("--devices", [*AGN, "--engine", "ray", "--devices", "4"], "1 to 64"),
-        ("--period", [*AGN, "--period", "0"], "1 to 10000"),
-        ("--replicas", [*AGN, "--replicas", "0"], "1 to 64"),
-        ("--replicas", [*AGN, "--workers", "9", "--replicas", "9"], "1 to 64"),
-        ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
-        ("--placement", ["--placement", "0,0,1"], "each device"),
-        ("--placement", ["--placement", "0,0,1,1", "--devices", "3"], "each device"),
-        ("--placement", ["--placement", "0,a,1,1"], "0 to 63"),
-        ("--placement", ["--placement", "0,0,-1,1"], "0 to 63"),
-        ("--placement", ["--placement", ""], "0 to 63"),
-        ("--kernels", ["--kernels", "cuda"], "numpy, compiled"),
-        ("--micro-batches", ["--micro-batches", "0"], "1 to 64"),
-        ("--aggregation", ["--aggregation", "sum"], "add_n, tree, accumulate_n"),
-        ("--all-reduce", ["--all-reduce", "a\nb"], "hierarchical_copy, nccl"),
-        ("--num-packs", ["--num-packs", "-1"], "0 to 1000"),
-        ("--steps", ["--steps", "0"], "1 to 10000"),
-        ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
-        ("--learning-rate", ["--learning-rate", "0"], "1e-6 to 10"),
-        ("--optimizer", ["--optimizer", "lbfgs"], "sgd"),
-        ("--seed", ["--seed", "-1"], "0 to 4294967295"),
-        ("--output", ["--output", "no such folder/digits.png"], ".png"),
-        ("--output", ["--output", "."], ".png"),
-        ("--output", ["--output", "digits.jpg"], ".png"),
-        ("--save-weights", ["--save-weights", "weights.npy"], ".npz"),
-        ("--num-pack", ["--num-pack", "1"], "--num-packs"),
-        ("red", ["red"], "--num-packs"),
-    ],
-    "sync_replicas": [
-        ("--workers", ["--workers", "0"], "1 to 64"),
-        ("--replicas-to-aggregate", ["--replicas-to-aggregate", "0"], "1 to 64"),
-        ("--stragglers", ["--stragglers", "-1"], "backup workers"),
-        ("--stragglers", ["--stragglers", "2"], "backup workers"),
-        ("--stragglers", ["--stragglers", "1", "--replicas-to-aggregate", "5"], "backup workers"),
-        ("--late-every", ["--late-every", "0"], "1 to 10000"),
-        ("--lag", ["--lag", "0"], "1 to 10000"),
-        ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
-        ("--placement", ["--placement", "0,0,1,1"], "each worker"),
-        ("--kernels", ["--kernels", "cuda"], "numpy, compiled"),
-        ("--steps", ["--steps", "0"], "1 to 10000"),
-        ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
-        ("--seed", ["--seed", "-1"], "0 to 4294967295"),
-        ("--output", ["--output", "digits.jpg"], ".png"),
-    ],
-    "agn_study": [
-        ("--steps", ["--steps", "0"], "1 to 100000"),
-        ("--seeds", ["--seeds", "x"], "1 to 100"),
-        ("--processes", ["--processes", "0"], "1 to 64"),
-        ("--output", ["--output", "study.jpg"], ".png"),
-    ],
-}
+    "train_digits": {
+        "1 to 64": [
+            "--devices 0", "--devices 2.5", "--devices", "--mode agn --workers 2 --devices 3",
+            "--mode agn --workers 0", "--mode agn --engine ray --devices 4",
+            "--mode agn --replicas 0", "--mode agn --workers 9 --replicas 9", "--micro-batches 0",
+        ],
+        "sync, agn": ["--mode async"],
+        "threads, ray": ["--mode agn --engine mpi", "--engine ray"],
+        "1 to 10000": ["--mode agn --period 0", "--steps 0"],
+        "auto, sim, cuda": ["--backend gpu"],
+        "each device": ["--placement 0,0,1", "--devices 3 --placement 0,0,1,1"],
+        "0 to 63": ["--placement 0,a,1,1", "--placement 0,0,-1,1", "--placement ''"],
+        "numpy, compiled": ["--kernels cuda"],
+        "add_n, tree, accumulate_n": ["--aggregation sum"],
+        "hierarchical_copy, nccl": ["--all-reduce 'a\nb'"],
+        "0 to 1000": ["--num-packs -1"],
+        "1e-6 to 10": ["--learning-rate nan", "--learning-rate 0"],
+        "sgd": ["--optimizer lbfgs"],
+        "0 to 4294967295": ["--seed -1"],
+        ".png": ["--output 'no such folder/digits.png'", "--output .", "--output digits.jpg"],
+        ".npz": ["--save-weights weights.npy"],
+        "--num-packs": ["--num-pack 1", "red"],
+    },
+    "sync_replicas": {
+        "1 to 64": ["--workers 0", "--replicas-to-aggregate 0"],
+        "backup workers": [
+            "--stragglers -1", "--stragglers 2", "--replicas-to-aggregate 5 --stragglers 1",
+        ],
+        "1 to 10000": ["--late-every 0", "--lag 0", "--steps 0"],
+        "auto, sim, cuda": ["--backend gpu"],
+        "each worker": ["--placement 0,0,1,1"],
+        "numpy, compiled": ["--kernels cuda"],
+        "1e-6 to 10": ["--learning-rate nan"],
+        "0 to 4294967295": ["--seed -1"],
+        ".png": ["--output digits.jpg"],
+    },
+    "agn_study": {
+        "1 to 100000": ["--steps 0"],
+        "1 to 100": ["--seeds x"],
+        "1 to 64": ["--processes 0"],
+        ".png": ["--output study.jpg"],
+    },
+}  # fmt: skip
 
 
 def stopped_by(script, arguments, capsys) -> str:
@@ -89,31 +74,31 @@ def stopped_by(script, arguments, capsys) -> str:
 
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_a_bad_flag_gets_one_line_and_status_2(name, capsys):
-    script = importlib.import_module(name)
-    for flag, arguments, allowed in BAD_FLAGS[name]:
-        error = stopped_by(script, arguments, capsys)
-        assert flag in error
-        assert allowed in error.partition("allowed: ")[2]
-    assert set(script.make_parser().allowed) <= {flag for flag, _, _ in BAD_FLAGS[name]}
-
-
-def test_the_line_has_the_value_and_what_is_allowed(capsys):
-    script = importlib.import_module("train_digits")
-    error = stopped_by(script, ["--all-reduce", "foo"], capsys)
-    assert error.endswith(": --all-reduce: got 'foo'; allowed: hierarchical_copy, nccl\n")
+    script, flags = importlib.import_module(name), set()
+    for allowed, lines in BAD_FLAGS[name].items():
+        for line in lines:
+            arguments = shlex.split(line)
+            flag = [word for word in arguments if word.startswith("--") or word == "red"][-1]
+            error = stopped_by(script, arguments, capsys)
+            assert flag in error
+            assert allowed in error.partition("allowed: ")[2]
+            flags.add(flag)
+    assert set(script.make_parser().allowed) <= flags
+    if name == "train_digits":
+        error = stopped_by(script, ["--all-reduce", "foo"], capsys)
+        assert error.endswith(": --all-reduce: got 'foo'; allowed: hierarchical_copy, nccl\n")
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "hint"),
-    [
-        ("train_digits", AGN, "pip install 'gradreduce[ray]' (in a clone: pip install '.[ray]')"),
-        pytest.param("agn_torch", (), "pip install 'gradreduce[ray]'", marks=pytest.mark.torch),
-    ],
+    "name", ["train_digits", pytest.param("agn_torch", marks=pytest.mark.torch)]
 )
-def test_without_ray_the_engine_is_a_bad_flag(name, flags, hint, capsys, monkeypatch):
+def test_without_ray_the_engine_is_a_bad_flag(name, capsys, monkeypatch):
     script = importlib.import_module(name)
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
     monkeypatch.delitem(sys.modules, "agn_ray", raising=False)
+    flags, hint = [], "pip install 'gradreduce[ray]'"
+    if name == "train_digits":
+        flags, hint = ["--mode", "agn"], f"{hint} (in a clone: pip install '.[ray]')"
     error = stopped_by(script, [*flags, "--engine", "ray"], capsys)
     assert f"{hint}; allowed: threads, ray\n" in error
 

@@ -1,7 +1,5 @@
 """The port of TensorFlow 1 trainings: each of its calls stands above ours, and all four learn."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

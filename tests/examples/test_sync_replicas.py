@@ -1,15 +1,14 @@
 """Backup workers: what is kept is added up exactly, what is late is dropped, all threads end."""
 
-from __future__ import annotations
-
 import gc
-import importlib
 import signal
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import examples
+from support.examples import cells, is_picture, load_example, options_of
 
 import gradreduce as gr
 
@@ -22,9 +21,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def script():
-    module = importlib.import_module("sync_replicas")
-    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
-    return module
+    return load_example("sync_replicas")
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +29,8 @@ def digits(script):
     return script.load()
 
 
-def options_of(script, *flags):
-    return script.read_options(
-        script.make_parser(), ["--backend", "sim", "--steps", str(STEPS), *flags]
-    )
-
-
 def train(script, digits, *flags):
-    options = options_of(script, *flags)
-    with importlib.import_module("command_line").open_devices(options) as mesh:
-        return script.train(mesh, digits, options)
+    return examples.train(script, digits, "--steps", str(STEPS), *flags)
 
 
 def batches(script, digits, worker):
@@ -52,37 +41,22 @@ def batches(script, digits, worker):
         yield digits.train_images[pick], digits.train_labels[pick]
 
 
-def backward(weights, images, labels):
-    """The gradient of the mean cross-entropy by each of the weights, by hand.
-
-    With the operations of the example's loss in the order in which they are undone.
-    """
-    hidden_kernel, hidden_bias, output_kernel, output_bias = weights
-    hidden = np.tanh(images @ hidden_kernel + hidden_bias)
-    logits = hidden @ output_kernel + output_bias
-    top = logits.max(axis=1, keepdims=True)
-    log_sums = np.log(np.exp(logits - top).sum(axis=1, keepdims=True)) + top
-    by_logits = np.exp(logits - log_sums)
-    by_logits[np.arange(len(labels)), labels] -= 1
-    by_logits *= np.float32(1 / len(labels))
-    by_sums = by_logits @ output_kernel.T * (1 - hidden * hidden)
-    return [images.T @ by_sums, by_sums.sum(axis=0), hidden.T @ by_logits, by_logits.sum(axis=0)]
-
-
 def plain(script, updates):
-    """Synchronous training with momentum in plain NumPy.
+    """Synchronous training with momentum, updated in plain NumPy.
 
     ``updates[step][worker]`` lists the batches of that worker in that update. Additions are in the
     order that gradreduce promises: each device's as they come, then the halves of the mesh.
     """
     weights = list(script.initial_weights(np.random.default_rng(0)).values())
     moments = [np.zeros_like(weight) for weight in weights]
-    rate, decay = np.float32(0.1), np.float32(0.9)
+    rate, decay, rule = np.float32(0.1), np.float32(0.9), gr.GradientDescentOptimizer(1.0)
     for workers in updates:
         sums = [[np.zeros_like(weight) for weight in weights] for _ in workers]
+        variables = [gr.Variable(weight) for weight in weights]
         for total, brought in zip(sums, workers, strict=True):
             for batch in brought:
-                for into, gradient in zip(total, backward(weights, *batch), strict=True):
+                gradients = script.loss_and_gradients(rule, variables, *batch)[1]
+                for into, gradient in zip(total, gradients, strict=True):
                     into += gradient
         count = np.float32(sum(map(len, workers)))
         for place, (weight, moment) in enumerate(zip(weights, moments, strict=True)):
@@ -95,10 +69,6 @@ def halves(arrays):
     middle = len(arrays) // 2
     sides = [sum(side[1:], side[0]) for side in (arrays[:middle], arrays[middle:]) if side]
     return sum(sides[1:], sides[0])
-
-
-def same(history, weights):
-    return all(map(np.array_equal, history.weights.values(), weights))
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -116,7 +86,7 @@ def same(history, weights):
     ids=["a backup", "no backup", "several each", "more late than not"],
 )  # fmt: skip
 def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, flags):
-    options = options_of(script, *flags)
+    options = options_of(script, "--steps", str(STEPS), *flags)
     history = train(script, digits, *flags)
     updates = [[[] for _ in range(options.workers)] for _ in range(STEPS)]
     for worker, gradients in enumerate(history.gradients):
@@ -124,7 +94,7 @@ def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, fl
             if each.kept:
                 updates[each.local_step][worker].append(batch)
     # Bit for bit: each gradient in one update or none, computed by the weights of its own step.
-    assert same(history, plain(script, updates))
+    assert all(map(np.array_equal, history.weights.values(), plain(script, updates)))
     counts = [sum(map(len, workers)) for workers in updates]
     assert min(counts) >= options.replicas_to_aggregate
     assert max(counts) <= max(options.workers, options.replicas_to_aggregate)
@@ -154,7 +124,7 @@ def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
     history = train(script, digits, *flags)
     sources = [batches(script, digits, worker) for worker in range(workers)]
     updates = [[[next(source)] for source in sources] for _ in range(STEPS)]
-    assert same(history, plain(script, updates))
+    assert all(map(np.array_equal, history.weights.values(), plain(script, updates)))
     assert history.num_dropped == 0
     for worker in history.gradients:
         assert [each.local_step for each in worker] == list(range(STEPS))
@@ -163,26 +133,20 @@ def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
 # The straggler -----------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_always_late_is_always_dropped(script, digits):
-    history = train(script, digits, "--late-every", "1", "--lag", "3")
-    late = history.gradients[-1]
-    assert late
-    assert all(each.held and not each.kept for each in late)
-    assert not any(each.held for worker in history.gradients[:-1] for each in worker)
-
-
 def test_a_straggler_is_delayed_until_the_others_have_continued(script, digits, monkeypatch):
-    seen = []
-    wait = script.SyncReplicas.await_step
+    """A worker that is always late is always dropped."""
+    seen, wait = [], script.SyncReplicas.await_step
 
     def noting(sync, step):
         wait(sync, step)
         seen.append((sync.over, sync.step - step))
 
     monkeypatch.setattr(script.SyncReplicas, "await_step", noting)
-    train(script, digits, "--late-every", "1", "--lag", "3")
-    assert len(seen) >= 1
-    assert all(over or ahead >= 0 for over, ahead in seen)
+    history = train(script, digits, "--late-every", "1", "--lag", "3")
+    assert seen and all(over or ahead >= 0 for over, ahead in seen)
+    *others, late = history.gradients
+    assert late and all(each.held and not each.kept for each in late)
+    assert not any(each.held for worker in others for each in worker)
 
 
 def test_training_continues_from_the_global_step(script):
@@ -191,17 +155,10 @@ def test_training_continues_from_the_global_step(script):
         counter = gr.Variable(7, "global_step", trainable=False, device=mesh.devices[0])
         optimizer = gr.GradientDescentOptimizer(0.5)
         with script.SyncReplicas(variables, optimizer, counter, 2, 3) as sync:
-            (mine,), (other,) = (
-                sync.accumulators,
-                script.grad_accumulators(variables, sync.cross_device_ops),
-            )
-            assert mine.accumulator_ref is other.accumulator_ref
-            assert (
-                mine.accumulator_ref
-                is gr.ConditionalAccumulator(
-                    "float32", (2,), "w/grad_accum", device=mesh
-                ).accumulator_ref
-            )
+            (mine,) = sync.accumulators
+            (other,) = script.grad_accumulators(variables, sync.cross_device_ops)
+            named = gr.ConditionalAccumulator("float32", (2,), "w/grad_accum", device=mesh)
+            assert mine.accumulator_ref is other.accumulator_ref is named.accumulator_ref
             assert sync.first_step == 7
             gradient = np.full(2, 2, np.float32)
             assert not mine.apply_grad(gradient, 6)
@@ -221,12 +178,12 @@ def test_training_continues_from_the_global_step(script):
 # The end -----------------------------------------------------------------------------------------
 
 
-def interrupt():
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def fail():
     raise ArithmeticError("no more")
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -249,11 +206,9 @@ def test_whatever_fails_ends_every_thread_and_reaches_the_caller(
 
     monkeypatch.setattr(script, name, failing)
     monkeypatch.setattr(script, "wait", lambda *jobs: (waiting.set(), wait(*jobs))[1])
-    closed = []
-    leave = script.SyncReplicas.__exit__
-    monkeypatch.setattr(
-        script.SyncReplicas, "__exit__", lambda sync, *e: closed.append(leave(sync, *e))
-    )
+    closed, sync = [], script.SyncReplicas
+    leave = sync.__exit__
+    monkeypatch.setattr(sync, "__exit__", lambda sync, *e: closed.append(leave(sync, *e)))
     # One worker fails while all others and the chief wait for its gradient.
     flags = ("--replicas-to-aggregate", "5", "--steps", "10000")
     with pytest.raises(error):
@@ -265,11 +220,6 @@ def test_whatever_fails_ends_every_thread_and_reaches_the_caller(
 
 
 # The command -------------------------------------------------------------------------------------
-
-
-def cells(text):
-    rows = (line.strip("│| ").split("│") for line in text.splitlines() if line.startswith("│"))
-    return [[cell.strip() for cell in row] for row in rows]
 
 
 @pytest.mark.slow
@@ -289,9 +239,7 @@ def test_the_plain_command_reaches_the_goal(early):
     assert rows["dropped"] == f"{dropped}, {held} of them delayed"
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
-    picture = (early.folder / "sync_replicas.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) > 5000
+    assert is_picture(early.folder / "sync_replicas.png")
 
 
 def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
@@ -301,11 +249,11 @@ def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
 
 
 def test_flags_that_are_not_given_follow_from_the_others(script):
-    def found(*flags):
+    for flags, wanted in {
+        (): (5, 4, 1),
+        ("--workers", "1"): (1, 1, 0),
+        ("--replicas-to-aggregate", "5"): (5, 5, 0),
+        ("--replicas-to-aggregate", "2"): (5, 2, 1),
+    }.items():
         options = options_of(script, *flags)
-        return options.workers, options.replicas_to_aggregate, options.stragglers
-
-    assert found() == (5, 4, 1)
-    assert found("--workers", "1") == (1, 1, 0)
-    assert found("--replicas-to-aggregate", "5") == (5, 5, 0)
-    assert found("--replicas-to-aggregate", "2") == (5, 2, 1)
+        assert (options.workers, options.replicas_to_aggregate, options.stragglers) == wanted

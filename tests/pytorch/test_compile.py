@@ -1,14 +1,13 @@
 """torch.compile: each call of this library in a compiled function is one graph break."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.meshes import mesh_of
+from support.libraries import torch
 
 import gradreduce as gr
 from gradreduce import hide_from_torch_compile
@@ -26,18 +25,23 @@ class Halving(gr.Optimizer):
         variable -= np.divide(gradient, 2)
 
 
+def around(call, arguments, state):
+    """A function that computes before and after a call, and the state that the call changes."""
+
+    def function(x):
+        y = x * 2
+        call(*arguments(y))
+        return y * 3
+
+    return function, state
+
+
 def applied(rule):
     def make(mesh):
         variable = gr.Variable(np.ones(3, "f4"), "weight", device=mesh[0])
         optimizer = rule()
         optimizer.prepare([variable])
-
-        def function(x):
-            y = x * 2
-            optimizer.apply_gradients([(y, variable)])
-            return y * 3
-
-        return function, variable.numpy
+        return around(optimizer.apply_gradients, lambda y: ([(y, variable)],), variable.numpy)
 
     return make
 
@@ -49,54 +53,27 @@ def minimized(mesh):
     def loss():
         return np.square(variable).sum()
 
-    def function(x):
-        y = x * 2
-        optimizer.minimize(loss)
-        return y * 3
-
-    return function, variable.numpy
+    return around(optimizer.minimize, lambda y: (loss,), variable.numpy)
 
 
 def stepped(mesh):
     variable = gr.Variable(np.ones(3, "f4"), device=mesh)
     step = gr.SyncStep([variable], gr.AdamOptimizer(0.1), gr.AllReduceCrossDeviceOps())
-
-    def function(x):
-        y = x * 2
-        step([[[y]], [[y]]])
-        return y * 3
-
-    return function, variable.numpy
+    return around(step, lambda y: ([[[y]], [[y]]],), variable.numpy)
 
 
 def torch_stepped(mesh):
-    import torch
-
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.arange(3.0)
     net = torch.nn.ParameterList([parameter])
     optimizer = gr.torch.Optimizer(gr.AdamOptimizer(0.1), gr.torch.variables(net, mesh[:1]))
-
-    def function(x):
-        y = x * 2
-        optimizer.step()
-        return y * 3
-
-    return function, lambda: parameter.detach().numpy()
+    return around(optimizer.step, lambda y: (), lambda: parameter.detach().numpy())
 
 
 def zeroed(mesh):
-    import torch
-
     dp = gr.torch.DataParallel(torch.nn.Linear(3, 1), mesh[:1])
     dp(torch.ones(3)).sum().backward()
-
-    def function(x):
-        y = x * 2
-        dp.zero_grad()
-        return y * 3
-
-    return function, lambda: dp.module.weight.grad.clone().numpy()
+    return around(dp.zero_grad, lambda y: (), lambda: dp.module.weight.grad.clone().numpy())
 
 
 def prepared(mesh):
@@ -104,35 +81,17 @@ def prepared(mesh):
     step = flat.prepare_all_reduce(gr.ReduceOp.SUM)
     for (array,) in flat.arrays("torch"):
         array.copy_(array + 1)
-
-    def function(x):
-        y = x * 2
-        step()
-        return y * 3
-
-    return function, flat.views[0][0].numpy
+    return around(step, lambda y: (), flat.views[0][0].numpy)
 
 
 def accumulated(mesh):
     sums = gr.ConditionalAccumulator("float32", (3,), device=mesh[0])
-
-    def function(x):
-        y = x * 2
-        sums.apply_grad(y)
-        return y * 3
-
-    return function, lambda: sums.take_grad(1)
+    return around(sums.apply_grad, lambda y: (y,), lambda: sums.take_grad(1))
 
 
 def assigned(mesh):
     variable = gr.Variable(np.ones(3, "f4"), device=mesh[0])
-
-    def function(x):
-        y = x * 2
-        variable.assign(y)
-        return y * 3
-
-    return function, variable.numpy
+    return around(variable.assign, lambda y: (y,), variable.numpy)
 
 
 def reduced(mesh):
@@ -170,13 +129,9 @@ PLAIN = ("all_reduce", "Optimizer.apply_gradients, a rule in Python", "SyncStep.
          "Optimizer.step", "PreparedStep.__call__")  # fmt: skip
 
 
-mesh = mesh_of(2)
-
-
 @pytest.fixture
 def compiler():
     """``torch._dynamo`` without compiled functions, and with its counters at zero."""
-    import torch
     from torch._dynamo import utils
 
     torch._dynamo.reset()
@@ -190,8 +145,6 @@ def compiler():
     [pytest.param(name, marks=() if name in PLAIN else pytest.mark.exhaustive) for name in CASES],
 )
 def test_a_call_is_one_graph_break_with_the_results_of_eager_code(name, mesh, compiler):
-    import torch
-
     x, results = torch.tensor([1.0, -2.0, 0.5]), []
     function, state = CASES[name](mesh)
     wanted = function(x), state()
@@ -211,9 +164,7 @@ def test_a_call_is_one_graph_break_with_the_results_of_eager_code(name, mesh, co
 
 
 def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
-    import torch
-
-    rows = []
+    rows, compiled_by = [], partial(torch.compile, backend="eager")
     for compiled in (False, True):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -223,14 +174,11 @@ def test_a_data_parallel_is_traced_with_its_module(mesh, compiler):
             (dp(x) * 2).sum().backward()  # backward alone is a graph break
             return x + 1
 
-        run = torch.compile(dp, backend="eager", fullgraph=True) if compiled else dp
+        run = compiled_by(dp, fullgraph=True) if compiled else dp
         for step in range(3):
             dp.zero_grad()
             run(torch.ones(2, 3) * step).sum().backward()
-            if compiled:
-                torch.compile(train, backend="eager")(torch.ones(2, 3) + step)
-            else:
-                train(torch.ones(2, 3) + step)
+            (compiled_by(train) if compiled else train)(torch.ones(2, 3) + step)
             rows.append([each.grad.clone() for each in dp.parameters()])
     for eager, other in zip(rows[:3], rows[3:], strict=True):
         assert all(map(torch.equal, eager, other))

@@ -1,9 +1,8 @@
 """Calls of ``gr.torch`` compile their kernels before their first launch, and not again."""
 
-from __future__ import annotations
-
 import pytest
 from support.compiled_first import check_compiled_first
+from support.libraries import torch
 from support.meshes import MeshCase
 
 import gradreduce as gr
@@ -12,20 +11,14 @@ pytestmark = pytest.mark.torch
 
 
 def net(dtype):
-    import torch
-
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
 
 
 def backward(module, dtype):
-    import torch
-
     module(torch.ones((2, 3), dtype=dtype)).sum().backward()
 
 
 def optimizer_steps(mesh):
-    import torch
-
     table = torch.nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
     modules = [net(torch.float32), net(torch.bfloat16)]
     groups = [{"params": gr.torch.variables(each, mesh)} for each in (*modules, table)]
@@ -41,8 +34,6 @@ def optimizer_steps(mesh):
 
 
 def data_parallel(mesh):
-    import torch
-
     for dtype in (torch.float32, torch.bfloat16):
         parallel = gr.torch.DataParallel(net(dtype), mesh=mesh)
         yield
@@ -53,10 +44,7 @@ def data_parallel(mesh):
 
 
 def hook_of_buckets(mesh):
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    module = DistributedDataParallel(net(torch.float32))
+    module = torch.nn.parallel.DistributedDataParallel(net(torch.float32))
     module.register_comm_hook(None, gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
     for _ in range(3):
         backward(module, torch.float32)
@@ -64,13 +52,10 @@ def hook_of_buckets(mesh):
 
 
 def reduce_scatter(mesh):
-    import torch
-    import torch.distributed as dist
-
     scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))
     for dtype in (torch.float32, torch.bfloat16):
         share, inputs = torch.empty(8, dtype=dtype), torch.ones(8, dtype=dtype)
-        scatter(share, inputs, dist.group.WORLD, dist.ReduceOp.AVG)
+        scatter(share, inputs, torch.distributed.group.WORLD, torch.distributed.ReduceOp.AVG)
         yield
 
 
@@ -85,7 +70,5 @@ def test_no_call_compiles_after_its_first_launch(calls, placement):
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("calls", [hook_of_buckets, reduce_scatter])
 def test_nor_does_a_call_over_processes(calls):
-    import torch.distributed as dist
-
-    with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
+    with gr.open_mesh(1, backend="sim", process_group=torch.distributed.group.WORLD) as mesh:
         check_compiled_first(mesh, calls)

@@ -1,14 +1,15 @@
-"""``gr.torch.DataParallel``: errors, interrupts, and modules that change or are dropped."""
-
-from __future__ import annotations
+"""``gr.torch.DataParallel``: errors, interrupts, what it cannot average, and changed modules."""
 
 import copy
 import gc
+import re
 import threading
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import (
     TINY_MB,
@@ -16,6 +17,7 @@ from support.torch_layers import (
     batch,
     frozen,
     gradients,
+    in_processes,
     layers,
     means,
     means_of,
@@ -31,57 +33,30 @@ from gradreduce.errors import CollectiveError
 pytestmark = pytest.mark.torch
 
 
-def test_a_round_that_an_error_interrupts_is_dropped():
-    import torch
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(context, gradient):
-            raise MemoryError("out of memory")
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for replica in (0, 1):  # before and after there are buckets
-            for _ in range(2):
-                net = dp.replicas[replica]
-                x = Fails.apply(net[1](net[0](batch(0))))
-                with pytest.raises(MemoryError, match="out of memory"):
-                    net[3](net[2](x)).sum().backward()
-            dp.zero_grad()
-            for index, net in enumerate(dp.replicas):
-                plain(net, batch(index)).backward()
-            for net in dp.replicas:
-                assert_equal(gradients(net), means_of(2))
-
-
 @pytest.mark.parametrize("method", ["_end", "_reset"])
-def test_ctrl_c_at_the_end_of_a_step_leaves_the_next_one_right(method, monkeypatch):
+def test_ctrl_c_at_the_end_of_a_step_leaves_the_next_one_right(method, dp, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        for replica in (0, 1, 0, 1):  # before and after there are buckets
-            dp.zero_grad()
-            with pytest.raises(KeyboardInterrupt):
-                for index, net in enumerate(dp.replicas):
-                    if index == replica or method == "_reset":
-                        monkeypatch.setattr(dp._reducer, method, interrupt)
-                    plain(net, batch(index)).backward()
-            monkeypatch.undo()
-            for found in trained(dp, plain, 0, zero, steps=1):
-                for each in found:
-                    assert_equal(each, means_of(2))
+    for replica in (0, 1, 0, 1):  # before and after there are buckets
+        dp.zero_grad()
+        with pytest.raises(KeyboardInterrupt):
+            for index, net in enumerate(dp.replicas):
+                if index == replica or method == "_reset":
+                    monkeypatch.setattr(dp._reducer, method, interrupt)
+                plain(net, batch(index)).backward()
+        monkeypatch.undo()
+        assert_steps_are_right(dp)
 
 
-def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch):
-    from gradreduce.torch import reducer
+def assert_steps_are_right(dp, steps=1):
+    for step, found in enumerate(trained(dp, plain, 0, zero, steps=steps)):
+        for each in found:
+            assert_equal(each, means_of(2, step))
 
-    made = []
+
+def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch, dp):
+    made, hook = [], gr.torch.reducer._hook
 
     def interrupted(*arguments):
         made.append(arguments)
@@ -89,41 +64,36 @@ def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch):
             raise KeyboardInterrupt
         return hook(*arguments)
 
-    hook = reducer._hook
-    monkeypatch.setattr(reducer, "_hook", interrupted)
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-        with pytest.raises(KeyboardInterrupt):
-            trained(dp, plain, 0, zero, steps=1)
-        for step in range(3):
-            dp.zero_grad()
-            for index, net in enumerate(dp.replicas):
-                plain(net, batch(index, step)).backward()
-            for net in dp.replicas:
-                assert_equal(gradients(net), means_of(2, step))
+    monkeypatch.setattr("gradreduce.torch.reducer._hook", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained(dp, plain, 0, zero, steps=1)
+    for step in range(3):
+        dp.zero_grad()
+        for index, net in enumerate(dp.replicas):
+            plain(net, batch(index, step)).backward()
+        for net in dp.replicas:
+            assert_equal(gradients(net), means_of(2, step))
 
 
 def test_a_backward_that_fails_raises_in_other_processes():
     has_failed = threading.Event()
 
-    def work(group):
-        with open_mesh(1, group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            for _ in range(2):  # the second one compares the replicas
-                plain(dp, batch(0)).backward()
-            if group.rank == 1:
-                dp.module[0].weight.grad = None
-                dp.module.float()
-                with pytest.raises(ValueError, match="float32") as caught:
-                    plain(dp, batch(0).float()).backward()
-                has_failed.set()
-                return "".join(caught.value.__notes__)
-            with pytest.raises(CollectiveError) as caught:
-                plain(dp, batch(0)).backward()
-            assert has_failed.wait(10)
-            return str(caught.value)
+    def work(dp, mesh):
+        for _ in range(2):  # the second one compares the replicas
+            plain(dp, batch(0)).backward()
+        if mesh.process_index == 1:
+            dp.module[0].weight.grad = None
+            dp.module.float()
+            with pytest.raises(ValueError, match="float32") as caught:
+                plain(dp, batch(0).float()).backward()
+            has_failed.set()
+            return "".join(caught.value.__notes__)
+        with pytest.raises(CollectiveError) as caught:
+            plain(dp, batch(0)).backward()
+        assert has_failed.wait(10)
+        return str(caught.value)
 
-    error, note = run_processes(2, work)
+    error, note = in_processes(2, work, bucket_mb=TINY_MB)
     assert "bucket 0 (3.bias, 3.weight)" in note
     assert error.startswith("bucket 0 (3.bias, 3.weight): ")
     assert "a backward of process 1 of 2 failed" in error
@@ -154,33 +124,28 @@ def test_ctrl_c_ends_the_wait_for_another_process():
     run_processes(2, work)
 
 
-def test_a_second_backward_of_one_replica_is_refused_before_that_of_another():
+def test_a_second_backward_of_one_replica_is_refused_before_that_of_another(dp):
     """The next backward begins a new step, because another replica's forward may have failed."""
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
+    plain(dp.replicas[0], batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered after .* replica 0"):
+        dp.no_sync().__enter__()
+    with pytest.raises(RuntimeError, match=r"second time for replica 0, before .* 1:"):
         plain(dp.replicas[0], batch(0)).backward()
-        with pytest.raises(RuntimeError, match=r"no_sync\(\) was entered after .* replica 0"):
-            dp.no_sync().__enter__()
-        with pytest.raises(RuntimeError, match=r"second time for replica 0, before .* 1:"):
-            plain(dp.replicas[0], batch(0)).backward()
-        for found in trained(dp, plain, 0, zero, steps=1):
-            assert_equal(found[0], found[1])
+    assert_steps_are_right(dp)
 
 
-def test_a_gradient_after_its_bucket_was_reduced_is_refused():
-    from torch.utils.checkpoint import checkpoint
+def test_a_gradient_after_its_bucket_was_reduced_is_refused(mesh):
+    dp = gr.torch.DataParallel(layers(2), mesh[:1], bucket_mb=TINY_MB)
 
-    with open_mesh(1) as mesh:
-        dp = gr.torch.DataParallel(layers(2), mesh, bucket_mb=TINY_MB)
-        for times in (1, 2):
-            x = batch(0).requires_grad_()
-            for _ in range(times):
-                x = checkpoint(dp.module[1], x, use_reentrant=True)
-            if times == 1:
-                x.sum().backward()
-                continue
-            with pytest.raises(RuntimeError, match=r"1\..* got another gradient after bucket 0"):
-                x.sum().backward()
+    def result(times):
+        x = batch(0).requires_grad_()
+        for _ in range(times):
+            x = torch.utils.checkpoint.checkpoint(dp.module[1], x, use_reentrant=True)
+        return x.sum()
+
+    result(1).backward()
+    with pytest.raises(RuntimeError, match=r"1\..* got another gradient after bucket 0"):
+        result(2).backward()
 
 
 def test_parameters_that_one_process_has_frozen_are_named_by_all():
@@ -195,97 +160,80 @@ def test_parameters_that_one_process_has_frozen_are_named_by_all():
     assert "requires_grad of 1.weight is False in process 1, True in process 0" in second
 
 
-def test_parameters_that_would_not_be_reduced_are_refused():
-    import torch
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(frozen(layers()), mesh)
-        dp.replicas[1][1].requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"^1.weight, 1.bias did not require gradients"):
-            plain(dp.replicas[0], batch(0)).backward()
-        del dp.replicas[1][0].weight
-        dp.replicas[1][0].weight = dp.replicas[0][0].weight.detach()
-        with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
-            plain(dp.replicas[1], batch(0)).backward()
-        with pytest.raises(ValueError, match=r"0.weight is already a parameter of another Data"):
-            gr.torch.DataParallel(dp.module, mesh)
-        dp, rows = gr.torch.DataParallel(torch.nn.Embedding(4, 2), mesh[:1]), torch.tensor([1])
-        with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
-            torch.nn.functional.embedding(rows, dp.module.weight, sparse=True).sum().backward()
-        assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
-        dp = gr.torch.DataParallel(torch.nn.Embedding(4, 2, sparse=True), mesh[:1])
-        with pytest.raises(
-            ValueError, match=r"^weight has a dense gradient, but its emb"
-        ) as caught:
-            (dp(rows).sum() + dp.module.weight.sum()).backward()
-        assert caught.value.__notes__ == ["It was about sparse gradients (weight)."]
+def test_parameters_that_would_not_be_reduced_are_refused(mesh):
+    dp = gr.torch.DataParallel(frozen(layers()), mesh)
+    dp.replicas[1][1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^1.weight, 1.bias did not require gradients"):
+        plain(dp.replicas[0], batch(0)).backward()
+    del dp.replicas[1][0].weight
+    dp.replicas[1][0].weight = dp.replicas[0][0].weight.detach()
+    with pytest.raises(RuntimeError, match="a parameter of replica 1 was replaced"):
+        plain(dp.replicas[1], batch(0)).backward()
+    with pytest.raises(ValueError, match=r"0.weight is already a parameter of another Data"):
+        gr.torch.DataParallel(dp.module, mesh)
+    dp, rows = gr.torch.DataParallel(torch.nn.Embedding(4, 2), mesh[:1]), torch.tensor([1])
+    with pytest.raises(ValueError, match=r"layout torch.sparse_coo") as caught:
+        torch.nn.functional.embedding(rows, dp.module.weight, sparse=True).sum().backward()
+    assert caught.value.__notes__ == ["It was about bucket 0 (weight)."]
+    dp = gr.torch.DataParallel(torch.nn.Embedding(4, 2, sparse=True), mesh[:1])
+    with pytest.raises(ValueError, match=r"^weight has a dense gradient, but its emb") as caught:
+        (dp(rows).sum() + dp.module.weight.sum()).backward()
+    assert caught.value.__notes__ == ["It was about sparse gradients (weight)."]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_parameters_that_a_module_gets_later_are_refused(is_first):
+def test_parameters_that_a_module_gets_later_are_refused(is_first, mesh):
     """Also if an optimizer keeps the old parameters alive, so that nothing else shows it."""
-    import torch
-
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        optimizer = torch.optim.SGD(dp.parameters(), 0.1)
-        if not is_first:
-            trained(dp, plain, 0, zero, steps=1)
-        net = dp.replicas[1]
-        state = {name: each.clone() for name, each in net.state_dict().items()}
-        for change in (
-            lambda: setattr(net[0], "weight", torch.nn.Parameter(net[0].weight.detach())),
-            lambda: net.append(torch.nn.Linear(3, 3)),
-            lambda: net.load_state_dict(state, assign=True),
-        ):
-            with pytest.raises(RuntimeError, match="make a new DataParallel from the changed"):
-                change()
-        net.load_state_dict(state)
-        net[0].weight = net[0].weight  # the same one
-        net[0].extra = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-        del net[0].extra
-        copy.deepcopy(net).append(torch.nn.Linear(3, 3))
-        for found in trained(dp, plain, 0, zero, steps=2):
-            assert_equal(found[0], found[1])
-        del dp, optimizer
-        gc.collect()
-        net.append(torch.nn.Linear(3, 3))
-
-
-def test_an_added_module_is_watched_like_the_modules_around_it():
-    import torch
-
-    with open_mesh(1) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        dp.module.more = torch.nn.ModuleList()
-        with pytest.raises(RuntimeError, match="0 cannot be added or replaced in a module"):
-            dp.module.more.append(torch.nn.Linear(3, 3))
+    dp = gr.torch.DataParallel(layers(), mesh)
+    optimizer = torch.optim.SGD(dp.parameters(), 0.1)
+    if not is_first:
+        trained(dp, plain, 0, zero, steps=1)
+    net = dp.replicas[1]
+    state = {name: each.clone() for name, each in net.state_dict().items()}
+    for change in (
+        lambda: setattr(net[0], "weight", torch.nn.Parameter(net[0].weight.detach())),
+        lambda: net.append(torch.nn.Linear(3, 3)),
+        lambda: net.load_state_dict(state, assign=True),
+    ):
+        with pytest.raises(RuntimeError, match="make a new DataParallel from the changed"):
+            change()
+    net.load_state_dict(state)
+    net[0].weight = net[0].weight  # the same one
+    net[0].extra = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    del net[0].extra
+    copy.deepcopy(net).append(torch.nn.Linear(3, 3))
+    assert_steps_are_right(dp, 2)
+    net[0].more = torch.nn.ModuleList()  # is watched too
+    with pytest.raises(RuntimeError, match="0 cannot be added or replaced in a module"):
+        net[0].more.append(torch.nn.Linear(3, 3))
+    del dp, optimizer
+    gc.collect()
+    net.append(torch.nn.Linear(3, 3))
 
 
-def test_the_module_of_a_dropped_data_parallel_gets_another():
+def test_the_module_of_a_dropped_data_parallel_gets_another(mesh):
     """The new one averages some of the parameters; all hooks of the first are removed."""
-    with open_mesh(2) as mesh:
-        nets = [layers(), layers()]
-        dp = gr.torch.DataParallel(nets, mesh)
-        for pair in (nets, [layers(), nets[1]]):
-            with pytest.raises(ValueError, match="of another DataParallel: delete that one"):
-                gr.torch.DataParallel(pair, mesh)
-        trained(dp, plain, 0, zero, steps=2)
-        del dp
-        inner = gr.torch.DataParallel([net[:2] for net in nets], mesh)
-        alone = [layers(), layers()]
-        for step in range(3):
-            for net, other, index in zip(nets, alone, range(2), strict=True):
-                for each in (net, other):
-                    each.zero_grad()
-                    plain(each, batch(index, step)).backward()
-        wanted = means(map(gradients, alone))
-        for net, other, part in zip(nets, alone, inner.replicas, strict=True):
-            assert_equal(gradients(part), wanted[:4])
-            assert_equal(gradients(net)[4:], gradients(other)[4:])
+    nets = [layers(), layers()]
+    dp = gr.torch.DataParallel(nets, mesh)
+    for pair in (nets, [layers(), nets[1]]):
+        with pytest.raises(ValueError, match="of another DataParallel: delete that one"):
+            gr.torch.DataParallel(pair, mesh)
+    trained(dp, plain, 0, zero, steps=2)
+    del dp
+    inner = gr.torch.DataParallel([net[:2] for net in nets], mesh)
+    alone = [layers(), layers()]
+    for step in range(3):
+        for net, other, index in zip(nets, alone, range(2), strict=True):
+            for each in (net, other):
+                each.zero_grad()
+                plain(each, batch(index, step)).backward()
+    wanted = means(map(gradients, alone))
+    for net, other, part in zip(nets, alone, inner.replicas, strict=True):
+        assert_equal(gradients(part), wanted[:4])
+        assert_equal(gradients(net)[4:], gradients(other)[4:])
 
 
-def test_gradients_in_other_memory_are_averaged():
+def test_gradients_in_other_memory_are_averaged(mesh):
     """The user has set them, or they moved with the parameters; buckets exist already."""
 
     def set_gradients(net):
@@ -295,43 +243,42 @@ def test_gradients_in_other_memory_are_averaged():
     def move(net):
         net._apply(lambda tensor: tensor.clone())  # as Module.to does
 
-    with open_mesh(2) as mesh:
-        for change in (set_gradients, move, lambda net: net.zero_grad()):
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            trained(dp, plain, 0, zero, steps=1)
-            change(dp.replicas[1])
-            before = means([gradients(replica) for replica in dp.replicas])
-            for replica in dp.replicas:
-                plain(replica, batch(0)).backward()
-            alone = layers()
-            plain(alone, batch(0)).backward()
-            for replica in dp.replicas:
-                pairs = zip(before, gradients(alone), strict=True)
-                assert_equal(gradients(replica), [one + other for one, other in pairs])
+    alone = layers()
+    plain(alone, batch(0)).backward()
+    for change in (set_gradients, move, lambda net: net.zero_grad()):
+        dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        trained(dp, plain, 0, zero, steps=1)
+        change(dp.replicas[1])
+        before = means([gradients(replica) for replica in dp.replicas])
+        wanted = [one + other for one, other in zip(before, gradients(alone), strict=True)]
+        for replica in dp.replicas:
+            plain(replica, batch(0)).backward()
+        for replica in dp.replicas:
+            assert_equal(gradients(replica), wanted)
 
 
-def test_wrong_arguments_are_refused():
-    import torch
-
-    with open_mesh(2) as mesh:
-        with pytest.raises(ValueError, match="there are 1 replicas for 2 devices"):
-            gr.torch.DataParallel([layers()], mesh)
-        with pytest.raises(ValueError, match=r"1 has None where replica 0 has \('2.weight'"):
-            gr.torch.DataParallel([layers(3), layers(2)], mesh)
-        with pytest.raises(ValueError, match="no parameter that requires gradients"):
-            gr.torch.DataParallel(torch.nn.ReLU(), mesh)
-        with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):
-            gr.torch.DataParallel([1, 2], mesh)
-        with pytest.raises(TypeError, match="mesh=2 is not a Mesh"):
-            gr.torch.DataParallel(layers(), 2)
-        with pytest.raises(ValueError, match="bucket_mb=0"):
-            gr.torch.DataParallel(layers(), mesh, bucket_mb=0)
-        with pytest.raises(ValueError, match=r"ops=.* is not an AllReduceCrossDeviceOps"):
-            gr.torch.DataParallel(layers(), mesh, ops=gr.ReductionToOneDevice())
-        with pytest.raises(RuntimeError, match="there are 2 replicas in this process"):
-            gr.torch.DataParallel(layers(), mesh)(batch(0))
-        given = torch.nn.ModuleList([layers(), layers()])
-        assert list(gr.torch.DataParallel(given, mesh).replicas) == list(given)
+def test_wrong_arguments_are_refused(mesh):
+    one, ops = layers(), gr.ReductionToOneDevice()
+    different = [layers(3), layers(2)]
+    for nets, given, options, error, match in [
+        ([one], mesh, {}, ValueError, "there are 1 replicas for 2 devices"),
+        (different, mesh, {}, ValueError, r"1 has None where replica 0 has \('2.weight'"),
+        (torch.nn.ReLU(), mesh, {}, ValueError, "no parameter that requires gradients"),
+        ([1, 2], mesh, {}, TypeError, r"is not a torch.nn.Module"),
+        (one, 2, {}, TypeError, "mesh=2 is not a Mesh"),
+        (one, mesh, {"bucket_mb": 0}, ValueError, "bucket_mb=0"),
+        (one, mesh, {"ops": ops}, ValueError, r"ops=.* is not an AllReduceCrossDeviceOps"),
+    ]:
+        with pytest.raises(error, match=match):
+            gr.torch.DataParallel(nets, given, **options)
+    with pytest.raises(RuntimeError, match="there are 2 replicas in this process"):
+        gr.torch.DataParallel(layers(), mesh)(batch(0))
+    given = torch.nn.ModuleList([layers(), layers()])
+    assert list(gr.torch.DataParallel(given, mesh).replicas) == list(given)
+    for name, hint in HINTS.items():
+        with pytest.raises(TypeError) as caught:  # also without a mesh, as DDP is called
+            gr.torch.DataParallel(layers(), **{name: 1})
+        assert str(caught.value) == f"DataParallel has no argument {name!r}: {hint}"
 
 
 HINTS = {
@@ -345,95 +292,153 @@ HINTS = {
 }
 
 
-def test_an_argument_of_ddp_is_refused_with_what_to_do():
-    for name, hint in HINTS.items():
-        with pytest.raises(TypeError) as caught:  # also without a mesh, as DDP is called
-            gr.torch.DataParallel(layers(), **{name: 1})
-        assert str(caught.value) == f"DataParallel has no argument {name!r}: {hint}"
-
-
-def test_modules_without_values_are_refused_in_one_sentence():
-    import torch
-
+def test_modules_without_values_are_refused_in_one_sentence(mesh):
     lazy = "of a lazy module has no shape yet: run a forward of the module before this"
     meta = "is on the meta device and has no values: call module.to_empty(device=...), and "
     meta += "initialize or load the module, before this"
+    norm = torch.nn.LazyBatchNorm1d(affine=False)
     nets = {
         f"the parameter '1.weight' {lazy}": torch.nn.Sequential(layers(1), torch.nn.LazyLinear(3)),
-        f"the buffer '1.running_mean' {lazy}": torch.nn.Sequential(
-            layers(1), torch.nn.LazyBatchNorm1d(affine=False)
-        ),
+        f"the buffer '1.running_mean' {lazy}": torch.nn.Sequential(layers(1), norm),
         f"the parameter '0.weight' {meta}": layers(1).to("meta"),
     }
-    with open_mesh(1) as mesh, mesh.journal() as journal:
-        getter = gr.AGNCustomGetter(mesh)
+    getter = gr.AGNCustomGetter(mesh[:1])
+    with mesh.journal() as journal:
         for text, net in nets.items():
-            calls = [lambda net: gr.torch.DataParallel(net, mesh)]
+            calls = [lambda net: gr.torch.DataParallel(net, mesh[:1])]
             if "parameter" in text:
-                calls.append(lambda net: gr.torch.variables(net, mesh))
-                calls.append(lambda net: gr.torch.functional(net, getter))
-                calls.append(
-                    lambda net: gr.torch.Optimizer(gr.AdamOptimizer(), net.named_parameters())
-                )
+                calls += [
+                    lambda net: gr.torch.variables(net, mesh[:1]),
+                    lambda net: gr.torch.functional(net, getter),
+                    lambda net: gr.torch.Optimizer(gr.AdamOptimizer(), net.named_parameters()),
+                ]
             for call in calls:
                 with pytest.raises(ValueError) as caught:
                     call(net)
                 assert str(caught.value) == text
             assert all(not each._post_accumulate_grad_hooks for each in net.parameters())
     assert journal.records == []
-    with open_mesh(1) as mesh:
-        net = torch.nn.Sequential(torch.nn.LazyLinear(3))
-        net(torch.ones(2, 4))
-        assert gr.torch.DataParallel(net, mesh).module[0].weight.shape == (3, 4)
+    net = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    net(torch.ones(2, 4))
+    assert gr.torch.DataParallel(net, mesh[:1]).module[0].weight.shape == (3, 4)
 
 
-def test_no_sync_looks_at_backward_and_not_at_the_forward():
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(1), mesh)
-        with dp.no_sync():
-            losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
-        for loss in losses:
+def test_no_sync_looks_at_backward_and_not_at_the_forward(mesh):
+    dp = gr.torch.DataParallel(layers(1), mesh)
+
+    def losses():
+        return [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
+
+    with dp.no_sync():
+        made = losses()
+    for loss in made:
+        loss.backward()
+    assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [3.0, 3.0]  # (2 + 4) / 2
+    dp.zero_grad()
+    made = losses()
+    with dp.no_sync():
+        for loss in made:
             loss.backward()
-        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [3.0, 3.0]  # (2 + 4) / 2
-        dp.zero_grad()
-        losses = [net(batch(index)).sum() for index, net in enumerate(dp.replicas)]
-        with dp.no_sync():
-            for loss in losses:
-                loss.backward()
-        assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [2.0, 4.0]
+    assert [net[0].weight.grad[0, 0].item() for net in dp.replicas] == [2.0, 4.0]
 
 
 def test_two_modules_share_the_thread_of_their_mesh():
     """A backward through both reduces their buckets in one order."""
 
-    def work(group):
-        with open_mesh(1, group) as mesh:
-            one, other = (
-                gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB) for _ in range(2)
-            )
-            for step in range(5):
-                one.zero_grad(set_to_none=step % 2 == 0)
-                other.zero_grad()
-                one(other(batch(group.rank))).sum().backward()
-            return gradients(one) + gradients(other)
+    def work(one, mesh):
+        other = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
+        for step in range(5):
+            one.zero_grad(set_to_none=step % 2 == 0)
+            other.zero_grad()
+            one(other(batch(mesh.process_index))).sum().backward()
+        return gradients(one) + gradients(other)
 
     alone = []
     for rank in range(2):
         nets = layers(), layers()
         nets[0](nets[1](batch(rank))).sum().backward()
         alone.append(gradients(nets[0]) + gradients(nets[1]))
-    for found in run_processes(2, work):
+    for found in in_processes(2, work, bucket_mb=TINY_MB):
         assert_equal(found, means(alone))
 
 
-def test_modules_that_are_dropped_are_freed():
-    import torch
+def test_modules_that_are_dropped_are_freed(mesh):
+    dp = gr.torch.DataParallel(layers(), mesh)
+    trained(dp, plain, 0, zero)
+    parameter, grad = weakref.ref(dp.module[0].weight), weakref.ref(dp.module[0].weight.grad)
+    del dp
+    gc.collect()
+    assert parameter() is None and grad() is None
+    assert torch.is_grad_enabled()
 
-    with open_mesh(2) as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        trained(dp, plain, 0, zero)
-        parameter, grad = weakref.ref(dp.module[0].weight), weakref.ref(dp.module[0].weight.grad)
-        del dp
-        gc.collect()
-        assert parameter() is None and grad() is None
-        assert torch.is_grad_enabled()
+
+NO_VALUES = (
+    "a DataParallel averages values, which a FakeTensor does not have: make it, and call backward, "
+    "outside FakeTensorMode"
+)
+
+
+def replicas(mesh):
+    nets = [torch.nn.Linear(3, 1, bias=False) for _ in mesh]
+    for net in nets:
+        torch.nn.init.ones_(net.weight)
+    return nets
+
+
+def raises(text):
+    return pytest.raises(RuntimeError, match=f"^{re.escape(text)}$")
+
+
+def backward(dp):
+    """Calls ``backward`` of each replica; returns their gradients."""
+    dp.zero_grad()
+    for index, replica in enumerate(dp.replicas):
+        replica(torch.full((1, 3), 1.0 + index)).sum().backward()
+    return [replica.weight.grad.tolist() for replica in dp.replicas]
+
+
+def test_compiled_autograd_is_refused_before_anything_is_averaged(mesh):
+    dp = gr.torch.DataParallel(replicas(mesh), mesh)
+    text = (
+        "a DataParallel does not work with compiled autograd, which does not say when a backward "
+        "ends: set torch._dynamo.config.compiled_autograd = False, or call backward outside the "
+        "compiled function"
+    )
+    for _ in range(2):  # before and after there are buckets
+        with torch._dynamo.config.patch(compiled_autograd=True), raises(text):
+            torch.compile(backward, backend="eager")(dp)
+        assert backward(dp) == [[[1.5] * 3]] * 2
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_reducer_of_ddp_in_python_is_refused(mesh):
+    hook = gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh[:1]))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = torch.nn.parallel.DistributedDataParallel(*replicas(mesh[:1]))
+        ddp.register_comm_hook(None, hook)
+        with raises(
+            "comm_hook averages DDP's buckets, but DDP's python_reducer passes parameters: set "
+            "torch._dynamo.config.optimize_ddp to another reducer, before DDP is made"
+        ):
+            ddp(torch.ones(1, 3)).sum().backward()
+
+
+def test_tensors_without_values_are_refused(mesh):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake_tensors = partial(FakeTensorMode, allow_non_fake_inputs=True)
+    net = replicas(mesh)[0]
+    dp = gr.torch.DataParallel(replicas(mesh), mesh)
+    with fake_tensors():
+        faked = torch.nn.Linear(3, 1, bias=False)
+        with raises(NO_VALUES):
+            gr.torch.DataParallel(net, mesh)
+    with raises(NO_VALUES):
+        gr.torch.DataParallel(faked, mesh)
+    for _ in range(2):  # before and after there are buckets
+        with fake_tensors():
+            loss = dp.replicas[0](torch.ones(1, 3)).sum()
+            with raises(NO_VALUES):
+                loss.backward()
+        dp.zero_grad(set_to_none=True)
+        assert backward(dp) == [[[1.5] * 3]] * 2

@@ -1,7 +1,5 @@
 """The scripts of README, docs/pytorch.md and examples train, also in the processes of torchrun."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import json
@@ -11,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.libraries import torch
 from support.processes import run
 
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
@@ -59,8 +58,6 @@ def launched(tmp_path_factory):
 @pytest.fixture(scope="module")
 def states(launched):
     """The state of each run of a script of the docs, in each process."""
-    import torch
-
     return {
         name: [torch.load(launched[0] / f"{name}.{rank}") for rank in range(2)]
         for name, *_ in LAUNCHED[:5]
@@ -99,31 +96,18 @@ def test_the_readme_shows_the_change_from_one_script_to_the_other():
     assert sum(line[0] == "+" for line in changed) == 5  # as both pages say
 
 
-def test_two_processes_compute_the_bits_of_ddp(states):
-    for state in (*states["before"], *states["after"]):
-        assert_equal(weights(state), weights(states["before"][0]))
-
-
-def test_a_resumed_run_computes_the_bits_of_an_undisturbed_one(states):
-    for state in states["resumed"]:
-        assert state["first"] == STEPS // 2
-        assert_equal(weights(state), weights(states["after"][0]))
-    assert not weights(states["half"][0])[0].equal(weights(states["after"][0])[0])
-
-
 def initial_weights():
-    import torch
-
     torch.manual_seed(0)
-    return list(
-        torch.nn.Sequential(
-            torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
-        ).parameters()
-    )
+    layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    return list(torch.nn.Sequential(*layers).parameters())
 
 
-def test_all_processes_skip_a_step_if_one_has_an_inf(states):
-    for state in states["inf"]:
+def test_two_processes_compute_the_bits_of_ddp_also_when_resumed(states):
+    for state in (*states["before"], *states["after"], *states["resumed"]):
+        assert_equal(weights(state), weights(states["before"][0]))
+    assert all(state["first"] == STEPS // 2 for state in states["resumed"])
+    assert not weights(states["half"][0])[0].equal(weights(states["after"][0])[0])
+    for state in states["inf"]:  # of one process: all skip the step
         assert_equal(weights(state), initial_weights())
         assert state["scaler"]["scale"] == 2.0**15  # half
 
@@ -137,8 +121,6 @@ def test_one_process_computes_the_bits_of_two_and_resumes(states, in_one_process
 
 
 def test_all_replicas_of_one_process_skip_a_step_if_one_has_an_inf(in_one_process, monkeypatch):
-    import torch
-
     randn, calls = torch.randn, []
 
     def too_large(*shape, **options):  # for replica 1
@@ -152,20 +134,22 @@ def test_all_replicas_of_one_process_skip_a_step_if_one_has_an_inf(in_one_proces
     assert names["scaler"].get_scale() == 2.0**15
 
 
-@pytest.mark.usefixtures("one_process")
-def test_the_script_with_the_hook_trains():
-    (block,) = [block for block in blocks(PAGE) if "register_comm_hook" in block]
+def trained_block(words, steps):
+    """Trains with the block of the page that contains these words."""
+    (block,) = [block for block in blocks(PAGE) if words in block]
     names = {"__name__": "block"}
     exec(compile(block, "block", "exec"), names)
-    weight = names["train"](steps=60)
+    return names["train"](steps=steps)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_script_with_the_hook_trains():
+    weight = trained_block("register_comm_hook", 60)
     assert ((weight - 1).abs() < 0.1).all()
 
 
 def test_the_script_with_the_optimizer_trains():
-    (block,) = [block for block in blocks(PAGE) if "gr.torch.Optimizer" in block]
-    names = {"__name__": "block"}
-    exec(compile(block, "block", "exec"), names)
-    one, other = names["train"](steps=120)
+    one, other = trained_block("gr.torch.Optimizer", 120)
     assert one.equal(other)
     assert ((one - 1).abs() < 0.1).all()
 
@@ -173,8 +157,6 @@ def test_the_script_with_the_optimizer_trains():
 @pytest.fixture
 def transformer(tmp_path, monkeypatch, capsys):
     """Runs examples/train_torch.py in this process; returns exit status and printed text."""
-    import torch
-
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(tmp_path)
     script = importlib.import_module("train_torch")
@@ -191,13 +173,9 @@ def transformer(tmp_path, monkeypatch, capsys):
 def test_the_example_computes_the_same_bits_in_two_processes_and_when_resumed(
     transformer, launched
 ):
-    import torch
-
     folder, text = launched
-    assert (
-        "transformer: status 1 of process 0" in text
-        and "transformer: status 0 of process 1" in text
-    )
+    for rank, status in enumerate((1, 0)):
+        assert f"transformer: status {status} of process {rank}" in text
     assert text.count("8 steps of a transformer with PyTorch") == 1  # process 0 reports
     assert (folder / "train_torch.png").read_bytes().startswith(b"\x89PNG")
     wanted = torch.load(folder / "two.pt")

@@ -1,7 +1,5 @@
 """A ``backward`` of a DataParallel that Ctrl-C or the user's error ends."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
@@ -10,8 +8,9 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from support.libraries import torch
 from support.thread_group import run_processes
-from support.torch_layers import TINY_MB, gradients, layers, means
+from support.torch_layers import TINY_MB, assert_equal, gradients, in_processes, layers, means
 
 import gradreduce as gr
 from gradreduce.errors import CollectiveError
@@ -21,23 +20,15 @@ BY_THE_USER = " by ValueError('of the user')"
 
 
 def loss_of(net, value):
-    import torch
-
     return net(torch.full((2, 3), float(value), dtype=torch.float64)).sum()
 
 
 def means_of(values):
     """The means of the gradients of replicas with these values."""
-    rows = []
-    for value in values:
-        net = layers()
+    nets = [layers() for _ in values]
+    for net, value in zip(nets, values, strict=True):
         loss_of(net, value).backward()
-        rows.append(gradients(net))
-    return means(rows)
-
-
-def are_equal(found, wanted):
-    return all(one.equal(other) for one, other in zip(found, wanted, strict=True))
+    return means(map(gradients, nets))
 
 
 def interrupted_twice(call, delay, gap):
@@ -97,7 +88,7 @@ def test_two_ctrl_c_within_microseconds_leave_the_next_step_right(seed, times, m
                         assert after == 1 and "was called a second time" in str(error)
                         step(after)
                     for net in dp.replicas:
-                        assert are_equal(gradients(net), wanted[after]), (number, after)
+                        assert_equal(gradients(net), wanted[after])
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -115,13 +106,12 @@ def failing_at(net, index, error):
 
 def failing_backward(dp, index):
     """Fails at a layer; -1: after the gradients of all layers."""
-    import torch
 
     def fail(_):
         raise ValueError("of the user")
 
     if index >= 0:
-        failing_at(dp.module, index, ValueError("of the user"))
+        dp.module[index].weight.register_hook(fail)
         loss_of(dp, 1).backward()
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     x.register_hook(fail)
@@ -132,38 +122,35 @@ def failing_backward(dp, index):
 def test_an_error_before_anything_is_launched_loses_nothing(has_buckets):
     """The same process calls ``backward`` again, while the other one waits."""
 
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            for _ in range(has_buckets):
-                loss_of(dp, 1).backward()
+    def work(dp, mesh):
+        for _ in range(has_buckets):
+            loss_of(dp, 1).backward()
+        dp.zero_grad()
+        if mesh.process_index == 1:
+            failing_at(dp.module, 3, MemoryError("of the user"))
+            with pytest.raises(MemoryError):
+                loss_of(dp, 9).backward()
             dp.zero_grad()
-            if group.rank == 1:
-                failing_at(dp.module, 3, MemoryError("of the user"))
-                with pytest.raises(MemoryError):
-                    loss_of(dp, 9).backward()
-                dp.zero_grad()
-            loss_of(dp, 1 + group.rank).backward()
-            return gradients(dp)
+        loss_of(dp, 1 + mesh.process_index).backward()
+        return gradients(dp)
 
-    for found in run_processes(2, work):
-        assert are_equal(found, means_of([1, 2]))
+    for found in in_processes(2, work, bucket_mb=TINY_MB):
+        assert_equal(found, means_of([1, 2]))
 
 
-def test_an_error_in_the_middle_of_a_bucket_leaves_the_next_step_right():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        dp = gr.torch.DataParallel(layers(), mesh)
-        for index in (1, 0, 1, 0):
-            failing_at(dp.replicas[index], 1, MemoryError("of the user"))
-            with pytest.raises(MemoryError) as kept:  # the error keeps its traceback
-                loss_of(dp.replicas[index], 9).backward()
-            for parameter in dp.parameters():  # as an optimizer of PyTorch does
-                parameter.grad = None
-            for number, net in enumerate(dp.replicas):
-                loss_of(net[3], 1 + number).backward()  # fewer gradients than were missing
-            for net in dp.replicas:
-                assert net[3].weight.grad.eq(3.0).all()  # 2 and 4
-            assert kept.value.__traceback__ is not None
+def test_an_error_in_the_middle_of_a_bucket_leaves_the_next_step_right(mesh):
+    dp = gr.torch.DataParallel(layers(), mesh)
+    for index in (1, 0, 1, 0):
+        failing_at(dp.replicas[index], 1, MemoryError("of the user"))
+        with pytest.raises(MemoryError) as kept:  # the error keeps its traceback
+            loss_of(dp.replicas[index], 9).backward()
+        for parameter in dp.parameters():  # as an optimizer of PyTorch does
+            parameter.grad = None
+        for number, net in enumerate(dp.replicas):
+            loss_of(net[3], 1 + number).backward()  # fewer gradients than were missing
+        for net in dp.replicas:
+            assert net[3].weight.grad.eq(3.0).all()  # 2 and 4
+        assert kept.value.__traceback__ is not None
 
 
 def of_another_version(*_):
@@ -233,11 +220,11 @@ def test_a_process_that_does_not_come_to_a_failed_step_is_not_said_to_have_ended
         return str(caught.value)
 
     text, _ = run_processes(2, work, timeout=5.0 if has_ended else 0.3)
+    wanted = f"a backward of process 0 of 2 was interrupted{BY_THE_USER}: process 1 of 2 has not "
     why = " within 0.3 s, but is not known to have ended"
     if has_ended:
         why = ": ended by KeyError() after 1 calls"
-    wanted = f"a backward of process 0 of 2 was interrupted{BY_THE_USER}: process 1 of 2 has not"
-    assert f"{wanted} come to this step{why}" in text, text
+    assert f"{wanted}come to this step{why}" in text, text
 
 
 ZEROES = {
@@ -267,42 +254,38 @@ def test_the_next_backward_works_if_that_of_all_processes_has_failed(
     """
     zero, places = ZEROES[zeroes], {0: layers_of, 1: layers_of[::-1]}
 
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh, bucket_mb=TINY_MB)
-            net = dp if calls == "dp" else dp.module
-            for _ in range(1 + has_buckets):
-                loss_of(net, 1).backward()
-                zero(dp)
-            found = []
-            for step in range(4):
-                failing_at(dp.module, places[step % 2][group.rank], MemoryError("no memory"))
-                with pytest.raises(MemoryError):
-                    loss_of(net, 9).backward()
-                if step == 1 and calls == "dp":  # fails twice; dp itself prepares its forward
-                    continue
-                zero(dp)
-                try:
-                    loss_of(net, 1 + group.rank).backward()
-                except RuntimeError as error:
-                    assert str(error).startswith(NOT_ZEROED), error
-                    assert (zeroes, calls) == ("in place", "dp.module")
-                    dp.zero_grad()
-                    loss_of(net, 1 + group.rank).backward()
-                found.append(gradients(dp.module))
-                zero(dp)
-            return found
+    def work(dp, mesh):
+        net, rank, found = dp if calls == "dp" else dp.module, mesh.process_index, []
+        for _ in range(1 + has_buckets):
+            loss_of(net, 1).backward()
+            zero(dp)
+        for step in range(4):
+            failing_at(dp.module, places[step % 2][rank], MemoryError("no memory"))
+            with pytest.raises(MemoryError):
+                loss_of(net, 9).backward()
+            if step == 1 and calls == "dp":  # fails twice; dp itself prepares its forward
+                continue
+            zero(dp)
+            try:
+                loss_of(net, 1 + rank).backward()
+            except RuntimeError as error:
+                assert str(error).startswith(NOT_ZEROED), error
+                assert (zeroes, calls) == ("in place", "dp.module")
+                dp.zero_grad()
+                loss_of(net, 1 + rank).backward()
+            found.append(gradients(dp.module))
+            zero(dp)
+        return found
 
-    for found in run_processes(2, work):
+    wanted = means_of([1, 2])
+    for found in in_processes(2, work, bucket_mb=TINY_MB):
         assert len(found) == 4 - (calls == "dp")
         for each in found:
-            assert are_equal(each, means_of([1, 2]))
+            assert_equal(each, wanted)
 
 
 def normalized(seed):
     """A module whose buffers are broadcast before a forward."""
-    import torch
-
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
@@ -312,8 +295,6 @@ def normalized(seed):
 @pytest.mark.parametrize("failing", [[0, 1], [1]])
 def test_a_failed_step_is_ended_before_the_next_forward_exchanges(failing):
     """Process 1 alone begins the step again, in which process 0 waits."""
-    import torch
-
     nets = [normalized(0) for _ in range(4)]
     batches = torch.arange(24.0).reshape(2, 4, 3).square()
 
@@ -334,12 +315,11 @@ def test_a_failed_step_is_ended_before_the_next_forward_exchanges(failing):
 
     results = [run_processes(2, partial(train, fails=fails)) for fails in (False, True)]
     for found in results[1]:
-        assert are_equal(found, results[0][0])
+        assert_equal(found, results[0][0])
 
 
 def with_embeddings():
     """Layers and embeddings with sparse gradients, of which each forward uses some."""
-    import torch
 
     class Net(torch.nn.ModuleDict):
         fails = False
@@ -372,20 +352,18 @@ def test_after_a_failed_step_all_replicas_have_the_same_gradients_of_none(
     """Otherwise weight decay changes a parameter of some replicas only."""
     devices = 2 // processes
 
-    def work(group):
-        with gr.open_mesh(devices, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
-            for net in dp.replicas[: devices * has_buckets]:
-                net("always").backward()
-            dp.zero_grad(set_to_none=True)
-            for index, net in enumerate(dp.replicas, mesh.process_index * devices):
-                net.fails = processes > 1 or index == 1
-                with suppress(MemoryError):
-                    net("always", *(["other"] if index else ["one", "row"])).backward()
-            ZEROES[zeroes](dp)
-            for net in dp.replicas:
-                net("always").backward()
-            return [{name: grad_of(each) for name, each in net.items()} for net in dp.replicas]
+    def work(dp, mesh):
+        for net in dp.replicas[: devices * has_buckets]:
+            net("always").backward()
+        dp.zero_grad(set_to_none=True)
+        for index, net in enumerate(dp.replicas, mesh.process_index * devices):
+            net.fails = processes > 1 or index == 1
+            with suppress(MemoryError):
+                net("always", *(["other"] if index else ["one", "row"])).backward()
+        ZEROES[zeroes](dp)
+        for net in dp.replicas:
+            net("always").backward()
+        return [{name: grad_of(each) for name, each in net.items()} for net in dp.replicas]
 
     def grad_of(layer):
         grad = layer.weight.grad
@@ -393,46 +371,39 @@ def test_after_a_failed_step_all_replicas_have_the_same_gradients_of_none(
 
     zero = None if zeroes in ("set_to_none", "optimizer") else 0.0
     wanted = {"always": 4.0, "one": zero, "other": zero, "never": None, "row": zero, "no row": None}
-    results = run_processes(2, work) if processes > 1 else [work(None)]
+    results = in_processes(processes, work, with_embeddings, devices, bucket_mb=TINY_MB)
     assert results == [[wanted] * devices] * processes
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_of_no_index_leave_an_empty_gradient_in_all_replicas(processes):
     """Otherwise ``SparseAdam`` counts a step of some replicas only."""
-    import torch
-
     devices = 2 // processes
 
-    def work(group):
-        with gr.open_mesh(devices, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(with_embeddings(), mesh)
-            for index, net in enumerate(dp.replicas, mesh.process_index * devices):
-                rows = net["row"](torch.zeros(0, dtype=torch.int64)).sum()
-                (net("always") + (0 if index else rows)).backward()
-            grads = [[net[name].weight.grad for name in ("row", "no row")] for net in dp.replicas]
-            return [[one.is_sparse, one._nnz(), other] for one, other in grads]
+    def work(dp, mesh):
+        for index, net in enumerate(dp.replicas, mesh.process_index * devices):
+            rows = net["row"](torch.zeros(0, dtype=torch.int64)).sum()
+            (net("always") + (0 if index else rows)).backward()
+        grads = [[net[name].weight.grad for name in ("row", "no row")] for net in dp.replicas]
+        return [[one.is_sparse, one._nnz(), other] for one, other in grads]
 
-    results = run_processes(2, work) if processes > 1 else [work(None)]
-    assert results == [[[True, 0, None]] * devices] * processes
+    found = in_processes(processes, work, with_embeddings, devices)
+    assert found == [[[True, 0, None]] * devices] * processes
 
 
-def test_a_step_that_ends_by_an_error_leaves_none_where_it_was():
+def test_a_step_that_ends_by_an_error_leaves_none_where_it_was(mesh):
     """The error comes when the gradients are in the flat buffers, with zeros for None."""
-    import torch
-
-    with gr.open_mesh(2, backend="sim") as mesh:
-        dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
-        for net in dp.replicas:
-            net("always").backward()
-        dp.zero_grad(set_to_none=True)
-        indices = torch.zeros(1, dtype=torch.int64)
-        loss = torch.nn.functional.embedding(indices, dp.module["row"].weight).sum()
-        with pytest.raises(ValueError, match="has a dense gradient"):
-            (loss + dp.module("always") + dp.replicas[1]("always")).backward()
-        dp.zero_grad()
-        for net in dp.replicas:
-            assert [net[name].weight.grad is None for name in ("always", "never")] == [False, True]
+    dp = gr.torch.DataParallel(with_embeddings(), mesh, bucket_mb=TINY_MB)
+    for net in dp.replicas:
+        net("always").backward()
+    dp.zero_grad(set_to_none=True)
+    indices = torch.zeros(1, dtype=torch.int64)
+    loss = torch.nn.functional.embedding(indices, dp.module["row"].weight).sum()
+    with pytest.raises(ValueError, match="has a dense gradient"):
+        (loss + dp.module("always") + dp.replicas[1]("always")).backward()
+    dp.zero_grad()
+    for net in dp.replicas:
+        assert [net[name].weight.grad is None for name in ("always", "never")] == [False, True]
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -440,20 +411,18 @@ def test_a_step_that_ends_by_an_error_leaves_none_where_it_was():
 def test_zero_grad_drops_a_step_that_not_all_replicas_have_begun(processes, set_to_none):
     """Memory may be missing for the first gradient of a backward; process 1 waits meanwhile."""
 
-    def work(group):
-        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
-            dp = gr.torch.DataParallel(layers(), mesh)
-            first = 1 + 2 * mesh.process_index
-            for _ in range(2):  # before and after there are buckets
-                dp.zero_grad()
-                if first == 1:
-                    loss_of(dp.module, 9).backward()
-                    dp.zero_grad(set_to_none=set_to_none)
-                for index, net in enumerate(dp.replicas):
-                    loss_of(net, first + index).backward()
-            return [gradients(net) for net in dp.replicas]
+    def work(dp, mesh):
+        first = 1 + 2 * mesh.process_index
+        for _ in range(2):  # before and after there are buckets
+            dp.zero_grad()
+            if first == 1:
+                loss_of(dp.module, 9).backward()
+                dp.zero_grad(set_to_none=set_to_none)
+            for index, net in enumerate(dp.replicas):
+                loss_of(net, first + index).backward()
+        return [gradients(net) for net in dp.replicas]
 
     wanted = means_of(range(1, 1 + 2 * processes))
-    for found in run_processes(2, work) if processes > 1 else [work(None)]:
+    for found in in_processes(processes, work, devices=2):
         for each in found:
-            assert are_equal(each, wanted)
+            assert_equal(each, wanted)

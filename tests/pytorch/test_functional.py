@@ -1,13 +1,12 @@
 """``gr.torch.functional``: PyTorch modules that AGN workers train."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from functools import partial
 
 import numpy as np
 import pytest
+from support.libraries import torch
 from support.meshes import mesh_of
 
 import gradreduce as gr
@@ -30,8 +29,6 @@ def worker(module, devices, center, rule=None, num_worker=1, period=1):
 
 def filled(module, *values):
     """The module, with one number in all elements of each parameter."""
-    import torch
-
     for parameter, value in zip(module.parameters(), values, strict=True):
         torch.nn.init.constant_(parameter, value)
     return module
@@ -39,9 +36,7 @@ def filled(module, *values):
 
 def modules():
     """Name -> module and input: every way in which a module can use its parameters."""
-    import torch
-    from torch.nn.utils.parametrizations import weight_norm
-    from torch.utils.checkpoint import checkpoint
+    checkpoint = torch.utils.checkpoint.checkpoint
 
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -77,7 +72,7 @@ def modules():
         "statistics": (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), x),
         "recurrent": (torch.nn.LSTM(4, 2), x),
         "attention": (attention, x[None]),
-        "parametrized": (weight_norm(torch.nn.Linear(4, 2)), x),
+        "parametrized": (torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 2)), x),
         "half": (torch.nn.Linear(4, 2).bfloat16(), x.bfloat16()),
         "channels last": (channels_last, torch.arange(32.0).view(1, 2, 4, 4)),
         "compiled": (torch.compile(torch.nn.Linear(4, 2), backend="eager"), x),
@@ -91,8 +86,6 @@ NAMES = (
 
 
 def loss_of(module, x):
-    import torch
-
     torch.manual_seed(1)  # for dropout
     result = module(x)
     return (result[0] if isinstance(result, tuple) else result).square().sum()
@@ -101,8 +94,6 @@ def loss_of(module, x):
 @pytest.mark.whole_product
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_and_buffers_are_those_of_the_module(mesh, name):
-    import torch
-
     net, x = modules()[name]
     before = copy.deepcopy(net.state_dict())
     center = gr.AGNCenter(mesh[0])
@@ -143,8 +134,6 @@ def test_gradients_and_buffers_are_those_of_the_module(mesh, name):
 
 def test_a_period_has_these_numbers(mesh):
     """One worker: y = 2 * (1, 1) + 3; each gradient is (1, 1) and 1 times 4 rows."""
-    import torch
-
     net = filled(torch.nn.Linear(2, 1), 2.0, 3.0)
     center = gr.AGNCenter(mesh[0])
     model, optimizer = worker(net, mesh[1], center, period=2)
@@ -160,8 +149,6 @@ def test_a_period_has_these_numbers(mesh):
 
 
 def test_workers_in_threads_call_one_module_at_the_same_time(mesh):
-    import torch
-
     class Meeting(torch.nn.Linear):
         def forward(self, x):
             BARRIER.wait(ALLOWED_S)  # both workers are inside
@@ -187,8 +174,6 @@ def test_workers_in_threads_call_one_module_at_the_same_time(mesh):
 
 
 def test_each_replica_of_a_worker_has_its_buffers(mesh):
-    import torch
-
     net = filled(torch.nn.BatchNorm1d(1, momentum=1.0), 1.0, 0.0)
     model, optimizer = worker(net, mesh[1:3], gr.AGNCenter(mesh[0]))
     data = gr.PerReplica([torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [9.0]])], mesh[1:3])
@@ -200,23 +185,16 @@ def test_each_replica_of_a_worker_has_its_buffers(mesh):
     assert means == [2.0, 7.0]
     assert model.variables[1].numpy().tolist() == [-2.0]  # the mean of both replicas
     assert net.running_mean.item() == 0.0
-
-
-def test_the_mode_is_that_of_the_worker(mesh):
-    import torch
-
     net = torch.nn.Sequential(filled(torch.nn.Linear(1, 8), 1.0, 1.0), torch.nn.Dropout(0.5))
     model, _ = worker(net.eval(), mesh[1], gr.AGNCenter(mesh[0]))
     x = torch.ones(1, 1)
-    assert model(x).tolist() == [[2.0] * 8]
+    assert model(x).tolist() == [[2.0] * 8]  # the mode is that of the worker
     assert set(model.train()(x).flatten().tolist()) == {0.0, 4.0}
     assert model.eval()(x).tolist() == [[2.0] * 8]
     assert not net.training
 
 
 def test_errors_create_nothing(mesh):
-    import torch
-
     center = gr.AGNCenter(mesh[0])
     getter = gr.AGNCustomGetter(mesh[1], center=center)
     net = torch.nn.Linear(2, 1)

@@ -1,11 +1,12 @@
 """Modules and ``named_parameters()`` as gradients, and the names of their parameters."""
 
-from __future__ import annotations
+import re
 
 import numpy as np
 import pytest
-from support.meshes import mesh_of
+from support.libraries import torch
 from support.thread_group import run_processes
+from support.torch_layers import open_mesh
 
 import gradreduce as gr
 from gradreduce.errors import InvalidArgumentError
@@ -15,9 +16,6 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
-mesh = mesh_of(2)
-
-
 @pytest.fixture
 def ops(mesh):
     return gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
@@ -25,8 +23,6 @@ def ops(mesh):
 
 def models(count=2):
     """Modules whose gradients all equal the number of the replica; the last bias is frozen."""
-    import torch
-
     made = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(count)]
     for replica, each in enumerate(made):
         each[1].bias.requires_grad_(False)
@@ -64,8 +60,6 @@ def test_modules_stand_for_their_gradients_by_name(ops):
 
 
 def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
-    import torch
-
     given = models()
     memory = [each[0].weight.grad.data_ptr() for each in given]
     replicas = torch.nn.ModuleList(given)  # such as those of a DataParallel
@@ -85,49 +79,26 @@ def test_the_gradients_of_modules_are_reduced_in_place(mesh, ops):
 
 
 def test_errors_name_the_parameter(mesh, ops):
-    import torch
-
-    given = models()
-    given[1][0].bias.grad = None
-    with pytest.raises(ValueError, match=r"^grads\[1\]\['0.bias'\] is None, but grads\[0\]\['0.b"):
-        ops.all_reduce(given)
-    given = models()
-    given[1][0] = torch.nn.Linear(2, 4)
-    given[1][0].weight.grad = torch.ones(4, 2)
-    given[1][0].bias.grad = torch.ones(4)
-    text = (
-        r"^grads\[1\]\['0.weight'\] is float32\[4, 2\], grads\[0\]\['0.weight'\] is float32\[3, 2"
-    )
-    with pytest.raises(ValueError, match=text):
-        ops.all_reduce(given)
-    given[1] = torch.nn.Linear(2, 3)
-    with pytest.raises(ValueError, match=r"it lacks '0.weight', .* it has also 'weight', 'bias'$"):
-        ops.all_reduce(given)
-    with pytest.raises(ValueError, match=r"^grads must be a list or tuple .*, not Sequential"):
-        ops.all_reduce(models()[0])
-    for pairs in (models()[0].parameters(), iter({"a": torch.ones(2)}.items()), [("a", 1.0)]):
-        with pytest.raises(TypeError, match=r"^grads\[0\] is an iterator or list of .*: pass a Py"):
-            ops.all_reduce([pairs, pairs])
+    without, other, fewer = models(), models(), models()
+    without[1][0].bias.grad = None
+    other[1][0] = torch.nn.Linear(2, 4)
+    other[1][0].weight.grad = torch.ones(4, 2)
+    other[1][0].bias.grad = torch.ones(4)
+    fewer[1] = torch.nn.Linear(2, 3)
+    lone, twice = models()[0], [[*each.named_parameters()] * 2 for each in models()]
+    for given, error, text in [
+        (without, ValueError, r"^grads\[1\]\['0.bias'\] is None, but grads\[0\]\['0.b"),
+        (other, ValueError, r"^grads\[1\]\['0.weight'\] is float32\[4, 2\], grads\[0\]\['0.weight'"
+         r"\] is float32\[3, 2"),
+        (fewer, ValueError, r"it lacks '0.weight', .* it has also 'weight', 'bias'$"),
+        (lone, ValueError, r"^grads must be a list or tuple .*, not Sequential"),
+        (twice, ValueError, r"^grads\[0\] has two parameters named '0.weight': pass "),
+        *[([pairs, pairs], TypeError, r"^grads\[0\] is an iterator or list of .*: pass a Py")
+          for pairs in (lone.parameters(), iter({"a": torch.ones(2)}.items()), [("a", 1.0)])],
+    ]:  # fmt: skip
+        with pytest.raises(error, match=text):
+            ops.all_reduce(given)
     assert mesh.flight_record() == []
-
-
-def test_a_name_of_two_parameters_is_refused(ops):
-    twice = [[*model.named_parameters(), *model.named_parameters()] for model in models()]
-    with pytest.raises(ValueError, match=r"^grads\[0\] has two parameters named '0.weight': pass "):
-        ops.all_reduce(twice)
-
-
-def test_processes_name_a_parameter_without_a_gradient():
-    def said(group):
-        mesh = gr.open_mesh(1, backend="sim", process_group=group)
-        (given,) = models(1)
-        if group.rank:
-            given[0].bias.grad = None
-        with pytest.raises(InvalidArgumentError) as caught:
-            gr.all_reduce([given], mesh=mesh)
-        return str(caught.value)
-
-    assert "3 in process 0, 2 in process 1 (0.bias only in process 0)" in run_processes(2, said)[0]
 
 
 # -- flat buffers ---------------------------------------------------------------------------------
@@ -172,8 +143,6 @@ def test_what_cannot_be_attached_is_named(mesh):
 
 
 def test_a_step_takes_modules(mesh, ops):
-    import torch
-
     given = models()
     for each in given:
         torch.nn.init.zeros_(each[0].weight), torch.nn.init.zeros_(each[1].weight)
@@ -190,8 +159,6 @@ def test_a_step_takes_modules(mesh, ops):
 
 
 def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
-    import torch
-
     dp = gr.torch.DataParallel(models()[0], mesh, ops=ops)
     for _ in range(2):
         before = len(mesh.flight_record())
@@ -202,14 +169,19 @@ def test_the_buckets_of_a_data_parallel_name_their_parameters(mesh, ops):
 
 
 def test_processes_name_the_parameter_in_which_their_modules_differ():
-    import torch
-
-    def said(group):
-        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+    def made(group):
         layers = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1 + group.rank)]
-        with pytest.raises(InvalidArgumentError) as caught:
-            gr.torch.DataParallel(torch.nn.Sequential(*layers), mesh)
-        return str(caught.value)
+        gr.torch.DataParallel(torch.nn.Sequential(*layers), open_mesh(1, group))
 
-    text = "tensor 1.weight is float32[1, 3] in process 0, float32[2, 3] in process 1"
-    assert text in run_processes(2, said)[0]
+    def reduced(group):
+        (given,) = models(1)
+        if group.rank:
+            given[0].bias.grad = None
+        gr.all_reduce([given], mesh=open_mesh(1, group))
+
+    for call, text in (
+        (made, "tensor 1.weight is float32[1, 3] in process 0, float32[2, 3] in process 1"),
+        (reduced, "3 in process 0, 2 in process 1 (0.bias only in process 0)"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
+            run_processes(2, call)

@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+import gradreduce
+
 LIMIT_S = 10_000.0  # of the clock that jumps
 LOST = "an argument that was in the memory of a process that has ended"
 
@@ -32,11 +34,7 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-    """As Ray's.
-
-    Args:
-        cause: what the method has raised.
-    """
+    """As Ray's; ``cause`` is what the method has raised."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(repr(cause))
@@ -51,10 +49,6 @@ class ObjectLostError(RayError):
     """As Ray's."""
 
 
-class GetTimeoutError(RayError):
-    """As Ray's."""
-
-
 class Exited(BaseException):
     """Ends an actor."""
 
@@ -66,11 +60,9 @@ def _exit_actor() -> None:
 def _stand_in() -> ModuleType:
     ray: Any = ModuleType("ray")
     ray.exceptions = SimpleNamespace(
-        RayTaskError=RayTaskError,
-        RayActorError=RayActorError,
-        ObjectLostError=ObjectLostError,
-        GetTimeoutError=GetTimeoutError,
-    )
+        RayTaskError=RayTaskError, RayActorError=RayActorError, ObjectLostError=ObjectLostError,
+        GetTimeoutError=type("GetTimeoutError", (RayError,), {}),
+    )  # fmt: skip
     ray.actor = SimpleNamespace(exit_actor=_exit_actor)
     ray.put = ray.get = lambda value, timeout=None: value
     return ray
@@ -83,16 +75,13 @@ def load() -> Iterator[SimpleNamespace]:
     def is_of_ray(name: str) -> bool:
         return name.partition(".")[0] == "ray" or name.startswith("gradreduce.ray")
 
-    import gradreduce
-
     had = {name: sys.modules.pop(name) for name in list(sys.modules) if is_of_ray(name)}
     attribute = vars(gradreduce).pop("ray", None)
     sys.modules["ray"] = _stand_in()
     try:
         names = ("shard", "shard_state", "lead", "client", "messages", "center", "center_state")
-        yield SimpleNamespace(
-            **{name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
-        )
+        found = {name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
+        yield SimpleNamespace(**found)
     finally:
         for name in [name for name in sys.modules if is_of_ray(name)]:
             del sys.modules[name]
@@ -117,11 +106,7 @@ class _Clock(selectors.DefaultSelector):
 
 
 class MemorySnapshots:
-    """``Snapshots`` in memory; the ``World`` keeps them while an actor is down.
-
-    Args:
-        files: number -> state.
-    """
+    """``Snapshots`` in memory; the ``World`` keeps ``files`` while an actor is down."""
 
     def __init__(self, files: dict[int, Any]) -> None:
         self._files, self.is_full = files, False
@@ -149,14 +134,7 @@ class MemorySnapshots:
 
 
 class Process:
-    """An actor, from a start to its end, or a client.
-
-    Attributes:
-        tasks: what runs in it.
-        is_alive: whether it has not ended.
-        has_exited: whether an actor has ended and does not restart.
-        instance: the object of an actor.
-    """
+    """An actor, from a start to its end, or a client; ``has_exited``: it does not restart."""
 
     def __init__(self) -> None:
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that runs are repeated
@@ -179,13 +157,7 @@ class Process:
 
 
 class Handle:
-    """An actor as a process sees it: ``handle.method.remote(...)``.
-
-    Args:
-        world: of the actor.
-        sender: has the handle.
-        name: of the actor.
-    """
+    """An actor as the process ``sender`` sees it: ``handle.method.remote(...)``."""
 
     def __init__(self, world: World, sender: Process, name: str) -> None:
         self._send = (world, sender, name)
@@ -206,29 +178,16 @@ class Handle:
 
 
 class World:
-    """Actors and clients.
+    """Actors, which restart if they have snapshots, and clients; times and choices are random.
 
-    Args:
-        modules: from ``load``.
-        seed: of all times and choices.
-        has_snapshots: whether actors restart.
-        on_message: called before each message arrives, with the actor's name and the method: may
-            kill.
+    ``on_message`` is called before each message arrives, with the actor's name and the method: it
+    may kill.
     """
 
-    def __init__(
-        self,
-        modules: SimpleNamespace,
-        seed: int,
-        *,
-        has_snapshots: bool,
-        on_message: Callable[[str, str], None] = lambda name, method: None,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.modules = modules
+    def __init__(self, modules, seed, *, has_snapshots, on_message=lambda name, method: None):
+        self.random, self.modules, self.num_kills = random.Random(seed), modules, 0
         self.actors: dict[str, Process] = {}
         self.files: dict[str, dict[int, Any]] = {}
-        self.num_kills = 0
         self._made: dict[str, Callable[[], Any]] = {}
         self._has_snapshots, self.on_message = has_snapshots, on_message
         self._starting = Process()
@@ -243,11 +202,8 @@ class World:
             lead, shard = self.modules.lead, self.modules.shard
             patch.setattr(lead, "time", SimpleNamespace(monotonic=lambda: clock.now))
             patch.setattr(lead, "start_shard", self._start)
-            patch.setattr(
-                shard,
-                "Snapshots",
-                lambda folder, name: MemorySnapshots(self.files.setdefault(name, {})),
-            )
+            of_actor = lambda _, name: MemorySnapshots(self.files.setdefault(name, {}))  # noqa: E731
+            patch.setattr(shard, "Snapshots", of_actor)
             try:
                 loop.run_until_complete(main())
             finally:
@@ -298,15 +254,7 @@ class World:
         seconds = least + most * self.random.random() ** 3  # mostly short
         asyncio.get_running_loop().call_later(seconds, function)
 
-    def send(
-        self,
-        sender: Process,
-        name: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        *,
-        is_repeated: bool = True,
-    ) -> asyncio.Future[Any]:
+    def send(self, sender, name, method, arguments, *, is_repeated=True) -> asyncio.Future[Any]:
         """Sends a message; returns the answer's future."""
         is_repeated = is_repeated and self._has_snapshots
         message = _Message(self, sender, name, method, copy.deepcopy(arguments), is_repeated)
@@ -319,15 +267,7 @@ class World:
 class _Message:
     """A call of an actor's method, until its answer has arrived."""
 
-    def __init__(
-        self,
-        world: World,
-        sender: Process,
-        name: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        is_repeated: bool,
-    ) -> None:
+    def __init__(self, world, sender, name, method, arguments, is_repeated):
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._world, self._sender, self._is_repeated = world, sender, is_repeated
         self._call = name, method, arguments

@@ -25,7 +25,7 @@ def modules() -> Iterator[SimpleNamespace]:
         yield found
 
 
-def message(modules, arrays):
+def message(modules, *arrays):
     return modules.messages.Layout(modules.messages.specs_of(arrays)).message(arrays)
 
 
@@ -36,20 +36,18 @@ def first_array(modules, answer):
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
     of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
-    state = of_state.CenterShardState(
-        modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
-    )
+    settings = modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
+    state = of_state.CenterShardState(settings)
     for name, shape in SHAPES.items():
-        state.create(name, message(modules, [np.zeros(shape, np.float32)]))
+        state.create(name, message(modules, np.zeros(shape, np.float32)))
     state.join(modules.center._rule_of(optimizer), None)
     scalars = tuple(getattr(optimizer, name) for name in optimizer._hyperparameters)
 
     def push(names):
         config = push_config(2, None, "w")
         request = of_state.PushRequest([names], frozenset(), config, scalars, {})
-        return state.push(
-            request, message(modules, [np.ones(SHAPES[name], np.float32) for name in names])
-        )
+        ones = [np.ones(SHAPES[name], np.float32) for name in names]
+        return state.push(request, message(modules, *ones))
 
     return state, push
 
@@ -74,6 +72,18 @@ def test_another_set_of_variables_is_planned_anew(modules):
     assert (first_array(modules, answer) == -0.75).all()
 
 
+def test_a_push_after_a_load_updates_the_loaded_slots(modules):
+    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
+    saved = state.save()["center"]  # before the slots were made
+    push(["b"])
+    push(["b"])
+    state.load_center(saved, None)
+    # With 0.5 twice in its momentum, the next step would be 1.5.
+    assert (first_array(modules, push(["b"])) == -0.5).all()
+    (slot,) = state._center.slot_variables()
+    assert (slot.numpy() == 0.5).all()
+
+
 def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
     saved = state.save()["center"]
@@ -90,25 +100,8 @@ def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     assert state._center.variables["big"].buffers[0].address == address  # no answer has it
 
 
-def test_a_push_after_a_load_updates_the_loaded_slots(modules):
-    state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
-    saved = state.save()["center"]  # before the slots were made
-    push(["b"])
-    push(["b"])
-    state.load_center(saved, None)
-    # With 0.5 twice in its momentum, the next step would be 1.5.
-    assert (first_array(modules, push(["b"])) == -0.5).all()
-    (slot,) = state._center.slot_variables()
-    assert (slot.numpy() == 0.5).all()
-
-
 class Client:
-    """Stands for a ``Client`` and its lead; the shards are in this process.
-
-    Args:
-        modules: of gradreduce.ray.
-        num_shards: number of shards.
-    """
+    """Stands for a ``Client`` and its lead; the shards are in this process."""
 
     def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
         self._modules, self.num_shards = modules, num_shards

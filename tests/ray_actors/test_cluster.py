@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support import processes
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -23,8 +26,6 @@ PROGRAM = Path(__file__).with_name("cluster_program.py")
 @pytest.fixture
 def asked(monkeypatch) -> list[str | None]:
     """The addresses of which Ray is asked to join or start a cluster; it does neither."""
-    import ray
-
     addresses: list[str | None] = []
 
     def init(address, **options):
@@ -77,8 +78,6 @@ def test_any_other_cluster_is_started_or_joined(asked, monkeypatch, address, var
 
 
 def test_a_cluster_that_does_not_answer_may_ask_for_a_token(asked, monkeypatch):
-    import ray
-
     def init(address, **options):
         raise ConnectionError("Failed to connect")
 
@@ -90,8 +89,6 @@ def test_a_cluster_that_does_not_answer_may_ask_for_a_token(asked, monkeypatch):
 
 
 def test_threads_start_one_cluster(asked, monkeypatch):
-    import ray
-
     both = threading.Barrier(2)
 
     def init(address, **options):
@@ -101,18 +98,14 @@ def test_threads_start_one_cluster(asked, monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(asked))
-    threads = [threading.Thread(target=gr.ray.init) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as pool:
+        for running in [pool.submit(gr.ray.init) for _ in range(4)]:
+            running.result(60)
     assert asked == [None]
     assert both.broken
 
 
 def test_actors_import_the_tested_source(cluster):
-    import ray
-
     def source() -> str:
         import gradreduce
 
@@ -130,22 +123,16 @@ assert gr.ray.ConditionalAccumulator("float32", [3], sys.argv[1]).apply_grad([1.
 
 
 def test_other_programs_join_the_cluster_with_its_token_only(unique_name):
-    import ray
-
     address = ray.get_runtime_context().gcs_address
     member = {**os.environ, "RAY_ADDRESS": address}
     stranger = {**member, "RAY_AUTH_MODE": "disabled"}
     del stranger["RAY_AUTH_TOKEN"]
-    with gr.ray.ConditionalAccumulator("float32", [3], unique_name) as shared:
-        refused, joined = (
-            subprocess.Popen(
-                [sys.executable, "-c", *arguments],
-                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for arguments, environment in (
-                ((STRANGER, address), stranger), ((JOINER, unique_name), member)
-            )
-        )  # fmt: skip
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with (
+        gr.ray.ConditionalAccumulator("float32", [3], unique_name) as shared,
+        start([sys.executable, "-c", STRANGER, address], env=stranger) as refused,
+        start([sys.executable, "-c", JOINER, unique_name], env=member) as joined,
+    ):
         try:
             assert "AuthenticationError" in refused.communicate(timeout=60)[0]
             text = joined.communicate(timeout=60)[0]
@@ -157,16 +144,10 @@ def test_other_programs_join_the_cluster_with_its_token_only(unique_name):
         assert shared.take_grad(1, timeout=60).tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "open",
-        *[
-            pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("token", "open_for_a_driver_with_a_token")
-        ],
-    ],
-)
+@pytest.mark.parametrize("scenario", [
+    "open", *[pytest.param(each, marks=pytest.mark.exhaustive)
+              for each in ("token", "open_for_a_driver_with_a_token")],
+])  # fmt: skip
 def test_a_cluster_of_its_own(tmp_path, scenario):
     """See the scenarios of the program."""
     done = processes.run("none", 1, str(PROGRAM), scenario, str(tmp_path))

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.examples import cells, is_picture
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -28,15 +30,10 @@ AGN = ("train_digits.py", "--mode", "agn", "--engine", "ray", "--backend", "sim"
 @contextmanager
 def started(folder: Path, script: str, *flags: str, **variables: str) -> Iterator[subprocess.Popen]:
     """An example in a process of its own; ends it if the test does not."""
-    assert gr.__file__ is not None
     environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(gr.__file__).parents[1]),
-        "COLUMNS": "100",
-        "NO_COLOR": "1",
-        "PYTHONIOENCODING": "utf-8",
-        **variables,
-    }
+        **os.environ, "PYTHONPATH": str(Path(gr.__file__).parents[1]), "COLUMNS": "100",
+        "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8", **variables,
+    }  # fmt: skip
     program = subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / script), *flags],
         cwd=folder, env=environment, text=True, encoding="utf-8", start_new_session=True,
@@ -52,16 +49,12 @@ def started(folder: Path, script: str, *flags: str, **variables: str) -> Iterato
 @pytest.fixture(scope="module")
 def joined(cluster) -> dict[str, str]:
     """The variables of a process that joins the cluster of the tests."""
-    import ray
-
     address = ray.get_runtime_context().gcs_address
     return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
 
 
 def actors_of(example: str) -> list[str]:
     """The names of the actors that it has made and not closed."""
-    import ray
-
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
     return [name for name in names if re.fullmatch(rf"{example}-[0-9a-f]{{8}}", name)]
 
@@ -96,17 +89,6 @@ def ended(cluster, tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
             status = main([*flags, "--workers", "2", "--steps", "20"])
         found[name] = status, text.getvalue(), folder
     return found
-
-
-def cells(text: str) -> list[list[str]]:
-    """The cells of all tables."""
-    lines = [line for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-
-
-def is_picture(path: Path) -> bool:
-    data = path.read_bytes()
-    return data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
 
 
 def test_workers_of_agn_in_processes(ended):
@@ -159,24 +141,23 @@ def test_a_worker_applies_one_gradient_per_step(capsys):
     assert "--replicas-to-aggregate: got 3 for 2 workers; allowed: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_backup_workers_reach_the_goal(tmp_path, monkeypatch):
+def reached(folder: Path, monkeypatch: pytest.MonkeyPatch, *command: str) -> dict[str, str]:
+    """Rows of the table of a command that reaches the goal in a cluster of its own."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with started(tmp_path, "sync_replicas_ray.py", HOME=str(tmp_path)) as program:
+    with started(folder, *command, HOME=str(folder)) as program:
         text = program.communicate(timeout=ALLOWED_S)[0]
     assert program.returncode == 0, text
     rows = {row[0]: row[1] for row in cells(text)}
-    assert int(rows["accepted"]) >= 1600
     assert float(rows["test accuracy"]) >= 0.95
+    return rows
+
+
+@pytest.mark.slow
+def test_backup_workers_reach_the_goal(tmp_path, monkeypatch):
+    assert int(reached(tmp_path, monkeypatch, "sync_replicas_ray.py")["accepted"]) >= 1600
 
 
 @pytest.mark.slow
 def test_four_workers_of_agn_reach_the_goal(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with started(tmp_path, *AGN, HOME=str(tmp_path)) as program:
-        text = program.communicate(timeout=ALLOWED_S)[0]
-    assert program.returncode == 0, text
-    rows = {row[0]: row[1] for row in cells(text)}
-    assert rows["pushes"] == "200"
-    assert float(rows["test accuracy"]) >= 0.95
+    assert reached(tmp_path, monkeypatch, *AGN)["pushes"] == "200"
     assert is_picture(tmp_path / "train_digits.png")

@@ -12,21 +12,19 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.libraries import ray
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
-from gradreduce.errors import (
-    BackendUnavailableError,
-    CancelledError,
-    DeadlineExceededError,
-    brief,
-)
+from gradreduce.errors import BackendUnavailableError, CancelledError, DeadlineExceededError, brief
 
 pytestmark = pytest.mark.ray
 LIMIT_S = 20.0
@@ -37,14 +35,32 @@ def ones(value: float = 1.0) -> list[np.ndarray]:
     return [np.full(20_000, value), np.full(3, value)]
 
 
+def pid_of(name: str) -> int:
+    return in_actor(name, lambda _: __import__("os").getpid())
+
+
 def kill(name: str) -> None:
-    os.kill(in_actor(name, lambda _: __import__("os").getpid()), signal.SIGKILL)
+    os.kill(pid_of(name), signal.SIGKILL)
+
+
+@contextmanager
+def stopped(name: str) -> Iterator[None]:
+    """An actor that does not run during the block."""
+    pid = pid_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def num_queued(name: str) -> int:
+    """The number of takes that wait in an actor."""
+    return in_actor(name, lambda lead: len(lead._queue))
 
 
 def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
     """Asks until a condition holds; raises the error of a task that ends before."""
-    import ray
-
     end = time.monotonic() + LIMIT_S
     while not condition():
         ended = ray.wait(list(tasks), timeout=0)[0] if tasks else []
@@ -59,20 +75,13 @@ def check_equal(taken: dict[str, np.ndarray], value: float) -> None:
 
 @contextmanager
 def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs a function in a thread during the block, and waits for it; yields its results."""
+    """Runs a function in a thread during the block; yields its result or error in a list."""
     found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(function())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield found
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(function)
+        yield found
+        error = running.exception(LIMIT_S)
+        found.append(running.result() if error is None else error)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +94,8 @@ def idle(cluster: None) -> Iterator[Any]:
 @pytest.mark.parametrize("num_shards", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_path, num_shards):
     names = [unique_name, f"{unique_name}#1"][:num_shards]
-    with gr.ray.AccumulatorSet(
-        SPECS, unique_name, "SUM", num_shards=num_shards, snapshots=tmp_path, durability="push"
-    ) as shared:
+    options = {"num_shards": num_shards, "snapshots": tmp_path, "durability": "push"}
+    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as shared:
         # Powers of two, of which a sum shows the ones that are in it.
         values = [2.0**number for number in range(8)]
         with in_thread(lambda: [shared.apply_grads(ones(value)) for value in values]) as applied:
@@ -105,18 +113,15 @@ def test_what_was_acknowledged_survives_the_end_of_every_shard(unique_name, tmp_
 
 
 def test_close_does_nothing_if_all_actors_have_ended(unique_name):
-    import ray
-
     shared = gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2)
     shared.apply_grads(ones())
-    names = [f"{unique_name}#1", unique_name]
+    names = {f"{unique_name}#1", unique_name}
     for name in names:
         kill(name)
 
     def have_ended() -> bool:
-        return not {
-            each["name"] for each in ray.util.list_named_actors(all_namespaces=True)
-        }.intersection(names)
+        left = ray.util.list_named_actors(all_namespaces=True)
+        return names.isdisjoint(each["name"] for each in left)
 
     wait_until(have_ended)
     for _ in range(2):
@@ -136,12 +141,9 @@ def test_a_take_that_waits_for_a_minute_says_which_workers_came(unique_name, mon
     assert take_queue.LOG_SECONDS == 60
     monkeypatch.setattr(take_queue, "LOG_SECONDS", 0.0)
     monkeypatch.setattr("gradreduce.ray.client.log_warning", log)
-    workers = [
-        gr.ray.ConditionalAccumulator("float64", [1], unique_name, worker=name)
-        for name in ("early", "late")
-    ]
-    early, late = workers
-    for each in workers:
+    make = partial(gr.ray.ConditionalAccumulator, "float64", [1], unique_name)
+    early, late = make(worker="early"), make(worker="late")
+    for each in (early, late):
         each._client._poll_seconds = 0.01
         each.apply_grad([1.0], 0)
     early.take_grad(2, timeout=LIMIT_S)
@@ -160,19 +162,16 @@ def test_a_take_that_waits_for_a_minute_says_which_workers_came(unique_name, mon
 
 def test_ctrl_c_leaves_no_waiting_take(unique_name):
     with gr.ray.ConditionalAccumulator("float64", [3], unique_name) as shared:
-        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
 
         def interrupt() -> None:
-            wait_until(lambda: queued() == 1)
+            wait_until(lambda: num_queued(unique_name) == 1)
             os.kill(os.getpid(), signal.SIGINT)
 
         with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
             shared.take_grad(1, timeout=LIMIT_S)
-        wait_until(lambda: queued() == 0)  # nobody waits for the withdrawal
-        with pytest.raises(
-            DeadlineExceededError,
-            match=r"^not enough gradients within 0\.0 s; step 0: 0 of 2 gradients, 2 missing, 0",
-        ):
+        wait_until(lambda: num_queued(unique_name) == 0)  # nobody waits for the withdrawal
+        text = r"^not enough gradients within 0\.0 s; step 0: 0 of 2 gradients, 2 missing, 0"
+        with pytest.raises(DeadlineExceededError, match=text):
             shared.take_grad(2, timeout=0)
         shared.apply_grad([1.0, 2.0, 3.0])
         assert shared.take_grad(1, timeout=LIMIT_S).tolist() == [1.0, 2.0, 3.0]
@@ -184,7 +183,7 @@ def test_a_take_at_the_last_step_raises_at_once(unique_name):
     with gr.ray.AccumulatorSet(specs, unique_name, num_shards=2) as shared:
         shared.set_global_step(2**63 - 2)
         with in_thread(lambda: shared.take_grads(2, timeout=LIMIT_S)) as raised:
-            wait_until(lambda: in_actor(unique_name, lambda lead: len(lead._queue)) == 1)
+            wait_until(lambda: num_queued(unique_name) == 1)
             shared.set_global_step(2**63 - 1)
         assert [type(each) for each in raised] == [gr.errors.InvalidArgumentError]
         for _ in range(2):
@@ -197,18 +196,15 @@ def test_a_take_at_the_last_step_raises_at_once(unique_name):
 
 
 def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
-    import ray
-
     @ray.remote(num_cpus=1)
     def take(accumulator: Any, num_required: int) -> list[float]:
         return accumulator.take_grad(num_required, timeout=LIMIT_S).tolist()
 
     with gr.ray.ConditionalAccumulator("float64", [1], unique_name) as shared:
-        queued = lambda: in_actor(unique_name, lambda lead: len(lead._queue))  # noqa: E731
         tasks = []
         for num_required in (2, 1):
             tasks.append(take.remote(shared, num_required))
-            wait_until(lambda: queued() == len(tasks), *tasks)
+            wait_until(lambda: num_queued(unique_name) == len(tasks), *tasks)
         assert shared.apply_grad([1.0], 0)
         assert shared.apply_grad([3.0], 0)
         assert not shared.apply_grad([5.0], 0)  # the take of both has set step 1
@@ -216,7 +212,7 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
         assert ray.get(tasks, timeout=LIMIT_S) == [[2.0], [7.0]]
         assert shared.num_dropped == 1
         waiting = take.remote(shared, 1)
-        wait_until(lambda: queued() == 1, waiting)
+        wait_until(lambda: num_queued(unique_name) == 1, waiting)
         other = pickle.loads(pickle.dumps(shared))
         shared.close()
         with pytest.raises(CancelledError):
@@ -227,8 +223,6 @@ def test_takes_of_tasks_wait_in_order_and_close_cancels_them(unique_name):
 
 
 def test_a_killed_worker_loses_its_own_gradient_only(unique_name):
-    import ray
-
     @ray.remote(num_cpus=1, max_retries=0)
     def work(shared: Any) -> None:
         while True:
@@ -269,44 +263,43 @@ def test_a_damaged_snapshot_of_one_shard_makes_all_load_the_previous_one(unique_
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_shard_without_a_whole_snapshot_does_not_start(unique_name, tmp_path, damaged):
     """It keeps its files, and starts when one of them is whole again."""
-    names = [unique_name, f"{unique_name}#1"]
-    options = {
-        "num_shards": 2, "snapshots": tmp_path, "durability": "push", "timeout": LIMIT_S
-    }  # fmt: skip
-    shared = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
+    name = [unique_name, f"{unique_name}#1"][damaged]
+    make = partial(
+        gr.ray.AccumulatorSet, SPECS, unique_name, "SUM",
+        num_shards=2, snapshots=tmp_path, durability="push", timeout=LIMIT_S,
+    )  # fmt: skip
+    shared = make()
     for number in range(3):
         shared.apply_grads(ones(2.0**number))
-    paths = [tmp_path / f"{names[damaged]}.{number}.snapshot" for number in (2, 3)]
-    contents = [path.read_bytes() for path in paths]
+    contents = {path: path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.[23].snapshot"))}
     before = sorted(tmp_path.iterdir())
-    for path in paths:
+    for path in contents:
         path.write_bytes(b"damaged")
-    kill(names[damaged])
+    kill(name)
     text = (
-        f" {unique_name!r} could not start: ValueError: all snapshots of {names[damaged]!r} are "
-        f"damaged, and were kept: {paths[0]}, {paths[1]}. Replace one by"
+        f" {unique_name!r} could not start: ValueError: all snapshots of {name!r} are damaged, and "
+        f"were kept: {', '.join(map(str, contents))}. Replace one by"
     )
     for call in (
         lambda: shared.apply_grads(ones()),
         shared.num_accumulated,
-        lambda: gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options).num_accumulated(),
+        lambda: make().num_accumulated(),
     ):
         with pytest.raises(BackendUnavailableError, match=re.escape(text)):
             call()
     assert sorted(tmp_path.iterdir()) == before
-    assert [path.read_bytes() for path in paths] == [b"damaged"] * 2
-    for path, content in zip(paths, contents, strict=True):
+    for path, content in contents.items():
+        assert path.read_bytes() == b"damaged"
         path.write_bytes(content)
 
     def starts() -> bool:
-        try:
-            gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options)
-        except BackendUnavailableError:  # the start before, which may still fail
-            return False
-        return True
+        with suppress(BackendUnavailableError):  # the start before, which may still fail
+            make()
+            return True
+        return False
 
     wait_until(starts)
-    with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", **options) as again:
+    with make() as again:
         check_equal(again.take_grads(3, timeout=LIMIT_S), 7.0)
 
 
@@ -314,18 +307,13 @@ def test_a_call_that_was_given_up_is_applied_once_and_no_second_is_sent(unique_n
     with gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2) as patient:
         hasty = gr.ray.AccumulatorSet(SPECS, unique_name, "SUM", num_shards=2, timeout=0.2)
         assert patient.apply_grads(ones())
-        pid = in_actor(f"{unique_name}#1", lambda _: __import__("os").getpid())
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(f"{unique_name}#1"):
             text = f"no answer from the actor {unique_name!r} within 0.2 s"
             for _ in range(2):
                 with pytest.raises(DeadlineExceededError, match=f"^{re.escape(text)}$"):
                     hasty.apply_grads(ones(2.0))
-            with monkeypatch.context() as patch:
-                patch.setattr(hasty._client, "_timeout", LIMIT_S)  # on a busy machine
-                assert hasty.num_accumulated() == 1  # the coordinator alone answers
-        finally:
-            os.kill(pid, signal.SIGCONT)
+            monkeypatch.setattr(hasty._client, "_timeout", LIMIT_S)  # on a busy machine
+            assert hasty.num_accumulated() == 1  # the coordinator alone answers
         check_equal(patient.take_grads(2, timeout=LIMIT_S), 3.0)
         assert patient.num_accumulated() == 0
 
@@ -338,14 +326,10 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
         optimizer = gr.AGNOptimizer(rule, 1, getter, communication_period=1)
         pairs = [(np.ones(2, np.float32), weights)]
         optimizer.apply_gradients(pairs)
-        pid = in_actor(unique_name, lambda _: __import__("os").getpid())
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with monkeypatch.context() as patch, pytest.raises(DeadlineExceededError):
-                patch.setattr(center._client, "_timeout", 0.2)  # only of this push
+        with stopped(unique_name), monkeypatch.context() as patch:
+            patch.setattr(center._client, "_timeout", 0.2)  # only of this push
+            with pytest.raises(DeadlineExceededError):
                 optimizer.apply_gradients(pairs)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         optimizer.get_init_op(0)()  # waits for the push that was given up
         assert weights.numpy().tolist() == [-2.0, -2.0]
         optimizer.apply_gradients(pairs)
@@ -354,34 +338,28 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
 
 def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp_path):
     idle.apply_grads(ones(), idle.global_step)
-    other, name = {**SPECS, "w": ("float32", [20_000])}, idle.name
-    folder = brief(str(tmp_path))
+    other, folder, rest = {**SPECS, "w": ("float32", [20_000])}, brief(str(tmp_path)), "use another"
+    of_set, name = gr.ray.AccumulatorSet, idle.name
     for what, make in {
-        "specs": lambda: gr.ray.AccumulatorSet(other, name),
-        "reduction_type": lambda: gr.ray.AccumulatorSet(SPECS, name, "SUM"),
+        "specs": lambda: of_set(other, name),
+        "reduction_type": lambda: of_set(SPECS, name, "SUM"),
         "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], name),
-        "shards": lambda: gr.ray.AccumulatorSet(SPECS, name, num_shards=2),
+        "shards": lambda: of_set(SPECS, name, num_shards=2),
         "kind": lambda: gr.ray.AGNCenter(name),
-        f"snapshots None, not {folder}; use another name, or the class and": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path)
-        ),
-        "durability 100, not 7; use another name, or the class and the": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, durability=7)
-        ),
-        f"snapshots None, not {folder}, and durability 100, not 'push';": lambda: (
-            gr.ray.AccumulatorSet(SPECS, name, snapshots=tmp_path, durability="push")
+        f"snapshots None, not {folder}; {rest}": lambda: of_set(SPECS, name, snapshots=tmp_path),
+        f"durability 100, not 7; {rest}": lambda: of_set(SPECS, name, durability=7),
+        f"snapshots None, not {folder}, and durability 100, not 'push';": lambda: of_set(
+            SPECS, name, snapshots=tmp_path, durability="push"
         ),
     }.items():
         with pytest.raises(ValueError, match=f"^the actor {name!r} has {re.escape(what)} "):
             make()
     with pytest.raises(ValueError, match=r"^kernels='fast' is not one of \('numpy', 'compiled', "):
-        gr.ray.AccumulatorSet(SPECS, name, kernels="fast")
+        of_set(SPECS, name, kernels="fast")
     check_equal(idle.take_grads(1, timeout=LIMIT_S), 1.0)
 
 
 def test_a_fork_cannot_call_actors(idle):
-    import ray
-
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
@@ -404,8 +382,6 @@ def test_a_fork_cannot_call_actors(idle):
 
 
 def test_after_ray_was_shut_down_calls_raise(idle, monkeypatch):
-    import ray
-
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else Ray ends this process
     text = "Ray was shut down in this process: call gr.ray.init, and make the object again"
     for call in (idle.close, idle.num_accumulated, lambda: idle.apply_grads(ones())):
@@ -429,9 +405,8 @@ def test_a_folder_that_was_removed_is_made_again(unique_name, tmp_path):
 
 def listening(pid: int | str) -> set[str]:
     """The TCP sockets on which a process listens."""
-    links = [
-        str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()
-    ]
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    links = [str(path.readlink()) for path in files if path.is_symlink()]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     lines = [
         line.split()
@@ -442,8 +417,6 @@ def listening(pid: int | str) -> set[str]:
 
 
 def test_no_port_is_opened_beside_those_of_ray(idle):
-    import ray
-
     @ray.remote(num_cpus=0)
     class Empty:
         def pid(self) -> int:
@@ -454,7 +427,7 @@ def test_no_port_is_opened_beside_those_of_ray(idle):
     before = listening("self")
     idle.apply_grads(ones(), idle.global_step)
     idle.take_grads(1, timeout=LIMIT_S)
-    assert len(listening(in_actor(idle.name, lambda _: __import__("os").getpid()))) == usual
+    assert len(listening(pid_of(idle.name))) == usual
     assert listening("self") == before
 
 
@@ -474,8 +447,6 @@ def test_nothing_grows_with_the_number_of_calls(unique_name):
 
 @pytest.mark.exhaustive
 def test_workers_in_other_processes_are_waited_for(unique_name):
-    import ray
-
     def start(center: Any, task_index: int, seconds: float) -> str:
         getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
         gr.get_variable("w", np.zeros(1, np.float32), custom_getter=getter)

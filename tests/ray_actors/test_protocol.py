@@ -87,31 +87,18 @@ class Tally:
 
 
 class Run:
-    """Clients of shards.
-
-    Args:
-        modules: of gradreduce.ray.
-        seed: of the world.
-        num_shards: number of shards.
-        period: commands between two snapshots; 0: there are none.
-
-    Attributes:
-        acknowledged: names of applied gradients.
-        taken: names of taken gradients.
-        kill_chance: that a message kills an actor.
-    """
+    """Clients of shards; ``period``: commands between two snapshots, 0 if there are none."""
 
     def __init__(self, modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> None:
+        self.kill_chance = 0.0  # of each message
         self.world = World(
             modules, seed, has_snapshots=period > 0, on_message=lambda *_: self._maybe_kill()
         )
-        self.kill_chance = 0.0
         self.modules, self.num_shards, self.period = modules, num_shards, period
-        folder = "memory" if period else None
         self.settings = modules.shard.ActorSettings(
-            "a", 0, num_shards, folder, period or 1, 0, "numpy"
+            "a", 0, num_shards, "memory" if period else None, period or 1, 0, "numpy"
         )
-        self.acknowledged: list[str] = []
+        self.acknowledged: list[str] = []  # names of applied gradients
         self.taken: list[str] = []
         self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
 
@@ -168,12 +155,10 @@ class Run:
 
     async def play(self, *, a_worker_ends: bool) -> None:
         """Runs three workers and two consumers to their end."""
-        clients = [Process() for _ in range(5)]
+        clients, draw = [Process() for _ in range(5)], self.world.random.randint
         workers = [
-            clients[each].run(
-                self.work(clients[each], f"w{each}", self.world.random.randint(3, 10))
-            )
-            for each in range(3)
+            client.run(self.work(client, f"w{number}", draw(3, 10)))
+            for number, client in enumerate(clients[:3])
         ]
         consumers = [clients[i].run(self.take_all(clients[i], f"t{i}", workers)) for i in (3, 4)]
         if a_worker_ends:
@@ -325,14 +310,11 @@ def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
     run = Run(modules, 0, num_shards, 1)
 
     async def main() -> None:
-        client = Process()
+        client, order = Process(), []
         lead = run.connect(client)
-        order: list[str] = []
 
         async def take(consumer: str, num_required: int) -> None:
-            order.append(
-                consumer + ":" + ",".join(await run.take(lead, (consumer, 1), num_required))
-            )
+            order.append((consumer, await run.take(lead, (consumer, 1), num_required)))
 
         takes = []
         for consumer, num_required in (("a", 2), ("b", 1), ("c", 3)):
@@ -341,7 +323,7 @@ def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
         for number in range(1, 7):
             await run.apply(lead, "w", number)
         await asyncio.wait_for(asyncio.gather(*takes), 10)
-        assert order == ["a:w.1,w.2", "b:w.3", "c:w.4,w.5,w.6"]
+        assert order == [("a", ["w.1", "w.2"]), ("b", ["w.3"]), ("c", ["w.4", "w.5", "w.6"])]
 
     run.world.run(main)
 

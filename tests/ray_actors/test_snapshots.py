@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoint_cases import CASES, NUM_STEPS, bits
 from support.exact_data import exact_data
+from support.exhaustive import examples
 
 import gradreduce as gr
 
@@ -47,26 +48,24 @@ def test_states_of_every_class_come_back(tmp_path, case):
 
 
 def test_any_array_and_value_comes_back(tmp_path):
-    state = {
-        "values": [1, -(2**80), 0.1, float("inf"), None, True, "ä\n", [], {}],
+    values = [1, -(2**80), 0.1, float("inf"), None, True, "ä\n", [], {}]
+    arrays = {
         "scalar": np.array(2.5),
         "empty": np.zeros((0, 3), np.float32),
         "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         "strided": np.arange(12, dtype=np.int64)[::-2],
-        "a": {"b": np.ones(1)},
         "a.b": np.zeros(1),
     }
     snapshots = Snapshots(tmp_path / "made" / "here", "a")
-    snapshots.write(1, state)
+    snapshots.write(1, {**arrays, "a": {"b": np.ones(1)}, "values": values})
     found = snapshots.read(1)
-    assert found["values"] == state["values"]
-    assert list(map(type, found["values"])) == list(map(type, state["values"]))
-    arrays = {name: each for name, each in state.items() if isinstance(each, np.ndarray)}
-    for name, array in {**arrays, "a": state["a"]["b"]}.items():
-        loaded = found["a"]["b"] if name == "a" else found[name]
+    assert found["values"] == values
+    assert list(map(type, found["values"])) == list(map(type, values))
+    assert found["a"]["b"].tolist() == [1.0]
+    for name, array in arrays.items():
+        loaded = found[name]
         assert (loaded.dtype, loaded.shape) == (array.dtype, array.shape)
-        assert (loaded == array).all()
-        assert loaded.flags.writeable
+        assert (loaded == array).all() and loaded.flags.writeable
 
 
 def names(folder: Path) -> list[str]:
@@ -95,15 +94,9 @@ def test_the_newest_two_are_kept_and_no_other_file_is_touched(tmp_path):
     assert neighbour.numbers() == [5]
 
 
-def test_a_folder_that_was_removed_is_made_again(tmp_path):
-    snapshots = Snapshots(tmp_path / "a", "a")
-    (tmp_path / "a").rmdir()
-    snapshots.write(7, {"n": 7})
-    assert snapshots.numbers() == [7]
-
-
 def test_after_loading_an_older_snapshot_there_is_one_history(tmp_path):
-    snapshots = Snapshots(tmp_path, "a")
+    snapshots = Snapshots(tmp_path / "a", "a")
+    (tmp_path / "a").rmdir()  # is made again
     for number in (5, 6):
         snapshots.write(number, {"n": number})
     snapshots.remove(above=5)
@@ -148,14 +141,7 @@ def stored(tmp_path_factory) -> tuple[Path, bytes]:
     return path, path.read_bytes()
 
 
-def check_damaged(path: Path) -> None:
-    snapshots = Snapshots(path.parent, "a")
-    assert snapshots.numbers() == []
-    with pytest.raises(ValueError, match=rf"^the snapshot {re.escape(str(path))} is damaged$"):
-        snapshots.read(1)
-
-
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(200), deadline=None, database=None)
 @given(data=st.data())
 def test_a_changed_byte_is_found(stored, data):
     path, text = stored
@@ -163,17 +149,14 @@ def test_a_changed_byte_is_found(stored, data):
     places = st.sets(st.integers(0, len(text) - 1), min_size=1, max_size=3)
     for place in data.draw(places):
         changed[place] ^= data.draw(st.integers(1, 255))
-    path.write_bytes(changed)
-    check_damaged(path)
-
-
-def test_a_file_of_another_length_is_found(stored):
-    path, text = stored
-    for length in (0, 1, 31, 32, 33, len(text) // 2, len(text) - 1):
-        path.write_bytes(text[:length])
-        check_damaged(path)
-    path.write_bytes(text + b"\0")
-    check_damaged(path)
+    lengths = (0, 1, 31, 32, 33, len(text) // 2, len(text) - 1)
+    shorter = text[: data.draw(st.sampled_from(lengths))]
+    for damaged in (changed, shorter, text + b"\0"):
+        path.write_bytes(damaged)
+        snapshots = Snapshots(path.parent, "a")
+        assert snapshots.numbers() == []
+        with pytest.raises(ValueError, match=rf"^the snapshot {re.escape(str(path))} is damaged$"):
+            snapshots.read(1)
 
 
 @pytest.mark.parametrize(
@@ -192,42 +175,36 @@ def test_a_file_with_a_right_digest_and_wrong_contents_is_refused(tmp_path, text
     assert snapshots.newest() == 1
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError) as error:
+        refused = f"^the snapshot {re.escape(str(path))} is not one of this library$"
+        with pytest.raises(ValueError, match=refused):
             snapshots.read(1)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
-    assert str(error.value) == f"the snapshot {path} is not one of this library"
 
 
-def test_a_damaged_snapshot_is_skipped_with_a_warning(tmp_path, caplog):
-    snapshots = Snapshots(tmp_path, "a")
-    for number in (1, 2):
-        snapshots.write(number, STATE)
-    (tmp_path / "a.2.snapshot").write_bytes(b"")
-    assert snapshots.newest() == 1
-    assert caplog.messages == [f"the snapshot {tmp_path / 'a.2.snapshot'} is damaged, and not used"]
+def test_the_empty_state_is_none_of_an_actor_whose_files_are_damaged(tmp_path, caplog):
+    def check_all_damaged(*paths):
+        text = (
+            f"all snapshots of 'a' are damaged, and were kept: {', '.join(map(str, paths))}. "
+            "Replace one by an undamaged copy, or move all away to start with an empty state"
+        )
+        snapshots = Snapshots(tmp_path, "a")
+        assert snapshots.loadable() == []
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            snapshots.newest()
 
-
-def test_the_empty_state_is_none_of_an_actor_whose_files_are_damaged(tmp_path):
     snapshots, files = Snapshots(tmp_path, "a"), [tmp_path / f"a.{n}.snapshot" for n in (1, 2)]
     assert (snapshots.loadable(), snapshots.newest()) == ([0], 0)
     snapshots.write(1, STATE)
     assert (snapshots.loadable(), snapshots.newest()) == ([0, 1], 1)
     files[0].write_bytes(b"")
-    text = (
-        "all snapshots of 'a' are damaged, and were kept: {}. Replace one by an undamaged copy, or "
-        "move all away to start with an empty state"
-    )
-    assert snapshots.loadable() == []
-    with pytest.raises(ValueError, match=f"^{re.escape(text.format(files[0]))}$"):
-        snapshots.newest()
+    check_all_damaged(files[0])
     snapshots.write(2, STATE)
     assert (snapshots.loadable(), snapshots.newest()) == ([2], 2)
+    assert set(caplog.messages) == {f"the snapshot {files[0]} is damaged, and not used"}
     files[1].write_bytes(b"")
-    paths = f"{files[0]}, {files[1]}"
-    with pytest.raises(ValueError, match=f"^{re.escape(text.format(paths))}$"):
-        Snapshots(tmp_path, "a").newest()
+    check_all_damaged(*files)
     assert sorted(tmp_path.iterdir()) == files
 
 

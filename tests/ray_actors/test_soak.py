@@ -1,14 +1,17 @@
-"""Thousands of calls of four worker processes: none is lost, none is applied twice."""
+"""Thousands of calls of four worker processes, and calls on two nodes, one of which is killed."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import processes
+from support.libraries import ray
 
 import gradreduce as gr
 
@@ -38,8 +41,6 @@ def push_all(center: Any, worker: int) -> None:
 
 def run_workers(function: Any, shared: Any, name: str, *, kills: bool) -> int:
     """Runs the workers to their end; returns how often the actor was killed meanwhile."""
-    import ray
-
     choose, num_kills = random.Random(0), 0
     start = ray.remote(num_cpus=1, max_retries=0)(function).remote
     tasks = [start(shared, worker) for worker in range(NUM_WORKERS)]
@@ -81,3 +82,22 @@ def test_pushes_to_a_center(unique_name, tmp_path, kills):
         assert found.numpy().tolist() == [-NUM_CALLS] * NUM_WORKERS
     finally:
         center.close()
+
+
+PROGRAM = Path(__file__).with_name("nodes_program.py")
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "exchange",
+        "worker_ends",
+        "second_shard_ends",
+        "first_shard_ends",
+        "all_shards_end",
+        "without_snapshots",
+    ],
+)
+def test_two_nodes(tmp_path, scenario):
+    done = processes.run("none", 1, str(PROGRAM), scenario, str(tmp_path))
+    assert done.returncode == 0, done.text

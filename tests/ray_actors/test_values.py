@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 import re
 import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, exact_data, same
+from support.libraries import jnp, ray, torch
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
@@ -25,10 +26,10 @@ COMPILED = pytest.param(2, "compiled", marks=[pytest.mark.host, pytest.mark.exha
 
 def specs() -> dict[str, tuple[Any, ...]]:
     """Accumulators of every dtype, dense and sparse."""
-    dense = {str(dtype): (dtype, (5,)) for dtype in FLOATS}
-    others = {"big": ("float32", BIG), "empty": ("float64", (0, 2))}
-    sparse = {f"rows of {dtype}": (dtype, (6, 2), True) for dtype in FLOATS}
-    return {**dense, **others, **sparse, "big rows": ("bfloat16", (1000, 100), True)}
+    found: dict[str, tuple[Any, ...]] = {str(dtype): (dtype, (5,)) for dtype in FLOATS}
+    found |= {"big": ("float32", BIG), "empty": ("float64", (0, 2))}
+    found |= {f"rows of {dtype}": (dtype, (6, 2), True) for dtype in FLOATS}
+    return {**found, "big rows": ("bfloat16", (1000, 100), True)}
 
 
 def gradients(seed: int) -> list[Any]:
@@ -65,20 +66,16 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
         )
         for name, (dtype, shape, *is_sparse) in specs().items()
     ]
-    with gr.ray.AccumulatorSet(
-        specs(), unique_name, reduction_type, num_shards=num_shards
-    ) as shared:
-        other = gr.ray.AccumulatorSet(specs(), unique_name, reduction_type, num_shards=num_shards)
 
-        def counts(accumulator: Any) -> tuple[int, ...]:
-            return (
-                accumulator.global_step, accumulator.num_accumulated(), accumulator.num_dropped
-            )  # fmt: skip
+    def counts(each: Any) -> tuple[int, ...]:
+        return each.global_step, each.num_accumulated(), each.num_dropped
 
+    make = partial(gr.ray.AccumulatorSet, specs(), unique_name, reduction_type)
+    with make(num_shards=num_shards) as shared:
+        other = make(num_shards=num_shards)
         for turn, (step, num_required) in enumerate([(0, 2), (1, 3), (7, 1)]):
             if step == 7:
-                shared.set_global_step(step)
-                for each in own:
+                for each in (shared, *own):
                     each.set_global_step(step)
             for number in range(num_required):
                 grads = gradients(10 * turn + number)
@@ -91,10 +88,9 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
             # To this process, and from it.
             states = [each.state_dict() for each in own]
             state = shared.state_dict()
-            for left, right in zip(state["accumulators"], states, strict=True):
+            for each, left, right in zip(own, state["accumulators"], states, strict=True):
                 assert left.keys() == right.keys()
-            for each, saved in zip(own, state["accumulators"], strict=True):
-                each.load_state_dict(saved)
+                each.load_state_dict(left)
             other.load_state_dict({**state, "accumulators": states})
             taken = shared.take_grads(num_required, timeout=30)
             assert list(taken) == list(specs())
@@ -113,24 +109,23 @@ def rows_of(*indices: int) -> list[Any]:
 @pytest.mark.parametrize("num_shards", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shards, tmp_path):
     """Also after the actors were restarted from snapshots."""
-    import ray
-
     specs = [("float32", [9, 1], True), ("float32", [1]), ("float64", [9, 1], True)]
     own: list[Any] = [
         gr.SparseConditionalAccumulator("float32", [9, 1], sparse_mean="per_gradient"),
         gr.ConditionalAccumulator("float32", [1]),
         gr.SparseConditionalAccumulator("float64", [9, 1], sparse_mean="per_gradient"),
     ]
-    options: dict[str, Any] = {
-        "num_shards": num_shards, "snapshots": tmp_path, "durability": "push", "timeout": 60
-    }  # fmt: skip
-    with gr.ray.AccumulatorSet(specs, unique_name, sparse_mean="per_gradient", **options) as shared:
+    make = partial(
+        gr.ray.AccumulatorSet, specs, unique_name,
+        num_shards=num_shards, snapshots=tmp_path, durability="push", timeout=60,
+    )  # fmt: skip
+    with make(sparse_mean="per_gradient") as shared:
         text = (
             f"the actor {unique_name!r} has sparse_mean 'per_gradient', not 'per_row'; use another "
             "name, or the class and the arguments that made the actor"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            gr.ray.AccumulatorSet(specs, unique_name, **options)
+            make()
         assert shared.apply_grads(rows_of(1, 4))
         work = ray.remote(num_cpus=0)(lambda given: given.apply_grads(rows_of(4)))
         assert ray.get([work.remote(shared) for _ in range(2)], timeout=60) == [True, True]
@@ -150,9 +145,8 @@ def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shar
         assert shared.num_accumulated() == 3
         taken = shared.take_grads(3, timeout=60)
         check_same(taken, gr.take_grads(own, 3))
-        assert [np.asarray(getattr(each, "values", each)).ravel().tolist() for each in taken] == [
-            [2.0, 6.0], [6.0], [2.0, 6.0]
-        ]  # fmt: skip
+        values = [np.asarray(getattr(each, "values", each)).ravel().tolist() for each in taken]
+        assert values == [[2.0, 6.0], [6.0], [2.0, 6.0]]
 
 
 def test_a_sparse_accumulator_has_the_mean_of_one_in_this_process(unique_name):
@@ -188,8 +182,7 @@ def test_other_float_dtypes_are_cast_when_asked(unique_name):
             shared.apply_grads(grads)
         assert shared.apply_grads(grads, cast=True)
         dense, rows = shared.take_grads(1, timeout=30).values()
-        assert dense.tolist() == [1.0, 2.0]
-        assert rows.values.tolist() == [[3.0]]
+        assert (dense.tolist(), rows.values.tolist()) == ([1.0, 2.0], [[3.0]])
         assert dense.dtype == rows.values.dtype == np.float32
 
 
@@ -221,13 +214,13 @@ def test_an_accumulator_has_the_members_of_one_in_this_process(unique_name, capl
 def test_a_set_with_names_takes_and_returns_dicts(unique_name):
     specs = {"w": ("float32", [1]), "b": ("float64", [])}
     with gr.ray.AccumulatorSet(specs, unique_name) as named:
-        for grads, text in {
-            "{'w': [1.0]}": "grads lacks [b] and has unknown []; pass one gradient for each name",
-            "{'w': [1.0], 'b': 2.0, 'c': 3.0}": "grads lacks [] and has unknown [c]; pass one",
-            "{'w': [1.0, 2.0], 'b': 2.0}": "grads['w'], for accumulator 'w': ",
-        }.items():
+        for grads, text in (
+            ({"w": [1.0]}, "grads lacks [b] and has unknown []; pass one gradient for each name"),
+            ({"w": [1.0], "b": 2.0, "c": 3.0}, "grads lacks [] and has unknown [c]; pass one"),
+            ({"w": [1.0, 2.0], "b": 2.0}, "grads['w'], for accumulator 'w': "),
+        ):
             with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-                named.apply_grads(ast.literal_eval(grads))
+                named.apply_grads(grads)
         assert named.num_accumulated() == 0
         assert named.apply_grads({"b": 2.0, "w": [1.0]})
         assert named.apply_grads([[3.0], 4.0])  # in the order of the specs
@@ -242,8 +235,6 @@ def test_a_set_with_names_takes_and_returns_dicts(unique_name):
 @pytest.mark.torch
 def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
     """Also after the actor, which does not import PyTorch, has loaded a snapshot."""
-    import torch
-
     options = {"snapshots": tmp_path, "durability": "push"}
     with gr.ray.ConditionalAccumulator("bfloat16", [2], unique_name, **options) as shared:
         shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
@@ -275,9 +266,6 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
 @pytest.mark.jax
 @pytest.mark.exhaustive
 def test_gradients_of_pytorch_and_jax(unique_name):
-    import jax.numpy as jnp
-    import torch
-
     sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
     specs = {"big": ("float32", BIG), "half": ("bfloat16", [3]), "rows": ("float32", [5, 2], True)}
     with gr.ray.AccumulatorSet(specs, unique_name, "SUM", num_shards=2) as shared:
@@ -348,13 +336,11 @@ class Worker:
         place = gr.default_mesh()[:num_replicas] if num_replicas > 1 else gr.default_mesh()[0]
         self.getter = gr.AGNCustomGetter(place, center=center)
         self._is_sparse = is_sparse
+        make = partial(gr.get_variable, dtype=dtype, custom_getter=self.getter)
         self.variables = [
-            gr.get_variable(
-                f"v{number}", exact_data(shape, dtype, seed=number), dtype=dtype,
-                custom_getter=self.getter,
-            )
+            make(f"v{number}", exact_data(shape, dtype, seed=number))
             for number, shape in enumerate([(3,), (6, 2), BIG])
-        ]  # fmt: skip
+        ]
         self.optimizer = gr.AGNOptimizer(
             RULES[rule](), 2, self.getter, communication_period=2, **options
         )

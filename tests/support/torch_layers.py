@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from support.libraries import torch
+from support.thread_group import run_processes
+
 import gradreduce as gr
 
 TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
@@ -9,8 +12,6 @@ TINY_MB = 2**-20 * 100  # a bucket of 12 float64: a layer
 
 def layers(count=4, size=3):
     """Linear layers with integers, so that all gradients are exact; equal at each call."""
-    import torch
-
     net = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(count)]).double()
     for number, parameter in enumerate(net.parameters()):
         torch.nn.init.constant_(parameter, 1.0 + number % 2)
@@ -18,13 +19,21 @@ def layers(count=4, size=3):
 
 
 def batch(replica, step=0, size=3):
-    import torch
-
     return torch.full((2, size), 1.0 + replica + 3 * step, dtype=torch.float64)
 
 
 def open_mesh(devices, group=None):
     return gr.open_mesh(devices, backend="sim", process_group=group)
+
+
+def in_processes(processes, work, make=layers, devices=1, **options):
+    """Calls ``work(dp, mesh)`` with a DataParallel in each process; returns the results."""
+
+    def run(group):
+        with open_mesh(devices, group) as mesh:
+            return work(gr.torch.DataParallel(make(), mesh, **options), mesh)
+
+    return run_processes(processes, run) if processes > 1 else [run(None)]
 
 
 def gradients(module):
@@ -33,8 +42,6 @@ def gradients(module):
 
 def means(rows):
     """The means of the gradients, with zeros for a replica without; None if no replica has one."""
-    import torch
-
     made = []
     for column in zip(*rows, strict=True):
         like = next((each for each in column if each is not None), None)
@@ -54,8 +61,6 @@ def means_of(num_replicas, step=0):
 
 
 def assert_equal(found, wanted):
-    import torch
-
     for one, other in zip(found, wanted, strict=True):
         if one is None or other is None:
             assert one is other
@@ -74,8 +79,6 @@ def frozen(net):
 
 def trained(dp, run, first, begin, steps=3):
     """Computes gradients as training loops do; returns those of all replicas."""
-    import torch
-
     found = []
     for step in range(steps):
         begin(dp, step)
@@ -100,7 +103,5 @@ def zero(dp, step):
 
 
 def autocast(net, x, *_):
-    import torch
-
     with torch.autocast("cpu", torch.bfloat16):
         return net(x.float()).sum()

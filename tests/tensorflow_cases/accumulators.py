@@ -22,11 +22,7 @@ _runs = itertools.count()
 
 
 class Call:
-    """A call in a thread of its own.
-
-    Attributes:
-        ticket: the take's place in the queue; None where it has none.
-    """
+    """A call in a thread of its own; ``ticket`` is the place of a take in the queue, if any."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.ticket: Any = None

@@ -38,8 +38,4 @@ def _aggregate(world: World, step: dict[str, Any]) -> Any:
     return gr.aggregate(terms, as_method(step["method"]))
 
 
-STEPS: dict[str, Doing] = {
-    "add_n": _add_n,
-    "accumulate_n": _accumulate_n,
-    "aggregate": _aggregate,
-}
+STEPS: dict[str, Doing] = {"add_n": _add_n, "accumulate_n": _accumulate_n, "aggregate": _aggregate}

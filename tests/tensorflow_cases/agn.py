@@ -155,23 +155,20 @@ def _init_check(world: World, step: dict[str, Any]) -> Any:
     """The second worker of a center, whose variable starts elsewhere than the first one's."""
     center = gr.AGNCenter(world.mesh)
     getters = [gr.AGNCustomGetter(device, center=center) for device in world.mesh.devices[:2]]
-    starts = ([1.0, 2.0], [3.0, 4.0])
-    local = [
-        _variables(getter, [{"name": "v", "init": start}])["v"]
-        for getter, start in zip(getters, starts, strict=True)
-    ][1]
-    optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 2, getters[1])
-    center, total = getters[1].center_variable(local), getters[1].accumulation(local)
-    before, start = center.numpy(), local.numpy()
+    for getter, start in zip(getters, ([1.0, 2.0], [3.0, 4.0]), strict=True):
+        local = _variables(getter, [{"name": "v", "init": start}])["v"]
+    optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 2, getter)
+    of_center, total = getter.center_variable(local), getter.accumulation(local)
+    before = of_center.numpy()
     found = {
-        "before_local_equals_global": bool((start == before).all()),
+        "before_local_equals_global": bool((local.numpy() == before).all()),
         "before_grad_is_zero": not total.numpy().any(),
     }
     optimizer.get_init_op(1)()
     return {
         **found,
-        "after_local_equals_global": bool((local.numpy() == center.numpy()).all()),
-        "global_unchanged": bool((center.numpy() == before).all()),
+        "after_local_equals_global": bool((local.numpy() == of_center.numpy()).all()),
+        "global_unchanged": bool((of_center.numpy() == before).all()),
         "after_grad_is_zero": not total.numpy().any(),
     }
 

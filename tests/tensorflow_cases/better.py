@@ -139,14 +139,10 @@ BETTER: dict[str, Change] = {
     "AGN-015": refuses(0, 2, only=(0, 2)),
     "AGN-019": getter_of("v", "w", worker_device="/job:worker/task:0"),
     "AGN-020": getter_of("w", "pv/part_0", "pv/part_1", worker_device="/cpu:0"),
-    "AGN-021": gives(
-        r={
-            "before_grad_is_zero": True,
-            "after_local_equals_global": True,
-            "global_unchanged": True,
-            "after_grad_is_zero": True,
-        }
-    ),
+    "AGN-021": gives(r=dict.fromkeys(
+        ("before_grad_is_zero", "after_local_equals_global", "global_unchanged",
+         "after_grad_is_zero"), True,
+    )),
     "AGN-022": lambda case: replace(
         case, errors={place: error for place, error in case.errors.items() if place != 0}
     ),

@@ -44,7 +44,4 @@ def _accumulate_n_grad(world: World, step: dict[str, Any]) -> Any:
     return _derivatives(lambda: np.sum(gr.accumulate_n(inputs)), inputs)
 
 
-STEPS: dict[str, Doing] = {
-    "gradients": _gradients,
-    "accumulate_n_grad": _accumulate_n_grad,
-}
+STEPS: dict[str, Doing] = {"gradients": _gradients, "accumulate_n_grad": _accumulate_n_grad}

@@ -32,29 +32,17 @@ ERRORS: dict[str, tuple[type[Exception], ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case of the file.
-
-    Attributes:
-        id: of the case.
-        level: ``"must"`` or ``"quirk"``.
-        better: what a sounder library would do; None where the file says nothing.
-        steps: each with the place at which the file has it.
-        out: what the steps must have stored, by name.
-        errors: the class of error that a step must raise, by its place.
-        tolerance: ``rtol`` and ``atol``.
-        newer: what TensorFlow 2.21 gave, where that differs.
-        check: what else must hold of what the steps have stored.
-    """
+    """One case of the file."""
 
     id: str
-    level: str
-    better: str | None
-    steps: tuple[tuple[int, dict[str, Any]], ...]
-    out: dict[str, Any]
-    errors: dict[int, str]
-    tolerance: dict[str, float]
-    newer: dict[str, Any] | None = None
-    check: Callable[[dict[str, Any]], None] | None = None
+    level: str  # "must" or "quirk"
+    better: str | None  # what a sounder library would do
+    steps: tuple[tuple[int, dict[str, Any]], ...]  # each with its place in the file
+    out: dict[str, Any]  # what the steps must have stored, by name
+    errors: dict[int, str]  # the class of error that a step must raise, by its place
+    tolerance: dict[str, float]  # rtol and atol
+    newer: dict[str, Any] | None = None  # what TensorFlow 2.21 gave, where that differs
+    check: Callable[[dict[str, Any]], None] | None = None  # what else must hold of the stored
 
     def __str__(self) -> str:
         return self.id
@@ -75,13 +63,7 @@ def errors_of(expected: dict[str, Any]) -> dict[int, str]:
 
 
 def run(case: Case, mesh: gr.Mesh, *, as_buffers: bool) -> None:
-    """Asserts that a case holds.
-
-    Raises:
-        AssertionError: it does not.
-        NotImplementedError: the library says that something is still missing.
-        AbsentError: a step has no counterpart here.
-    """
+    """Asserts that a case holds; raises ``AbsentError`` if a step has no counterpart here."""
     world = World(mesh, as_buffers)
     with world.cleanup:
         for place, step in case.steps:

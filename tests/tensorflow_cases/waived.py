@@ -12,12 +12,7 @@ from .better import Change, newer, refuses
 
 @dataclass(frozen=True)
 class Waiver:
-    """Why a case does not hold.
-
-    Attributes:
-        reason: one sentence.
-        instead: what holds in its place.
-    """
+    """Why a case does not hold, and what holds in its place."""
 
     reason: str
     instead: Change | None = None

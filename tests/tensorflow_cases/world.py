@@ -23,19 +23,11 @@ class AbsentError(Exception):
 
 @dataclass
 class World:
-    """One case in progress.
+    """One case in progress."""
 
-    Attributes:
-        mesh: eight logical devices.
-        as_buffers: give arrays as Buffers; else as NumPy arrays, and plain lists as they are to
-            whoever takes lists.
-        names: what the steps have stored.
-        cleanup: what is closed when the case has ended, whatever came of it.
-    """
-
-    mesh: gr.Mesh
-    as_buffers: bool
-    names: dict[str, Any] = field(default_factory=dict)
+    mesh: gr.Mesh  # of eight logical devices
+    as_buffers: bool  # else arrays are NumPy's, and plain lists stay lists
+    names: dict[str, Any] = field(default_factory=dict)  # what the steps have stored
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     def device(self, name: str) -> gr.Device:

@@ -1,10 +1,9 @@
 """Variables are read on the device of a replica, as copies or as views."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import same_copies
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -16,6 +15,9 @@ def test_one_copy_on_each_device(mesh):
     assert len({buffer.block for buffer in variable.buffers}) == len(mesh)
     part = gr.Variable([1.0], device=mesh[[3, 1]])
     assert part.devices == (mesh.devices[3], mesh.devices[1])
+    alone = gr.Variable([5.0], device=mesh.devices[1])
+    with gr.replica(3):
+        assert alone.numpy().tolist() == [5.0]
 
 
 def test_a_replica_reads_its_own_copy(mesh):
@@ -33,22 +35,6 @@ def test_a_replica_reads_its_own_copy(mesh):
         variable.numpy()
 
 
-def test_a_variable_on_one_device_is_the_same_for_every_replica(mesh):
-    variable = gr.Variable([5.0], device=mesh.devices[1])
-    with gr.replica(3):
-        assert variable.numpy().tolist() == [5.0]
-
-
-def test_numpy_is_a_copy(place):
-    variable = gr.Variable([1.0, 2.0], device=place)
-    read = variable.numpy()
-    read[...] = 9
-    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
-    read = variable.numpy()
-    variable.assign([3.0, 4.0])
-    assert read.tolist() == [1.0, 2.0]
-
-
 def test_numpy_functions_take_it(place):
     variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=place)
     assert (np.asarray(variable) == [[1, 2], [3, 4]]).all()
@@ -59,6 +45,12 @@ def test_numpy_functions_take_it(place):
     assert np.sum(variable) == 10
     scalar = gr.Variable(3, trainable=False, device=place)
     assert (int(scalar), float(scalar)) == (3, 3.0)
+    read = variable.numpy()
+    read[...] = 9  # a copy
+    assert same_copies(variable, np.array([[1, 2], [3, 4]], "float32"))
+    read = variable.numpy()
+    variable.assign([[0, 0], [0, 0]])
+    assert read.tolist() == [[1, 2], [3, 4]]
 
 
 def test_attributes_of_arrays_raise_and_name_read(place):
@@ -101,8 +93,6 @@ def test_an_unavailable_output_type_is_refused(mesh):
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_view_for_torch(mesh, dtype):
-    import torch
-
     variable = gr.Variable([1.0, 2.0], dtype=dtype, device=mesh)
     view = variable.array("torch")
     assert isinstance(view, torch.Tensor)

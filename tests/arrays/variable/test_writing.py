@@ -1,12 +1,11 @@
 """A Variable is written on every device alike, or not at all."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, FLOATS, exact_data, same, same_copies
+from support.libraries import torch
 
 import gradreduce as gr
 
@@ -27,69 +26,51 @@ def test_assign_and_assign_add(place, mesh, dtype):
     assert same(value, exact_data((3, 2, 5), dtype)[1])
 
 
-@pytest.mark.parametrize("value", [5, 5.5, [[1, 2.5]], ((1, 2),)])
-def test_numbers_and_lists_become_the_variables_dtype(place, value):
+def test_numbers_and_lists_become_the_variables_dtype(place):
     for dtype in FLOATS:
-        variable = gr.Variable(np.zeros(np.shape(value)), dtype=dtype, device=place)
-        assert same_copies(variable.assign(value), np.asarray(value).astype(dtype))
-        assert same_copies(variable.assign_add(value), (2 * np.asarray(value)).astype(dtype))
-
-
-def test_a_global_step_counts(place):
+        for value in (5, 5.5, [[1, 2.5]], ((1, 2),)):
+            variable = gr.Variable(np.zeros(np.shape(value)), dtype=dtype, device=place)
+            assert same_copies(variable.assign(value), np.asarray(value).astype(dtype))
+            assert same_copies(variable.assign_add(value), (2 * np.asarray(value)).astype(dtype))
+    variable = gr.Variable(np.array([2048.0]), dtype="float16", device=place)
+    variable.assign_add([3])  # in float32
+    assert same_copies(variable, np.array([2052], "float16"))
     step = gr.Variable(0, "global_step", trainable=False, device=place)
-    for _ in range(3):
-        step.assign_add(1)
-    step.assign_add(np.int64(10)).assign_add(-1)
+    step.assign_add(1).assign_add(np.int64(10)).assign_add(-1).assign_add(2)
     assert int(step) == 12
     assert same_copies(step, np.int64(12))
 
 
-def test_half_precision_is_added_in_float32(place):
-    variable = gr.Variable(np.array([2048.0]), dtype="float16", device=place)
-    variable.assign_add([3])
-    assert same_copies(variable, np.array([2052], "float16"))
-
-
 @pytest.mark.parametrize("method", ["assign", "assign_add"])
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (1.0, ValueError),  # nothing is broadcast
-        ([1.0], ValueError),
-        ([[1.0, 2.0]], ValueError),
-        (np.ones(2, "float64"), ValueError),
-        (np.ones(2, "int32"), ValueError),
-        (np.ones(2, "float16"), ValueError),
-        (np.ones(3, "float32"), ValueError),
-        (np.array([True, False]), TypeError),
-        ([1j, 2j], ValueError),
-        ([[1.0], [1.0, 2.0]], ValueError),
-        (None, TypeError),
-        ("ab", TypeError),
-    ],
-)
-def test_incompatible_values_change_nothing(place, method, value, error):
+def test_incompatible_values_change_nothing(place, method):
     variable = gr.Variable([1.0, 2.0], "w", device=place)
-    with pytest.raises(error):
-        getattr(variable, method)(value)
+    step = gr.Variable(1, trainable=False, device=place)
+    for value, error, text in [
+        (1.0, ValueError, None),  # nothing is broadcast
+        ([1.0], ValueError, None),
+        ([[1.0, 2.0]], ValueError, None),
+        (np.ones(2, "float64"), ValueError, None),
+        (np.ones(2, "int32"), ValueError, None),
+        (np.ones(2, "float16"), ValueError, None),
+        (np.ones(3), ValueError, r"float64\[3\].*'w' is float32\[2\]"),
+        (np.array([True, False]), TypeError, None),
+        ([1j, 2j], ValueError, None),
+        ([[1.0], [1.0, 2.0]], ValueError, None),
+        (None, TypeError, None),
+        ("ab", TypeError, None),
+    ]:
+        with pytest.raises(error, match=text):
+            getattr(variable, method)(value)
+    with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
+        getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
+    with pytest.raises(ValueError, match="cannot convert float64 numbers to int64"):
+        getattr(step, method)(1.5)
+    assert int(step) == 1
     assert same_copies(variable, np.array([1.0, 2.0], "float32"))
-
-
-@pytest.mark.parametrize("method", ["assign", "assign_add"])
-def test_the_text_names_both(place, method):
-    variable = gr.Variable([1.0, 2.0], "w", device=place)
-    with pytest.raises(ValueError, match=r"float64\[3\].*'w' is float32\[2\]"):
-        getattr(variable, method)(np.ones(3))
     other = gr.Variable([5.0, 2.0], device=place)
     getattr(variable, method)(other)  # a Variable is a valid value
     assert same_copies(variable, np.array([5, 2] if method == "assign" else [6, 4], "float32"))
     assert same_copies(other, np.array([5, 2], "float32"))
-    with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
-        getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
-    step = gr.Variable(1, trainable=False, device=place)
-    with pytest.raises(ValueError, match="cannot convert float64 numbers to int64"):
-        getattr(step, method)(1.5)
-    assert int(step) == 1
 
 
 def test_assigned_memory_is_not_kept(place):
@@ -146,6 +127,8 @@ def test_a_variable_of_a_closed_mesh():
 
 _ARRAY = np.ones((2, 2), "float32")
 _OVER = {
+    "+=": lambda v: operator.iadd(v, 1.0),
+    "*=": lambda v: operator.imul(v, 1.0),
     "ufunc": lambda v: np.add(v, 1, out=v),
     "ufunc by place": lambda v: np.add(_ARRAY, 1, v),
     "ufunc.at": lambda v: np.add.at(v, [0], 5.0),
@@ -169,18 +152,13 @@ _OVER = {
 }
 
 
-@pytest.mark.parametrize("write", _OVER.values(), ids=_OVER)
-def test_numpy_cannot_write_a_variable(write):
-    with gr.open_mesh(1, backend="sim") as mesh:
-        variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=mesh)
+def test_numpy_cannot_write_a_variable(place):
+    variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=place)
+    for name, write in _OVER.items():
         with pytest.raises(TypeError, match="use assign or assign_add"):
             write(variable)
-        assert variable.numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
-
-
-def test_what_numpy_writes_may_come_from_it(place):
-    variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=place)
-    plain = np.zeros((2, 2), "float32")
+        assert variable.numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]], name
+    plain = np.zeros((2, 2), "float32")  # may be written from it
     np.copyto(plain, variable)
     np.add.at(plain, ([0], [0]), variable[0, 0])
     assert plain.tolist() == [[2.0, 2.0], [3.0, 4.0]]
@@ -191,8 +169,6 @@ def test_what_numpy_writes_may_come_from_it(place):
 
 @pytest.mark.torch
 def test_torch_cannot_write_a_variable(place):
-    import torch
-
     variable = gr.Variable([1.0, 2.0], device=place)
     for write in (
         lambda: torch.add(torch.ones(2), 1, out=variable),
@@ -205,3 +181,53 @@ def test_torch_cannot_write_a_variable(place):
             write()
     assert variable.numpy().tolist() == [1.0, 2.0]
     assert torch.ones(2).add_(variable).tolist() == [2.0, 3.0]
+
+
+class Shared(gr.Variable):
+    """Makes Variables like those of ``gr.torch.variables``, without PyTorch."""
+
+    is_stale = False
+
+    @property
+    def buffers(self):
+        self._check_memory()
+        return super().buffers
+
+    def _check_memory(self):
+        if self.is_stale:
+            raise RuntimeError("stale")
+
+
+ONES = np.ones(4, "f4")
+
+
+WRITES = {
+    "assign": lambda variable, step: variable.assign(ONES),
+    "assign_add": lambda variable, step: variable.assign_add(ONES),
+    "a step": lambda variable, step: step([[[ONES]], [[ONES]]]),
+}
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_call_that_would_write_stale_memory_changes_nothing(name, shard_optimizer):
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = Shared(ONES, device=mesh)
+        step = gr.SyncStep(
+            [variable],
+            gr.MomentumOptimizer(0.5, 0.5),
+            gr.AllReduceCrossDeviceOps(),
+            shard_optimizer=shard_optimizer,
+        )
+        WRITES[name](variable, step)
+        before, (moment,) = variable.numpy(), step.optimizer.variables()[:1]
+        moments, steps = moment.numpy(), step.global_step
+        variable.is_stale = True
+        with pytest.raises(RuntimeError, match="stale"):
+            WRITES[name](variable, step)
+        variable.is_stale = False
+        assert (variable.numpy() == before).all()
+        assert (moment.numpy() == moments).all()
+        assert (step.global_step, step.accumulators[0].num_accumulated()) == (steps, 0)
+        WRITES[name](variable, step)
