@@ -1,24 +1,17 @@
 """Measures AGN: a worker's local step, and the push once per period.
 
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. 16 M
-parameters in 50 variables (64 M on a GPU), float32, gradients on the device; compared with
-PyTorch's optimizer plus ``_foreach_add_``, NumPy's passes in blocks and a copy of as many bytes, in
-the same rounds. Also the host's time of a step with 161 tiny variables, and the share of the bytes
-that the busiest device of a center carries. Reports libraries that are not installed. Exit status 1
-if a floor is violated.
-
-    python bench/bench_agn.py [--json FILE] [--quick]
+python bench/bench_agn.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import Case
 from measure.clock import Call
 from measure.floors import Floor, counted, of_the_copy, over_the_copy, over_the_peer, times_the_peer
 from measure.random_values import GRADIENTS, VALUES, normals
@@ -120,25 +113,6 @@ class Worker:
         worker.variables.sums = sums
 
 
-def compare(bench: Bench, name: str, calls: Mapping[str, Call], units: int) -> None:
-    """Measures calls that read or write all variables of a model ``units`` times."""
-    sizes = model.sizes(bench)
-    words = f"{sum(sizes)} float32 in {len(sizes)} variables, {units} units"
-    bench.compare(name, words, units * 4 * sum(sizes), calls)
-
-
-def local(bench: Bench, rule: str) -> None:
-    """Measures a local step over a whole model: update and accumulation."""
-    make, units = model.RULES[rule]
-    sizes = model.sizes(bench)
-    peers = model.torch_steps(bench, rule, sizes, adds=True)
-    if rule == "sgd" and not bench.on_gpu:
-        peers[model.BLOCKS] = model.sgd_in_blocks(sizes, adds=True)
-    workers = bench.ours(lambda device: Worker(make, device, sizes, NEVER))
-    model.check_updates(rule, [worker.updated() for worker in workers.values()])
-    compare(bench, rule, {**workers, **peers}, units + ADDED_UNITS)
-
-
 def push(bench: Bench) -> None:
     """Measures a push: normalize, update the center, pull."""
 
@@ -147,25 +121,23 @@ def push(bench: Bench) -> None:
         worker()
         return worker.push
 
-    compare(bench, PUSH, bench.ours(make), PUSH_UNITS)
+    model.compare(bench, PUSH, bench.ours(make), PUSH_UNITS, f", {PUSH_UNITS} units")
 
 
 def tiny(bench: Bench) -> None:
     """Measures the host time of a step with tiny variables."""
-    sizes = model.tiny_sizes(bench)
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():
         launches = []
         for what, period in (("step", NEVER), ("step and communication", 1)):
-            worker = Worker(model.RULES["sgd"][0], device, sizes, period)
+            worker = Worker(model.RULES["sgd"][0], device, model.tiny_sizes(bench), period)
             worker()
             calls[f"{implementation}, sgd, {what}"] = worker
             launches.append(bench.launches(implementation, worker))
         figures[f"{implementation}, launches of a step"] = launches[0]
         figures[f"{implementation}, launches of a communication"] = launches[1] - launches[0]
-    words = f"{len(sizes)} x {sizes[0]} float32, host us"
-    bench.keep(Case(model.TINY, words, figures=figures | model.tiny_us(bench, calls)))
+    model.note_tiny(bench, calls, figures)
 
 
 def spread(bench: Bench) -> None:
@@ -178,7 +150,7 @@ def spread(bench: Bench) -> None:
         figures[f"seconds, center on {number}"] = seconds
     figures["share of the busiest"] = share
     text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
-    bench.keep(Case(SPREAD, text, figures=figures))
+    bench.note(SPREAD, text, figures)
 
 
 def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
@@ -192,15 +164,11 @@ def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
         ]
         for worker in workers:
             worker()  # the first of the period, which sends nothing
-        threads = [threading.Thread(target=worker) for worker in workers]
-        with mesh.journal() as journal:
+        with mesh.journal() as journal, ThreadPoolExecutor(WORKERS) as pool:
             began = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for device in mesh.devices:
-                device.synchronize()
+            for pushing in [pool.submit(worker) for worker in workers]:
+                pushing.result()
+            mesh.synchronize()
             seconds = time.perf_counter() - began
         carried = dict.fromkeys(range(num_devices), 0)
         for record in journal.of("copy"):
@@ -212,9 +180,10 @@ def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
     for rule in ON_GPU:
-        local(bench, rule)
+        make, units = model.RULES[rule]
+        worker = partial(Worker, make, sizes=model.sizes(bench), period=NEVER)
+        model.compare_steps(bench, rule, worker, units + ADDED_UNITS, adds=True)
     push(bench)
     tiny(bench)
     if not bench.on_gpu:

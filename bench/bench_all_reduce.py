@@ -1,13 +1,6 @@
 """Measures all-reduce: the mean of replicas on every device, compared with a copy and peers.
 
-On GPUs if CuPy finds any, otherwise on four simulated devices with both implementations. For each
-candidate the table gives size, time, algorithm and bus bandwidth (as nccl-tests define them), the
-ratio to the *line*, and the host's time of a call. The line is the time of a plain copy, in the
-same rounds, that reads each replica once and writes each result once, as an all-reduce must. On a
-CPU the copy is np.copyto, in one thread. Reports peers that are not installed. Exit status 1 if a
-floor is violated.
-
-    python bench/bench_all_reduce.py [--json FILE] [--quick]
+python bench/bench_all_reduce.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -18,30 +11,23 @@ from functools import partial
 
 import numpy as np
 from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
-from measure.all_reduce_peers import (
-    HIERARCHICAL,
-    ONE_DEVICE,
-    SUM_AND_COPIES,
-    find_all_reduce_peers,
-)
-from measure.case import OURS, Case
+from measure.case import OURS
 from measure.clock import Call, HostClock
 from measure.floors import Decision, Floor, counted, over_the_copy, times_the_peer
+from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
 from measure.reductions import Reduction, compare, placed, uploaded
 from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark, named
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.device import Mesh
 
 NUM_DEVICES = 4
-RESNET, TINY, ONE = "ResNet-50, MEAN", "tiny tensors", "one tensor"
+RESNET, TINY = "ResNet-50, MEAN", "tiny tensors"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
 PREPARED = ", prepared"
-SWEEP_BYTES = tuple(2**power for power in range(10, 27, 4))  # of one tensor: 1 KiB to 64 MiB
-QUICK_SWEEP_BYTES = (2**10,)
 
 BESIDE = "docs/benchmarks.md, 2026-11"
 OWN_ARRAYS = ", NumPy arrays"
@@ -175,32 +161,18 @@ def tiny(bench: Bench) -> None:
             calls[f"{name}, {way}"] = plain(mesh, tensors, way)
             calls[f"{name}, {way}{PREPARED}"] = reduction(mesh, tensors, way).prepared()
         calls[f"{name}, {ONE_PACK}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, ONE_PACK)
-    us = bench.host_us(calls, bench.pick(10, 1))
-    figures = named({name: taken / len(tensors) for name, taken in us.items()})
+    figures = bench.host_us(calls, bench.pick(10, 1), divisor=len(tensors))
     words = f"{len(tensors)} x {TINY_SIZE} float32 on {NUM_DEVICES} devices, us for a tensor"
-    bench.keep(Case(TINY, words, figures=figures))
-
-
-def one(bench: Bench, nbytes: int) -> None:
-    """Reduces one tensor, from sizes bound by the call to sizes bound by memory."""
-    tensors = hosts([(nbytes // 4,)])
-    calls: dict[str, Call] = {}
-    for name, mesh in bench.meshes.items():
-        calls[f"{OURS}{name}, {NO_PACKS}"] = plain(mesh, tensors, NO_PACKS)
-        alone = reduction(mesh, tensors, NO_PACKS)
-        calls[f"{OURS}{name}, {NO_PACKS}{PREPARED}"] = alone.prepared()
-    compare(bench, f"{ONE}, {nbytes} bytes", alone, calls)
+    bench.note(TINY, words, figures)
 
 
 def cases(bench: Bench) -> None:
     """Runs all cases: on four simulated devices with peer access, or on GPUs."""
     if bench.on_gpu:
         gpu_cases(bench)
-        return
-    resnet(bench)
-    tiny(bench)
-    for nbytes in bench.pick(SWEEP_BYTES, QUICK_SWEEP_BYTES):
-        one(bench, nbytes)
+    else:
+        resnet(bench)
+        tiny(bench)
 
 
 BENCHMARK = Benchmark(

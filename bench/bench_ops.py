@@ -1,17 +1,13 @@
 """Measures sums, packing and merging on one device, compared with a copy and peers.
 
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. Every line
-gives the time of the operation and its rate relative to a plain copy (bytes read plus bytes
-written, measured in the same rounds). Reports peers that are not installed. Exit status 1 if a
-floor is violated.
-
-    python bench/bench_ops.py [--json FILE] [--quick]
+python bench/bench_ops.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
 
+import math
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,14 +22,14 @@ from measure.floors import (
     over_the_peer,
     times_the_peer,
 )
-from measure.peers import SPLIT, Peer, find_peers, peer_calls
+from measure.peers import Peer, find_peers, peer_calls
 from measure.random_values import fill, normals
 from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark, named
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, flat_layout
+from gradreduce.device import Device, flat_layout
 
 NUM_TERMS = 8
 MANY, MANY_SIZE = 10_000, 256  # tensors of 1 KB
@@ -43,9 +39,7 @@ QUICK_SIZE, QUICK_MANY, QUICK_ROWS = 2**10, 10, 100
 
 ADD_32, ADD_16 = f"add_n {NUM_TERMS} float32", f"add_n {NUM_TERMS} bfloat16"
 ADD_INTO = "add_n 2 into"
-ACCUMULATE, ALL_SUM, SEGMENTS = "accumulate_n", "all_sum", "segment_sum"
-PACK, UNPACK, SCALE = "pack ResNet-50", "unpack ResNet-50", "scale ResNet-50"
-PACK_OFF, ADD_OFF = "pack, unaligned", "add_n 2, unaligned"
+ACCUMULATE, SEGMENTS, PACK = "accumulate_n", "segment_sum", "pack ResNet-50"
 PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
 SMALL, MEMORY = "small", "memory"
 
@@ -101,24 +95,18 @@ def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
 
 
 class Ops:
-    """The cases of one device.
-
-    Args:
-        bench: measures them.
-    """
+    """The cases of one device."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.peers: list[Peer] = find_peers(bench)
 
-    def case(self, name: str, size: str, nbytes: int, make: Callable[[Device], Call],
+    def case(self, name: str, size: str, nbytes: int, ours: Mapping[str, Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """Measures our candidates, the peers' and a copy of the same size, in turns."""
-        self.compare(name, size, nbytes, self.bench.ours(make), operation, *operands)
+        """Measures our candidates, the peers' and a copy of the same size, in turns.
 
-    def compare(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
-                operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """See ``case``; on a GPU also counts the launches of a call."""
+        On a GPU also counts the launches of a call.
+        """
         calls = {**ours, **peer_calls(self.peers, operation, *operands)}
         took = self.bench.clock.measure(calls, nbytes)
         figures = {}
@@ -130,10 +118,9 @@ class Ops:
     def add_n(self, name: str, size: int, dtype: str) -> None:
         """Adds large arrays out of place."""
         arrays = hosts(NUM_TERMS, size, dtype)
+        ours = self.bench.ours(lambda device: partial(gr.add_n, list(map(device.put, arrays))))
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
-        self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes,
-                  lambda device: partial(gr.add_n, list(map(device.put, arrays))),
-                  "add_n", arrays)  # fmt: skip
+        self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
     def add_into(self, size: int) -> None:
         """Adds two large arrays into existing memory."""
@@ -143,31 +130,8 @@ class Ops:
             out, *mine = map(device.upload, (*outs, *terms))
             return partial(ops.add_n, [out], [mine])
 
-        words = f"2 x {size} float32"
-        self.case(ADD_INTO, words, 3 * outs[0].nbytes, make, "add_into", outs, terms)
-
-    def unaligned(self, size: int, dtype: str) -> None:
-        """Packs and adds arrays that begin an element after a vector; the output begins at one.
-
-        Views of a flat buffer are such arrays, such as those in the buckets of PyTorch's DDP.
-        """
-        arrays = hosts(2, size, dtype)
-
-        def off(device: Device, array: np.ndarray) -> Buffer:
-            whole = device.upload(np.append(array[:1], array))
-            return whole.view(1, array.shape)
-
-        def pack(device: Device) -> Call:
-            out = device.empty(arrays[0].shape, arrays[0].dtype)
-            return partial(ops.pack, [out], [off(device, arrays[0])])
-
-        def add(device: Device) -> Call:
-            out = device.empty(arrays[0].shape, arrays[0].dtype)
-            return partial(ops.add_n, [out], [[off(device, array) for array in arrays]])
-
-        nbytes, words = arrays[0].nbytes, f"{size} {dtype}, off by {arrays[0].itemsize} bytes"
-        self.case(f"{PACK_OFF} {dtype}", words, 2 * nbytes, pack, "unaligned", arrays)
-        self.case(f"{ADD_OFF} {dtype}", f"2 x {words}", 3 * nbytes, add, "unaligned", arrays)
+        words, nbytes = f"2 x {size} float32", 3 * outs[0].nbytes
+        self.case(ADD_INTO, words, nbytes, self.bench.ours(make), "add_into", outs, terms)
 
     def accumulate_n(self, size: int) -> None:
         """Adds one term to a sum in place."""
@@ -177,62 +141,23 @@ class Ops:
             total, term = map(device.put, arrays)
             return partial(ops.accumulate_n, [total], [[term]])
 
-        nbytes = 3 * arrays[0].nbytes
-        self.case(ACCUMULATE, f"{size} float32", nbytes, make, "accumulate", arrays)
-
-    def all_sum(self, size: int) -> None:
-        """Adds all inputs into all outputs, in two groups."""
-        inputs, outs = hosts(NUM_TERMS, size), hosts(NUM_TERMS, size)
-
-        def make(device: Device) -> Call:
-            mine = [list(map(device.put, arrays)) for arrays in (outs, inputs)]
-            return partial(ops.all_sum, mine[:1], mine[1:], SPLIT)
-
-        nbytes = 2 * NUM_TERMS * inputs[0].nbytes
-        words = f"{NUM_TERMS} x {size} float32, split {SPLIT}"
-        self.case(ALL_SUM, words, nbytes, make, "all_sum", outs, inputs)
-
-    def moved(self, name: str, operation: str, sizes: Sequence[int],
-              make: Callable[[list[Buffer], list[Buffer]], Call]) -> None:  # fmt: skip
-        """Reads and writes many tensors once by one launch.
-
-        Args:
-            name: of the case.
-            operation: of the peers: ``pack``, ``unpack`` or ``scale``.
-            sizes: of the tensors, float32.
-            make: returns our call, for the views of a flat buffer and the tensors for them.
-        """
-        arrays = [hosts(1, size)[0] for size in sizes]
-        flat = [] if operation == "scale" else [hosts(1, sum(sizes))]
-        layout = flat_layout(sizes, 4)
-
-        def make_on(device: Device) -> Call:
-            buffer = fill(device.empty((layout.size,), "float32"))
-            places = zip(layout.offsets, layout.spans, strict=True)
-            parts = [buffer.view(offset, (span,)) for offset, span in places]
-            return make(parts, list(map(device.put, arrays)))
-
-        words = f"{len(sizes)} tensors, {sum(sizes)} float32"
-        self.case(name, words, 2 * 4 * sum(sizes), make_on, operation, *flat, arrays)
+        words, nbytes = f"{size} float32", 3 * arrays[0].nbytes
+        self.case(ACCUMULATE, words, nbytes, self.bench.ours(make), "accumulate", arrays)
 
     def pack(self, name: str, sizes: Sequence[int]) -> None:
         """Packs many tensors into a flat buffer by one launch."""
-        self.moved(name, "pack", sizes, lambda parts, tensors: partial(ops.pack, parts, tensors))
+        arrays = [hosts(1, size)[0] for size in sizes]
+        layout = flat_layout(sizes, 4)
 
-    def unpack(self, sizes: Sequence[int]) -> None:
-        """Unpacks a flat buffer into tensors by one launch."""
+        def make(device: Device) -> Call:
+            buffer = fill(device.empty((layout.size,), "float32"))
+            places = zip(layout.offsets, layout.spans, strict=True)
+            parts = [buffer.view(offset, (span,)) for offset, span in places]
+            return partial(ops.pack, parts, list(map(device.put, arrays)))
 
-        def make(parts: list[Buffer], tensors: list[Buffer]) -> Call:
-            inputs = [part.view(0, (size,)) for part, size in zip(parts, sizes, strict=True)]
-            return partial(ops.pack, tensors, inputs)
-
-        self.moved(UNPACK, "unpack", sizes, make)
-
-    def scale(self, sizes: Sequence[int]) -> None:
-        """Scales every tensor in place by one launch."""
-        self.moved(SCALE, "scale", sizes, lambda _, tensors: partial(
-            ops.pack, tensors, tensors, divisor=-1.0
-        ))  # fmt: skip
+        words, flat = f"{len(sizes)} tensors, {sum(sizes)} float32", hosts(1, sum(sizes))
+        nbytes = 2 * flat[0].nbytes
+        self.case(name, words, nbytes, self.bench.ours(make), "pack", flat, arrays)
 
     def many(self, count: int) -> None:
         """Adds many small tensors by one launch."""
@@ -245,7 +170,7 @@ class Ops:
 
         nbytes = (NUM_TERMS + 1) * 4 * count * MANY_SIZE
         words = f"{NUM_TERMS} x ({count} x {4 * MANY_SIZE} bytes)"
-        self.case(ADD_MANY, words, nbytes, make, "many", *columns)
+        self.case(ADD_MANY, words, nbytes, self.bench.ours(make), "many", *columns)
 
     def segment_sum(self, rows: int) -> None:
         """Adds rows of the same index of a sparse gradient: the launch, and the whole call."""
@@ -263,24 +188,22 @@ class Ops:
             ours[f"{OURS}{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes
         words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
-        self.compare(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
+        self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
 
     def small(self) -> None:
-        """Measures the host time of a call with tiny arrays."""
+        """Measures the host time of a call with tiny arrays, on the default mesh and on ours."""
         arrays = hosts(3, 100)
         peer = self.peers[0] if self.peers else None
         calls: dict[str, Call] = peer.calls("add_n", arrays) if peer else {}
         theirs = list(calls)[:1]
-        mine = list(map(peer.take, arrays)) if peer else arrays
-        calls[OURS + "arrays"] = partial(gr.add_n, mine)  # on the default mesh
+        calls[OURS + "arrays"] = partial(gr.add_n, list(map(peer.take, arrays)) if peer else arrays)
         for implementation, device in self.bench.devices():
             buffers = list(map(device.put, arrays))
             calls[f"{OURS}{implementation}, Buffers"] = partial(gr.add_n, buffers)
-        us = self.bench.host_us(calls, self.bench.pick(2000, 10))
-        figures = named(us)
+        figures = self.bench.host_us(calls, self.bench.pick(2000, 10))
         for name in theirs:
-            figures["us over the peer"] = us[OURS + "arrays"] - us[name]
-        self.bench.keep(Case(SMALL, "add_n 3 x 100 float32", figures=figures))
+            figures["us over the peer"] = figures[f"{OURS}arrays, us"] - figures[f"{name}, us"]
+        self.bench.note(SMALL, "add_n 3 x 100 float32", figures)
 
     def memory(self, size: int) -> None:
         """Measures the extra memory of a sum on the host, in MiB."""
@@ -295,26 +218,19 @@ class Ops:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             figures[f"{implementation} MiB"] = (peak - total.nbytes) / 2**20
-        self.bench.keep(Case(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures=figures))
+        self.bench.note(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures)
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
     of = Ops(bench)
-    large, half = bench.pick(CPU_SIZE, QUICK_SIZE, GPU_SIZE), bench.pick(CPU_SIZE, QUICK_SIZE)
+    large = bench.pick(CPU_SIZE, QUICK_SIZE, GPU_SIZE)
     count = bench.pick(MANY, QUICK_MANY)
-    sizes = [min(int(np.prod(shape)), large) for shape in resnet50()]
     of.add_n(ADD_32, large, "float32")
     if bench.on_gpu:
         of.add_n(ADD_16, 2 * large, "bfloat16")
-        of.unaligned(2 * large, "bfloat16")
     of.add_into(large)
-    of.unaligned(large, "float32")
     of.accumulate_n(large)
-    of.all_sum(half)
-    of.pack(PACK, sizes)
-    of.unpack(sizes)
-    of.scale(sizes)
+    of.pack(PACK, [min(math.prod(shape), large) for shape in resnet50()])
     of.pack(PACK_MANY, [MANY_SIZE] * count)
     of.many(count)
     of.segment_sum(bench.pick(ROWS, QUICK_ROWS))

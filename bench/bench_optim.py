@@ -1,12 +1,6 @@
 """Measures an optimizer's step over all variables of a model, compared with PyTorch's optimizers.
 
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. 16 M
-parameters in 50 variables (64 M on a GPU), float32, gradients on the device; compared with
-PyTorch's loop, foreach and fused optimizers, NumPy's passes in blocks and a copy of as many bytes,
-in the same rounds. Also the host's time of a step with 161 tiny variables. Reports libraries that
-are not installed. Exit status 1 if a floor is violated.
-
-    python bench/bench_optim.py [--json FILE] [--quick]
+python bench/bench_optim.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import Case
 from measure.clock import Call
 from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
 from measure.random_values import GRADIENTS, VALUES, normals
@@ -32,7 +25,6 @@ SPARSE = "sparse adam, lazy"
 NOT_YET = "not yet measured on a GPU"
 H100 = "H100, 2026-11"
 BESIDE = "docs/benchmarks.md, 2026-11"
-PROMISED = ("sgd", "momentum", "adam")
 IN_PLACE = (
     "both are limited by memory and faster than a copy of the bytes; C++ loops with AVX2 or "
     "AVX-512, prefetching or huge pages took 0.95 to 1.1 of the time (bench/README.md); runs "
@@ -112,34 +104,20 @@ class Step:
         return [variable.numpy() for variable in self.variables]
 
 
-def step_of_rule(bench: Bench, rule: str) -> None:
-    """Measures a step over a whole model."""
-    make, units = model.RULES[rule]
-    sizes = model.sizes(bench)
-    peers = model.torch_steps(bench, rule, sizes) if rule in PROMISED else {}
-    if rule == "sgd" and not bench.on_gpu:
-        peers[model.BLOCKS] = model.sgd_in_blocks(sizes)
-    steps = bench.ours(partial(Step, make, sizes))
-    model.check_updates(rule, [step.updated() for step in steps.values()])
-    words = f"{sum(sizes)} float32 in {len(sizes)} variables"
-    bench.compare(rule, words, units * 4 * sum(sizes), {**steps, **peers})
-
-
 def tiny(bench: Bench) -> None:
     """Measures the host time of a step with tiny variables."""
     sizes = model.tiny_sizes(bench)
     calls: dict[str, Call] = {}
-    figures: dict[str, float] = {}
+    launches: dict[str, float] = {}
     for implementation, device in bench.devices():
-        for rule in PROMISED:
+        for rule in model.PROMISED:
             calls[f"{implementation}, {rule}"] = step = Step(model.RULES[rule][0], sizes, device)
             step()
         arrays = Step(model.RULES["sgd"][0], sizes, device, on_host=True)
         arrays()
         calls[f"{implementation}, sgd of NumPy arrays"] = arrays
-        figures[f"{implementation}, launches"] = bench.launches(implementation, step)
-    words = f"{len(sizes)} x {sizes[0]} float32, host us of a step"
-    bench.keep(Case(model.TINY, words, figures=figures | model.tiny_us(bench, calls)))
+        launches[f"{implementation}, launches"] = bench.launches(implementation, step)
+    model.note_tiny(bench, calls, launches, " of a step")
 
 
 def sparse(bench: Bench) -> None:
@@ -150,21 +128,18 @@ def sparse(bench: Bench) -> None:
 
     def make(device: Device) -> Call:
         values = normals(math.prod(shape), seed=VALUES).reshape(shape)
-        gradients = normals(rows * WIDTH, seed=GRADIENTS).reshape(rows, WIDTH)
-        pair = (
-            gr.IndexedSlices(device.put(gradients), indices, shape),
-            gr.Variable(values, device=device),
-        )
-        return partial(gr.AdamOptimizer(0.001, lazy=True).apply_gradients, [pair])
+        gradients = device.put(normals(rows * WIDTH, seed=GRADIENTS).reshape(rows, WIDTH))
+        slices = gr.IndexedSlices(gradients, indices, shape)
+        pairs = [(slices, gr.Variable(values, device=device))]
+        return partial(gr.AdamOptimizer(0.001, lazy=True).apply_gradients, pairs)
 
     words = f"{rows} rows of {shape[0]} x {WIDTH} float32"
     bench.compare(SPARSE, words, 7 * 4 * rows * WIDTH, bench.ours(make))
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
-    for rule in model.RULES:
-        step_of_rule(bench, rule)
+    for rule, (make, units) in model.RULES.items():
+        model.compare_steps(bench, rule, partial(Step, make, model.sizes(bench)), units)
     tiny(bench)
     sparse(bench)
 

@@ -1,12 +1,6 @@
 """Measures all-reduce over two processes of this machine, compared with their library's own.
 
-Starts two processes by torchrun (gloo), and two by mpiexec, where PyTorch and mpi4py are installed.
-Each process has one simulated device. The line is one raw all-reduce of that library, with as many
-bytes, in the same rounds. The cases are ResNet-50's gradients in a flat buffer, prepared; the same
-gradients packed, beside NumPy's copy of them into one array; and 161 tiny tensors, prepared and
-plain. Exit status 1 if a floor is violated.
-
-    python bench/bench_processes.py [--json FILE] [--quick]
+python bench/bench_processes.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -20,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import After, Call, each, in_turns, timed, took_of
+from measure.case import OURS
+from measure.clock import After, Call, each, in_turns, timed
 from measure.floors import Floor, counted, over_the_peer
 from measure.in_processes import figures_of, torchrun
 from measure.reductions import Reduction, placed, uploaded
@@ -36,6 +30,7 @@ SIZE = 2  # processes
 LAUNCHERS = {"torchrun": "torch", "mpi": "mpi4py"}  # and the library that sends
 RAW, FLAT, PACKED, PLAIN, ALONE = "raw all-reduce", "flat", "packed", "plain", "one process"
 PREPARED = ", prepared"
+RESNET, TINY = f"ResNet-50, {SIZE} processes, {{}}", f"tiny tensors, {SIZE} processes, {{}}"
 TINY_SIZE = 16
 ROUNDS, TINY_ROUNDS, QUICK_ROUNDS, WARM_UPS = 25, 1000, 2, 3
 SECONDS = 600.0  # for all rounds of one launcher
@@ -43,33 +38,20 @@ OVER_RAW, PLAIN_OVER = "prepared, us over raw", "plain, us over raw and one proc
 PASS, OVER_PASS = "one pack pass", "packed, prepared, over raw and one pack pass"
 
 
-def resnet_of(launcher: str) -> str:
-    """Returns the case name of a model's gradients."""
-    return f"ResNet-50, {SIZE} processes, {launcher}"
-
-
-def tiny_of(launcher: str) -> str:
-    """Returns the case name of tiny tensors."""
-    return f"tiny tensors, {SIZE} processes, {launcher}"
-
-
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11, load average 4 to 9.
 FLOORS = tuple(
-    floor
-    for launcher, flat, packed, over_raw, plain_over in (
+    Floor(f"{launcher}, {name}", case.format(launcher), figure, "<=", most, measured,
+          (LAUNCHERS[launcher],))
+    for launcher, *found in (
         ("torchrun", "0.99 to 1.09", "0.94", "34 to 101", "19 to 131"),
         ("mpi", "0.30 to 0.41", "0.32", "56 to 78", "57 to 80"),
     )
-    for floor in (
-        Floor(f"{launcher}, flat, prepared, over raw", resnet_of(launcher),
-              over_the_peer(RAW, FLAT + PREPARED), "<=", 1.1, flat, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, {OVER_PASS}", resnet_of(launcher), counted(OVER_PASS), "<=", 1.1,
-              packed, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, tiny tensors, {OVER_RAW}", tiny_of(launcher), counted(OVER_RAW), "<=",
-              200, over_raw, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, tiny tensors, {PLAIN_OVER}", tiny_of(launcher), counted(PLAIN_OVER),
-              "<=", 100, plain_over, (LAUNCHERS[launcher],)),
-    )
+    for (name, case, figure, most), measured in zip((
+        ("flat, prepared, over raw", RESNET, over_the_peer(RAW, FLAT + PREPARED), 1.1),
+        (OVER_PASS, RESNET, counted(OVER_PASS), 1.1),
+        (f"tiny tensors, {OVER_RAW}", TINY, counted(OVER_RAW), 200),
+        (f"tiny tensors, {PLAIN_OVER}", TINY, counted(PLAIN_OVER), 100),
+    ), found, strict=True)
 )  # fmt: skip
 
 
@@ -117,13 +99,13 @@ def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | No
         calls = {**calls_of(mesh, shapes, FLAT), **calls_of(mesh, shapes, PACKED)}
         calls[PASS] = pack_pass(shapes)
         taken = turns(launcher, shapes, calls, QUICK_ROUNDS if quick else ROUNDS)
-        found = {resnet_of(launcher): each(statistics.median, taken)}
+        found = {RESNET.format(launcher): each(statistics.median, taken)}
         with gr.open_mesh(1, backend="sim", processes="none") as alone:
             name = f"{OURS}{ALONE}, {PLAIN}"
             calls = {**calls_of(mesh, tiny, PACKED), name: calls_of(alone, tiny, ALONE)[name]}
             taken = turns(launcher, tiny, calls, QUICK_ROUNDS if quick else TINY_ROUNDS)
         # The best round, because other work on the machine doubles microseconds.
-        found[tiny_of(launcher)] = each(min, taken)
+        found[TINY.format(launcher)] = each(min, taken)
         return found if mesh.process_index == 0 else None
 
 
@@ -141,29 +123,26 @@ def turns(
 
 
 def cases(bench: Bench) -> None:
-    """Runs all launchers that are installed."""
+    """Runs all launchers that are installed, and adds the figures that the floors need."""
     os.environ.pop("PRTE_MCA_rmaps_default_mapping_policy", None)  # a core for each
+    prepared, plain = f"{OURS}{PACKED}{PREPARED}", f"{OURS}{PACKED}, {PLAIN}"
     for launcher, library in LAUNCHERS.items():
-        if bench.has(library):
-            found = figures_of(
-                "bench_processes:in_each", launcher, bench.quick, launcher=command_of(launcher),
-                seconds=SECONDS, OMP_NUM_THREADS="1",
-            )  # fmt: skip
-            for name, seconds in found.items():
-                bench.keep(case_of(name, seconds))
-
-
-def case_of(name: str, seconds: Mapping[str, float]) -> Case:
-    """Returns a case with the figures that its floors need."""
-    figures = {}
-    prepared, plain = (f"{OURS}{PACKED}{PREPARED}", f"{OURS}{PACKED}, {PLAIN}")
-    alone = seconds.get(f"{OURS}{ALONE}, {PLAIN}")
-    if PASS in seconds:
-        figures[OVER_PASS] = seconds[prepared] / (seconds[RAW] + seconds[PASS])
-    if alone is not None:
-        figures[OVER_RAW] = (seconds[prepared] - seconds[RAW]) * 1e6
-        figures[PLAIN_OVER] = (seconds[plain] - seconds[RAW] - alone) * 1e6
-    return Case(name, f"{SIZE} processes, float32", 0, took_of(seconds), figures)
+        if not bench.has(library):
+            continue
+        found = figures_of(
+            "bench_processes:in_each", launcher, bench.quick, launcher=command_of(launcher),
+            seconds=SECONDS, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        for name, took in found.items():
+            if PASS in took:
+                figures = {OVER_PASS: took[prepared] / (took[RAW] + took[PASS])}
+            else:
+                alone = took[f"{OURS}{ALONE}, {PLAIN}"]
+                figures = {
+                    OVER_RAW: (took[prepared] - took[RAW]) * 1e6,
+                    PLAIN_OVER: (took[plain] - took[RAW] - alone) * 1e6,
+                }
+            bench.note(name, f"{SIZE} processes, float32", figures, took)
 
 
 def command_of(launcher: str) -> list[str]:

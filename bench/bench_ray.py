@@ -1,11 +1,6 @@
 """Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray.
 
-Starts a cluster with a small object store, so that the warm-up uses all of its pages. The peer is
-an actor that adds an array in place and returns it, synchronous or asynchronous; for small
-variables it is a round trip of Ray with a small argument. All candidates run in turns. Exit status
-1 if a floor is violated.
-
-    python bench/bench_ray.py [--json FILE] [--quick]
+python bench/bench_ray.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -19,8 +14,8 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import Turn, each, garbage_kept, in_turns, timed, took_of
+from measure.case import OURS
+from measure.clock import Turn, each, garbage_kept, in_turns, timed
 from measure.floors import Floor, counted
 from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark
@@ -172,11 +167,7 @@ def fastest(taken: Seconds, names: Sequence[str]) -> Sequence[float]:
 
 
 class Cases:
-    """The cases, on the cluster of this process.
-
-    Args:
-        bench: keeps them.
-    """
+    """The cases, on the cluster of this process."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -208,7 +199,7 @@ class Cases:
             taken = self._taken(worker.push, shapes)
             worker.check()
         peer, trip = fastest(taken, [ACTOR, ASYNC]), taken[TRIP]
-        self._keep(name, shapes, taken, {
+        self._note(name, shapes, taken, {
             RATIO: ratio(taken[PUSH], peer),
             EXCHANGE_RATIO: ratio(taken[EXCHANGE], peer),
             OVER: more_ms(taken[PUSH], trip),
@@ -220,22 +211,16 @@ class Cases:
         specs = [("float32", list(shape)) for shape in shapes]
         gradients = [np.ones(shape, np.float32) for shape in shapes]
         with gr.ray.AccumulatorSet(specs, f"bench-{uuid.uuid4().hex}", **options) as shared:
-
-            def apply() -> None:
-                shared.apply_grads(gradients, local_step=2**40)
+            apply = timed(APPLY, lambda: shared.apply_grads(gradients, local_step=2**40))
 
             def take() -> None:
-                for taken in shared.take_grads(1):
-                    if taken[0] != 1:
-                        raise AssertionError("a gradient is not the mean")
+                if any(taken[0] != 1 for taken in shared.take_grads(1)):
+                    raise AssertionError("a gradient is not the mean")
 
-            def both() -> Mapping[str, float]:
-                return {**timed(APPLY, apply)(), **timed(TAKE, take)()}
-
-            taken = self._taken(both, shapes)
+            taken = self._taken(lambda: {**apply(), **timed(TAKE, take)()}, shapes)
         sums = [sum(times) for times in zip(taken[APPLY], taken[TAKE], strict=True)]
         two_trips = [2 * seconds for seconds in taken[TRIP]]
-        self._keep(name, shapes, taken, {
+        self._note(name, shapes, taken, {
             SUM_RATIO: ratio(sums, fastest(taken, [ACTOR, ASYNC])),
             SUM_OVER: more_ms(sums, two_trips),
         })  # fmt: skip
@@ -251,18 +236,11 @@ class Cases:
             rounds = self.bench.pick(ROUNDS, QUICK_ROUNDS)
             return in_turns(turns, rounds, pause=pause, warm_ups=WARM_UPS)
 
-    def _keep(
-        self,
-        name: str,
-        shapes: Sequence[tuple[int, ...]],
-        taken: Seconds,
-        figures: Mapping[str, float],
-    ) -> None:
+    def _note(self, name: str, shapes: Sequence[Any], taken: Seconds,
+              figures: Mapping[str, float]) -> None:  # fmt: skip
         """Prints and stores a case."""
-        took = took_of(each(statistics.median, taken))
-        least = {f"{candidate}, least, ms": min(times) * 1e3 for candidate, times in taken.items()}
-        size = f"{len(shapes)} float32 tensors"
-        self.bench.keep(Case(name, size, 0, took, {**figures, **least}))
+        took = each(statistics.median, taken)
+        self.bench.note(name, f"{len(shapes)} float32 tensors", figures, took)
 
 
 @contextmanager

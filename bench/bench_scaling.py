@@ -1,12 +1,6 @@
 """Measures how an all-reduce scales with the number of tensors, replicas and bytes.
 
-Mean of replicas in flat buffers by ``hierarchical_copy``, prepared in place and as a plain call: on
-logical devices of GPU 0 if CuPy finds one, otherwise on simulated devices with compiled kernels.
-The copy reads and writes as many bytes as the all-reduce must, on a CPU in one thread. A size that
-needs more than a quarter of the free memory is left out, and the report says so. Our Python's time
-is measured separately, with a driver that does nothing (``measure/many_tensors.py``).
-
-    python bench/bench_scaling.py [--json FILE] [--quick]
+python bench/bench_scaling.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -16,11 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from measure.all_reduce_peers import NUMPY, numpy_sum_and_copies
-from measure.case import OURS, Case, Reduced
+from measure.case import OURS, Case
 from measure.clock import Call, HostClock
 from measure.floors import Floor, counted, over_the_copy
 from measure.in_processes import figures_of
+from measure.peers import NUMPY, numpy_sum_and_copies
 from measure.random_values import integers
 from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
@@ -88,7 +82,7 @@ def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int)
         moved = 2 * num_devices * replica
         took = bench.clock_of(mesh).measure(calls, moved)
     words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"
-    bench.keep(Reduced(name, words, moved, took, {}, replica, num_devices))
+    bench.keep(Case(name, words, moved, took))
 
 
 def open_mesh(bench: Bench, num_devices: int) -> gr.Mesh:
@@ -124,7 +118,7 @@ def cases(bench: Bench) -> None:
     counts = up_to(bench, HOST_TENSORS, QUICK_MOST_TENSORS)
     found = figures_of("measure.many_tensors:figures", counts)
     for count, figures in zip(counts, found, strict=True):
-        bench.keep(Case(f"host, {count:,} tensors", figures=figures))
+        bench.note(f"host, {count:,} tensors", "", figures)
     for count in up_to(bench, REPLICAS, QUICK_MOST_REPLICAS):
         case(bench, f"replicas, {count}", count, 1, bench.pick(REPLICA_SIZE, QUICK_SIZE))
     for nbytes in up_to(bench, BYTES, QUICK_MOST_BYTES):

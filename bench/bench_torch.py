@@ -1,11 +1,6 @@
 """Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own.
 
-Starts two processes by torchrun (gloo), with one simulated device and one thread of PyTorch each.
-Measures the host time of a step on tiny gradients, in one process and in two; memory; how much of
-the reductions of ResNet-18 runs beside its backward; and DDP with our hook beside plain DDP, on the
-gradients of ResNet-50. All candidates run in turns. Exit status 1 if a floor is violated.
-
-    python bench/bench_torch.py [--json FILE] [--quick]
+python bench/bench_torch.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -17,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from measure.case import OURS, Case
-from measure.clock import Call, each, garbage_kept, in_turns, took_of
+from measure.case import OURS
+from measure.clock import Call, each, garbage_kept, in_turns
 from measure.floors import Decision, Floor, counted
 from measure.in_processes import figures_of, torchrun
 from measure.resnet50 import resnet50
@@ -63,14 +58,16 @@ FLOORS = (
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
 )  # fmt: skip
-Steps = Mapping[str, Callable[[], Call]]  # prepares a step, which is returned
-Found = dict[str, dict[str, float]]  # "took": seconds by candidate; "figures"
+Prepare = Callable[[], Call]  # prepares a step, and returns it
+Found = tuple[dict[str, float], dict[str, float]]  # seconds by candidate; figures
 
 
-def seconds_of(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
+def seconds_of(
+    steps: Mapping[str, Prepare], rounds: int, now: Callable[[], float]
+) -> dict[str, list[float]]:
     """Returns the seconds of each step, in turns; what comes before a step is not counted."""
 
-    def timed(name: str, prepare: Callable[[], Call]) -> Callable[[], dict[str, float]]:
+    def turn_of(name: str, prepare: Prepare) -> Callable[[], dict[str, float]]:
         def turn() -> dict[str, float]:
             step = prepare()
             start = now()
@@ -80,10 +77,10 @@ def seconds_of(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str,
         return turn
 
     with garbage_kept():
-        return in_turns([timed(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
+        return in_turns([turn_of(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
 
 
-def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[[], Call]:
+def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Prepare:
     """Returns what prepares a backward of all modules, with zeroed gradients."""
     import torch
 
@@ -145,9 +142,8 @@ def tiny_in_one_process(quick: bool) -> Found:
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
         took = each(min, seconds_of(steps, rounds, time.process_time))
     torch.set_num_threads(threads)
-    figures = added(took)
     share = (took[PARALLEL] - took[PLAIN]) / (took[LOOP] - took[PLAIN])
-    return {"took": took, "figures": figures | {ADDED_SHARE: share}}
+    return took, {**added(took), ADDED_SHARE: share}
 
 
 def added(took: Mapping[str, float]) -> dict[str, float]:
@@ -165,7 +161,7 @@ def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
     steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
     took = each(min, seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
-    return {"took": took, "figures": added(took)}
+    return took, added(took)
 
 
 def held(mesh: Mesh, quick: bool) -> Found:
@@ -174,9 +170,7 @@ def held(mesh: Mesh, quick: bool) -> Found:
 
     gc.collect()
     before = bytes_of(mesh)
-    dp: Any = gr.torch.DataParallel(
-        Given(shapes_of(quick=quick)), mesh, bucket_mb=0.1 if quick else 25
-    )
+    dp: Any = gr.torch.DataParallel(Given(shapes_of(quick)), mesh, bucket_mb=0.1 if quick else 25)
     for _ in range(2):
         backward_of([dp])()()
     gc.collect()
@@ -184,9 +178,8 @@ def held(mesh: Mesh, quick: bool) -> Found:
     # The gaps between tensors belong to the copy.
     sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
     more = bytes_of(mesh) - before - sum(sizes)
-    figures = {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
-               "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
-    return {"took": {}, "figures": figures}
+    return {}, {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
+                "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
 
 
 def bytes_of(mesh: Mesh) -> int:
@@ -195,75 +188,9 @@ def bytes_of(mesh: Mesh) -> int:
     return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
 
 
-class Overlap:
-    """Prepares steps of ResNet-18, and notes what happens at the end of each backward.
-
-    Attributes:
-        launched: how many buckets were launched when backward had computed all gradients.
-        waited: the seconds from there to the end.
-    """
-
-    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
-        import torch
-        from measure.torch_modules import resnet18
-        from torch.nn.parallel import DistributedDataParallel
-
-        torch.manual_seed(0)
-        self.dp = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
-        self._ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
-        self.launched: list[int] = []
-        self.waited: list[float] = []
-        self._images = torch.randn(*shape)
-
-    @property
-    def buckets(self) -> Sequence[Any]:
-        """The buckets of the DataParallel, after the first step."""
-        return self.dp._reducer._buckets
-
-    def step(self) -> Call:
-        """Returns a backward that reduces."""
-        loss = self._loss()
-
-        def run() -> None:
-            loss.backward()
-            self.waited.append(time.perf_counter() - self._computed)
-
-        return run
-
-    def backward(self) -> Call:
-        """Returns a backward that reduces nothing."""
-        loss = self._loss()
-
-        def run() -> None:
-            with self.dp.no_sync():
-                loss.backward()
-
-        return run
-
-    def peer(self) -> Call:
-        """Returns a backward of plain DDP."""
-        self._ddp.zero_grad(set_to_none=False)
-        loss = self._ddp(self._images.clone().requires_grad_()).square().mean()
-        wait_for_others()
-        step: Call = loss.backward
-        return step
-
-    def reductions(self) -> Call:
-        """Returns the reductions of a step alone."""
-        wait_for_others()
-        return lambda: [bucket.step() for bucket in self.buckets]
-
-    def _loss(self) -> Any:
-        self.dp.zero_grad()
-        x = self._images.clone().requires_grad_()  # its gradient is computed last
-        x.register_hook(self._note)
-        loss = self.dp(x).square().mean()
-        wait_for_others()
-        return loss
-
-    def _note(self, _: Any) -> None:
-        self.launched.append(len(self.dp._reducer._tasks))
-        self._computed = time.perf_counter()
+def shapes_of(quick: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes of ResNet-50's gradients, or a few."""
+    return [(2**12,)] * 12 if quick else resnet50()
 
 
 def wait_for_others() -> None:
@@ -273,6 +200,65 @@ def wait_for_others() -> None:
     dist.barrier()
 
 
+class Overlap:
+    """Prepares steps of ResNet-18, and notes what happens at the end of each backward."""
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
+        import torch
+        from measure.torch_modules import resnet18
+        from torch.nn.parallel import DistributedDataParallel
+
+        torch.manual_seed(0)
+        self.dp: Any = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
+        self.ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
+        self.launched: list[int] = []  # buckets, when backward had computed all gradients
+        self.waited: list[float] = []  # seconds from there to the end
+        self._images = torch.randn(*shape)
+
+    def step(self) -> Call:
+        """Returns a backward that reduces."""
+        loss = self._loss(self.dp)
+
+        def run() -> None:
+            loss.backward()
+            self.waited.append(time.perf_counter() - self._computed)
+
+        return run
+
+    def backward(self) -> Call:
+        """Returns a backward that reduces nothing."""
+        loss = self._loss(self.dp)
+
+        def run() -> None:
+            with self.dp.no_sync():
+                loss.backward()
+
+        return run
+
+    def peer(self) -> Call:
+        """Returns a backward of plain DDP."""
+        step: Call = self._loss(self.ddp).backward
+        return step
+
+    def reductions(self) -> Call:
+        """Returns the reductions of a step alone."""
+        wait_for_others()
+        return lambda: [bucket.step() for bucket in self.dp._reducer._buckets]
+
+    def _loss(self, module: Any) -> Any:
+        module.zero_grad(set_to_none=False)
+        x = self._images.clone().requires_grad_()  # its gradient is computed last
+        if module is self.dp:
+            x.register_hook(self._note)
+        loss = module(x).square().mean()
+        wait_for_others()
+        return loss
+
+    def _note(self, _: Any) -> None:
+        self.launched.append(len(self.dp._reducer._tasks))
+        self._computed = time.perf_counter()
+
+
 def overlap(mesh: Mesh, quick: bool) -> Found:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
@@ -280,21 +266,21 @@ def overlap(mesh: Mesh, quick: bool) -> Found:
     steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = each(statistics.median, taken)
+    alone_and_reductions = list(zip(taken[PLAIN], taken[REDUCTIONS], strict=True))
     share, peer = (
         statistics.median(
             (both - alone) / reductions
-            for both, alone, reductions in zip(
-                taken[name], taken[PLAIN], taken[REDUCTIONS], strict=True
-            )
+            for both, (alone, reductions) in zip(taken[name], alone_and_reductions, strict=True)
         )
         for name in (PARALLEL, DDP)
     )
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
-    figures = {"buckets": float(len(made.buckets)), WAIT: waited / took[REDUCTIONS], SHARE: share,
-               PEER_SHARE: peer, LATE: float(len(made.buckets) - made.launched[-1])}  # fmt: skip
+    buckets = len(made.dp._reducer._buckets)
+    figures = {"buckets": float(buckets), WAIT: waited / took[REDUCTIONS], SHARE: share,
+               PEER_SHARE: peer, LATE: float(buckets - made.launched[-1])}  # fmt: skip
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
-    return {"took": took, "figures": figures}
+    return took, figures
 
 
 def has_cores() -> bool:
@@ -309,11 +295,10 @@ def hook(mesh: Mesh, quick: bool) -> Found:
     from torch.nn.parallel import DistributedDataParallel
 
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-    shapes = shapes_of(quick=quick)
-    modules = {name: DistributedDataParallel(Given(shapes)) for name in (DDP, OUR_HOOK)}
+    modules = {name: DistributedDataParallel(Given(shapes_of(quick))) for name in (DDP, OUR_HOOK)}
     modules[OUR_HOOK].register_comm_hook(None, gr.torch.comm_hook(ops))
 
-    def prepare_of(module: Any) -> Callable[[], Call]:
+    def prepare_of(module: Any) -> Prepare:
         def prepare() -> Call:
             module.zero_grad()
             loss = module(torch.ones(1, requires_grad=True))
@@ -330,15 +315,7 @@ def hook(mesh: Mesh, quick: bool) -> Found:
             if not (parameter.grad == 1).all():
                 raise AssertionError("a gradient is not the mean")
     ratios = [ours / theirs for ours, theirs in zip(taken[OUR_HOOK], taken[DDP], strict=True)]
-    return {"took": each(statistics.median, taken), "figures": {RATIO: statistics.median(ratios)}}
-
-
-def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
-    """Returns the shapes of ResNet-50's gradients; of a few with ``quick``."""
-    return [(2**12,)] * 12 if quick else resnet50()
-
-
-IN_TWO = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
+    return each(statistics.median, taken), {RATIO: statistics.median(ratios)}
 
 
 def in_each(quick: bool) -> dict[str, Found] | None:
@@ -349,7 +326,8 @@ def in_each(quick: bool) -> dict[str, Found] | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
-        found = {name: measure(mesh, quick) for name, measure in IN_TWO.items()}
+        in_two = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
+        found = {name: measure(mesh, quick) for name, measure in in_two.items()}
         is_first = mesh.process_index == 0
     dist.destroy_process_group()
     return found if is_first else None
@@ -378,8 +356,9 @@ def cases(bench: Bench) -> None:
 
 def keep(bench: Bench, name: str, found: Found) -> None:
     """Prints and stores a case."""
+    took, figures = found
     where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
-    bench.keep(Case(name, f"{where}float32", 0, took_of(found["took"]), found["figures"]))
+    bench.note(name, f"{where}float32", figures, took)
 
 
 BENCHMARK = Benchmark(__doc__, cases, FLOORS)

@@ -7,14 +7,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from .child import Stop
 from .first import FIRST, first, step_of
 from .identify import FAKE, commit, find, sources
-from .record import FAILED, STOPPED, Record
+from .record import FAILED, SKIPPED, STOPPED, Record
 from .section import Done, Section, run_section
 from .sections import bench, example, nccl, sanitize, tests
 from .setting import ROOT, Gpu, Setting
@@ -31,17 +32,11 @@ LIMIT_SECONDS = 480.0
 FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A section, or a part of one.
-
-    Attributes:
-        section: its name.
-        part: a step of ``first``, a path of ``tests``, a file of ``bench``; empty for all of it.
-    """
+class Asked(NamedTuple):
+    """A section, or a part of one."""
 
     section: str
-    part: str = ""
+    part: str = ""  # a step of first, a path of tests, a file of bench; empty for all of it
 
     @property
     def name(self) -> str:
@@ -95,18 +90,27 @@ def asked_by(word: str, benches: Path) -> list[Asked]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; exits with status 2 if one is wrong."""
     parser = argparse.ArgumentParser(
-        prog="bench/gpu_check.sh", description="Runs everything that needs a GPU.",
-    )  # fmt: skip
-    every = ", ".join(SECTIONS)
+        prog="bench/gpu_check.sh", description="Runs everything that needs a GPU."
+    )
+    every, steps = ", ".join(SECTIONS), ", ".join(FIRST)
     own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
     flag = parser.add_argument
-    flag("sections", nargs="*", metavar="SECTION[:PART]", help=f"{every}; all of them by default. "
-         f"A part is a step of first ({', '.join(FIRST)}; the number will do), a path of tests, or "
-         "a file of bench")  # fmt: skip
-    flag("--fake", action="store_true", help="try the command itself, without a GPU, on the "
-         "stand-in for CuPy of the tests")  # fmt: skip
-    flag("--limit", type=positive, metavar="SECONDS", default=own, help="of each section, and of "
-         f"each step of first; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}")  # fmt: skip
+    flag(
+        "sections",
+        nargs="*",
+        metavar="SECTION[:PART]",
+        help=f"{every}; all by default. A part is"
+        f" a step of first ({steps}; the number will do), a path of tests, or a file of bench",
+    )
+    flag("--fake", action="store_true", help="try this without a GPU, on the fake CuPy")
+    flag(
+        "--limit",
+        type=positive,
+        metavar="SECONDS",
+        default=own,
+        help="of each section, and of "
+        f"each step of first; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}",
+    )
     flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench",
          help="whose bench_*.py the section bench runs; default bench")  # fmt: skip
     options = parser.parse_args(arguments)
@@ -157,9 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for asked, record in records.items():
             print(f"\n=== {asked.name}", flush=True)
             if stop.reason:
-                record.finish(f"{stop.reason} before it began")
+                record.save(STOPPED, f"{stop.reason} before it began")
             elif gpu.missing:
-                record.skip(gpu.missing)
+                record.save(SKIPPED, gpu.missing)
             else:
                 mine = replace(setting, part=asked.part)
                 run_section(SECTIONS[asked.section], record, mine, stop, done)

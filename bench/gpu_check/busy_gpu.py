@@ -4,8 +4,8 @@ CuPy's ``eventQuery``, ``streamQuery`` and ``setDevice`` keep the interpreter's 
 lets one wait for another thread, which launches into a full queue or frees memory, no thread of
 Python runs, and no watchdog notices a deadline. On an H100 ``streamQuery`` waited as long as its
 stream was full. Here a thread does either while another makes the queries of this package, and a
-third does nothing but look at the clock. The longest times are recorded. The program fails if the
-interpreter stood still for longer than ``DEADLINE``.
+third does nothing but look at the clock. The program fails if the interpreter stood still for
+longer than ``DEADLINE``.
 
 Then it calls captured steps and drops them at once, before the GPU has begun with them.
 """
@@ -90,12 +90,10 @@ def longest_pause(ended: threading.Event) -> float:
 
 
 def watched(event: Any, call: Callable[[], float], query: Callable[[], object]) -> dict[str, float]:
-    """Runs a call in a thread; returns the longest times meanwhile and until an event has passed.
+    """Runs a call in a thread, which returns the seconds that it was blocked.
 
-    Args:
-        event: behind the slow work.
-        call: returns the seconds that it was blocked.
-        query: made again and again.
+    Makes a query again and again until the call and the work before ``event`` have ended. Returns
+    the longest times meanwhile.
     """
     longest, ended, start = 0.0, threading.Event(), time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
@@ -163,13 +161,11 @@ def called_and_dropped(
     mesh: Mesh, cross_device_ops: gr.AllReduceCrossDeviceOps, turn: int
 ) -> Sequence[Any]:
     """Returns the results of a captured step, which nothing holds any more."""
-    values = [
-        gr.PerReplica(
-            [device.upload(integers(size) + np.float32(turn + device.index)) for device in mesh],
-            mesh,
-        )
-        for size in SIZES
-    ]
+    values = []
+    for size in SIZES:
+        arrays = [integers(size) + np.float32(turn + device.index) for device in mesh]
+        buffers = [device.upload(array) for device, array in zip(mesh, arrays, strict=True)]
+        values.append(gr.PerReplica(buffers, mesh))
     step = cross_device_ops.capture(gr.ReduceOp.MEAN, [(value, value) for value in values])
     results: Sequence[Any] = step()
     return results

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 BENCH, OURS, COPY = "bench_ops.py", "gradreduce cuda", "copy"
 GIGABYTES = "median_gigabytes_per_second"
-INCHES, DPI = (8.0, 5.0), 120
 
 
 def read(folder: Path) -> tuple[str, dict[str, float]]:
@@ -28,7 +25,13 @@ def read(folder: Path) -> tuple[str, dict[str, float]]:
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         figures = {result["name"]: result["figures"] for result in record["results"]}
-        found = shares_of(figures.get(BENCH, {}))
+        cases = figures.get(BENCH, {}).get("cases", ())
+        took = {case["name"]: case["took"] for case in cases}
+        found = {
+            name: times[COPY]["seconds"] / times[OURS]["seconds"]
+            for name, times in took.items()
+            if COPY in times and OURS in times
+        }
         if found:
             rate = figures.get("copy rate", {}).get(GIGABYTES)
             title = record["gpu"] + (f", which copies {rate:.0f} GB/s" if rate else "")
@@ -38,38 +41,15 @@ def read(folder: Path) -> tuple[str, dict[str, float]]:
     return title, shares
 
 
-def shares_of(report: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the time of the copy over ours, by case, of a report of ``bench_ops.py``."""
-    took = {case["name"]: case["took"] for case in report.get("cases", ())}
-    return {
-        name: times[COPY]["seconds"] / times[OURS]["seconds"]
-        for name, times in took.items()
-        if COPY in times and OURS in times
-    }
-
-
-def draw(title: str, shares: Mapping[str, float], picture: Path) -> None:
-    """Writes a bar chart to a file."""
+if __name__ == "__main__":
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
+    title, shares = read(Path(sys.argv[1]))
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    names = list(shares)[::-1]  # the first one on top
-    bars = axes.barh(names, [shares[name] for name in names])
+    bars = axes.barh(list(shares)[::-1], list(shares.values())[::-1])  # the first one on top
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_xlabel("speed as a share of a copy of the same bytes")
-    axes.set_ylabel("operation")
+    axes.set(xlabel="speed as a share of a copy of the same bytes", ylabel="operation", title=title)
     axes.set_xlim(0, 1.15 * max(1.0, *shares.values()))
-    axes.set_title(title)
-    figure.savefig(picture)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws the chart."""
-    folder, picture = map(Path, sys.argv[1:] if arguments is None else arguments)
-    draw(*read(folder), picture)
-
-
-if __name__ == "__main__":
-    main()
+    figure.savefig(sys.argv[2])

@@ -13,7 +13,6 @@ from .section import Checks, Section, function
 from .sections import (
     OPS,
     apart,
-    counters,
     file,
     nccl_version,
     of_torch,
@@ -57,13 +56,12 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         function("host time of single calls", "host_costs:measured", 100),
         function("queries and dropped steps, on a busy GPU", "busy_gpu:measured", 60),
     ),
-    "6-counters": (counters(150),),
-    "7-benchmarks": (
+    "6-benchmarks": (
         function("copy rate", "programs:copy_rate", 40),
         script("bench_ops.py", 220),
         script("bench_all_reduce.py", 220),
     ),
-    "8-libraries": (
+    "7-libraries": (
         nccl_version,
         one_rank,
         apart,

@@ -1,7 +1,4 @@
-"""Identifies the GPU and its software versions.
-
-``look`` asks CuPy in a process of its own, because a broken driver may hang.
-"""
+"""Identifies the GPU and its software versions."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ FAKE = Gpu("fake", versions={"python": platform.python_version()})
 def find(work: Path, stop: Stop) -> Gpu:
     """Returns the GPU of this machine, or the reason why there is none.
 
-    Args:
-        work: a scratch folder.
-        stop: ends the search early.
+    A process of its own looks for it, because a broken driver may hang.
     """
     report = work / "gpu.json"
     ended = run(
@@ -42,9 +37,8 @@ def find(work: Path, stop: Stop) -> Gpu:
     if report.is_file():
         return Gpu(**json.loads(report.read_text(encoding="utf-8")))
     last = (ended.output.strip().splitlines() or ["no output"])[-1]
-    return Gpu(
-        "none", 0, stop.reason or f"looking for one ended with status {ended.status}: {last}"
-    )
+    why = stop.reason or f"looking for one ended with status {ended.status}: {last}"
+    return Gpu("none", 0, why)
 
 
 def commit() -> str | None:
@@ -64,10 +58,7 @@ def _git(*arguments: str) -> str:
 
 
 def sources() -> str:
-    """Returns a hash of all files in ``src`` and ``kernels``, 16 hexadecimal digits.
-
-    It identifies the sources also in a copy without git, or with changed files.
-    """
+    """Returns a hash of ``src`` and ``kernels``, also of a copy without git or with changes."""
     digest = hashlib.sha256()
     for folder, pattern in (("kernels", "*.cu*"), ("src", "*.py")):
         for path in sorted((ROOT / folder).rglob(pattern)):

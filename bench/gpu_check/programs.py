@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +23,7 @@ from .setting import find_tool
 # Words in the names of packages that matter here.
 WORDS = ("cuda", "cupy", "gradreduce", "hypothesis", "jax", "ml-dtypes", "nccl", "numpy", "nvidia",
          "pytest", "torch", "triton")  # fmt: skip
-TOOLS = ("nvidia-smi", "ncu", "compute-sanitizer", "g++", "nvcc")
+TOOLS = ("nvidia-smi", "compute-sanitizer", "g++", "nvcc")
 SMI_SECONDS = 30.0
 MOST_PROCESSES = 16  # each has a context on the GPU, of half a gigabyte
 QUICK_TEMPLATES = 3
@@ -33,8 +34,7 @@ ROUNDS = 5
 
 def versions(quick: bool) -> dict[str, Any]:
     """Lists installed libraries and tools, and the links between the GPUs."""
-    found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
-    named = {name: version for name, version in found.items() if name is not None}
+    named = {one.metadata["Name"] or "": one.version for one in metadata.distributions()}
     chosen = {name for name in named if any(word in name.lower() for word in WORDS)}
     return {
         "python": platform.python_version(),
@@ -97,8 +97,7 @@ def compile_some(step: int, most: int | None, first: int) -> int:
 def copy_rate(quick: bool) -> dict[str, float]:
     """Measures copies within GPU memory, the baseline of other figures: bytes read and written.
 
-    The host's clock measures many copies, which are all queued before the first has ended, so that
-    the host does not limit the rate.
+    All copies are queued before the first has ended, so that the host does not limit the rate.
     """
     import cupy
     from cupy.cuda import runtime
@@ -118,10 +117,10 @@ def copy_rate(quick: bool) -> dict[str, float]:
                 runtime.memcpyAsync(*ends, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
             stream.synchronize()
             rates.append(2 * COPIES * nbytes / (time.perf_counter() - start) / 1e9)
-    found = sorted(rates[1:])  # the first was the warm-up
+    del rates[0]  # the warm-up
     return {
         "nbytes": nbytes,
         "copies": COPIES,
-        "median_gigabytes_per_second": found[len(found) // 2],
-        "best_gigabytes_per_second": found[-1],
+        "median_gigabytes_per_second": statistics.median(rates),
+        "best_gigabytes_per_second": max(rates),
     }

@@ -18,23 +18,14 @@ PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check.
-
-    Attributes:
-        name: name of the check.
-        outcome: passed, failed, stopped or skipped.
-        seconds: its duration.
-        figures: measured and counted figures.
-        reason: why it did not pass; empty if it did.
-        tail: the end of its output, if it failed or was stopped.
-    """
+    """The result of a check."""
 
     name: str
-    outcome: str
+    outcome: str  # passed, failed, stopped or skipped
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    tail: str = ""
+    reason: str = ""  # why it did not pass
+    tail: str = ""  # the end of its output, if it failed or was stopped
 
 
 def skipped(name: str, reason: str) -> Result:
@@ -43,12 +34,7 @@ def skipped(name: str, reason: str) -> Result:
 
 
 class Record:
-    """The results of a section so far.
-
-    Args:
-        path: the file.
-        header: the entries that do not change while the section runs.
-    """
+    """The results of a section so far; ``header`` has the entries that do not change."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path
@@ -56,33 +42,27 @@ class Record:
         self.section = str(header["section"])
         self._header = dict(header)
         self._start: float | None = None
-        self._save(STOPPED, "it has not begun")
+        self.save(STOPPED, "it has not begun")
 
     def begin(self, name: str) -> None:
         """Records that a check has started, in case the run is killed."""
         running = Result(name, STOPPED, reason="the run ended during it")
-        self._save(STOPPED, f"the run ended during {name!r}", running)
+        self.save(STOPPED, f"the run ended during {name!r}", running)
 
     def add(self, result: Result) -> None:
         """Records the result of a check."""
         self.results.append(result)
-        self._save(STOPPED, f"the run ended after {result.name!r}")
+        self.save(STOPPED, f"the run ended after {result.name!r}")
 
-    def skip(self, reason: str) -> None:
-        """Records that the section cannot run here."""
-        self._save(SKIPPED, reason)
-
-    def finish(self, stopped: str = "") -> None:
-        """Records the end of the section; ``stopped`` is the reason if it ended early."""
-        if stopped:
-            self._save(STOPPED, stopped)
-            return
+    def finish(self) -> None:
+        """Records that all checks have ended."""
         outcomes = [result.outcome for result in self.results]
         status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
         of_status = [each for each in self.results if each.outcome == status and each.reason]
-        self._save(status, f"{of_status[0].name}: {of_status[0].reason}" if of_status else "")
+        self.save(status, f"{of_status[0].name}: {of_status[0].reason}" if of_status else "")
 
-    def _save(self, status: str, reason: str, *running: Result) -> None:
+    def save(self, status: str, reason: str, *running: Result) -> None:
+        """Writes the file, with a check that is running."""
         self.status, self.reason = status, reason
         if running and self._start is None:
             self._start = time.monotonic()

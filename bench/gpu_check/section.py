@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from measure.in_processes import words_of
 
-from .child import CommandResult, Stop, run
+from .child import Stop, run
 from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result, skipped
 from .setting import ROOT, Setting, environment
 
@@ -33,24 +33,16 @@ def _no_figures(output: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """A command to run, with its limits.
-
-    Attributes:
-        name: name in the record; checks with the same name are equal.
-        command: the program and its arguments.
-        seconds: its deadline; the limit of the section applies too.
-        environment: variables to add to the environment of all children.
-        read: returns its figures, from its output and its files. If this raises, the check fails.
-        passes: the exit statuses that are not a failure.
-        skips: words in the output of a failed check -> why it cannot run here.
-    """
+    """A command to run, with its limits; checks with the same name are equal."""
 
     name: str
     command: tuple[str, ...]
-    seconds: float
-    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float  # its deadline; the limit of the section applies too
+    environment: Mapping[str, str] = field(default_factory=dict)  # to add to that of all children
+    # Returns its figures, from its output and its files. If this raises, the check fails.
     read: Callable[[str], Mapping[str, Any]] = _no_figures
-    passes: frozenset[int] = frozenset({0})
+    passes: frozenset[int] = frozenset({0})  # the exit statuses that are not a failure
+    # Words in the output of a failed check -> why it cannot run here.
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,12 +57,7 @@ def run_section(
 ) -> None:
     """Runs the checks of a section within its time limit.
 
-    Args:
-        of: yields the checks.
-        record: gets their results.
-        setting: has the time limit of all checks together.
-        stop: ends the section early.
-        done: checks that have run before and are not repeated; those of this section are added.
+    Checks in ``done`` have run before and are not repeated; those of this section are added.
     """
     done = {} if done is None else done
     end = time.monotonic() + setting.limit
@@ -88,7 +75,7 @@ def run_section(
             if result.outcome != SKIPPED:
                 done[result.name] = record.section, result
             if result.outcome == STOPPED and (ended := _ended(setting, stop, end)):
-                record.finish(ended)
+                record.save(STOPPED, ended)
                 return
             asked = checks.send(result)
     except StopIteration:
@@ -107,6 +94,7 @@ def _ended(setting: Setting, stop: Stop, end: float) -> str:
 
 
 def _run(asked: Check, record: Record, setting: Setting, stop: Stop, end: float) -> Result:
+    """Runs a check, and judges what it has done."""
     record.begin(asked.name)
     ended = run(
         asked.command,
@@ -116,16 +104,10 @@ def _run(asked: Check, record: Record, setting: Setting, stop: Stop, end: float)
         deadline=min(end, time.monotonic() + asked.seconds),
         stop=stop,
     )
-    outcome, figures, reason = _judged(asked, ended)
+    seconds, tail = round(ended.seconds, 3), ended.output[-TAIL_CHARACTERS:]
     if not ended.finished:
         why = _ended(setting, stop, end) or f"its deadline of {asked.seconds:g} s"
-        outcome, figures, reason = STOPPED, {}, why
-    tail = "" if outcome in (PASSED, SKIPPED) else ended.output[-TAIL_CHARACTERS:]
-    return Result(asked.name, outcome, round(ended.seconds, 3), figures, reason, tail)
-
-
-def _judged(asked: Check, ended: CommandResult) -> tuple[str, Mapping[str, Any], str]:
-    """Returns outcome, figures and reason of a check that has ended by itself."""
+        return Result(asked.name, STOPPED, seconds, {}, why, tail)
     passed = ended.status in asked.passes
     reason = "" if passed else f"exit status {ended.status}"
     figures: Mapping[str, Any] = {}
@@ -134,10 +116,12 @@ def _judged(asked: Check, ended: CommandResult) -> tuple[str, Mapping[str, Any],
     except Exception as error:  # whatever a file that is missing or cut short leads to
         if passed:
             passed, reason = False, f"its figures cannot be read: {error!r}"
-    why = [reason for words, reason in asked.skips.items() if words in ended.output]
-    if why and not passed:
-        return SKIPPED, {}, why[0]
-    return PASSED if passed else FAILED, figures, reason
+    reasons = [why for words, why in asked.skips.items() if words in ended.output]
+    if reasons and not passed:
+        return Result(asked.name, SKIPPED, seconds, {}, reasons[0])
+    if passed:
+        return Result(asked.name, PASSED, seconds, figures)
+    return Result(asked.name, FAILED, seconds, figures, reason, tail)
 
 
 def _add(record: Record, result: Result) -> None:
@@ -163,28 +147,19 @@ def function(
 ) -> Checks:
     """Calls a function of ``gpu_check``, which returns its figures, in a process of its own.
 
-    Args:
-        setting: says where and with which CuPy.
-        name: name of the check.
-        of: the function, such as ``host_costs:measured``; it takes ``quick``, for tiny sizes.
-        seconds: its deadline.
-        arguments: further arguments.
-        environment: variables to add to the environment of all children.
+    ``of`` names it, such as ``host_costs:measured``. It takes ``quick``, for tiny sizes, and the
+    further arguments.
     """
     report = setting.scratch(name)
     words = words_of(report, f"gpu_check.{of}", setting.fake, *arguments)
     yield Check(name, setting.python(*words), seconds, environment, report_of(report))
 
 
-@section
-def needing(setting: Setting, library: str, checks: Section, name: str) -> Checks:
-    """Runs checks that need a library with GPU support; skips them without it."""
+def needing(library: str, check: Check) -> Check | Result:
+    """Returns a check that needs a library with GPU support, or why it is skipped."""
     if importlib.util.find_spec(library) is None:
-        yield skipped(name, f"not installed: {library}")
-        return
-    for check in checks(setting):
-        assert isinstance(check, Check)
-        yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
+        return skipped(check.name, f"not installed: {library}")
+    return replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
 
 
 def report_of(path: Path) -> Callable[[str], Mapping[str, Any]]:

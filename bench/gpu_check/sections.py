@@ -1,32 +1,14 @@
-"""The sections of ``gpu_check``, whose checks ``first`` shares.
-
-NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), with two exceptions:
-
-* ``one process``: from NCCL 2.30 on ``NCCL_MULTI_RANK_GPU_ENABLE=1`` allows it, as an experiment:
-  about two ranks with the defaults, more with fewer CTAs, without NVLS. It hangs if the GPU's
-  resources run out.
-* ``processes``: with every version, one process for each rank, each with its own host name, which
-  exchange bytes only by sockets of the loopback device. This tests correctness, not speed.
-
-compute-sanitizer slows a launch many times, so that only small sets of tests end in time. Our
-kernels have no shared memory and no barrier, so racecheck has little to find. Every block is
-allocated by its own ``cudaMalloc`` (``unpooled``), because the sanitizer does not know where the
-blocks of a pool end.
-"""
+"""The sections of ``gpu_check``, whose checks ``first`` shares."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from measure.in_processes import words_of
-
-from .launches import functions
 from .record import FAILED, PASSED, Result, skipped
 from .section import Check, Checks, Section, function, needing, report_of, section
 from .setting import ROOT, Setting, find_tool
@@ -56,37 +38,33 @@ def tests(setting: Setting) -> Checks:
     total = sum(found.figures.values())
     for path, count in found.figures.items():
         seconds = setting.limit * max(LEAST_SHARE, count / total)
-        yield from run_file(path, seconds)(setting)
+        yield run_file(setting, path, seconds)
 
 
 @section
 def file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Checks:
     """Runs a file of tests; with the fake CuPy it only collects them."""
     if setting.fake:
-        name = f"{path}, {keyword}" if keyword else path
         command = setting.pytest("-q", "--collect-only", "-k", keyword, path)
-        yield Check(f"{name}, collected", command, COLLECT_SECONDS, read=counts_of)
+        name = f"{named(path, keyword)}, collected"
+        yield Check(name, command, COLLECT_SECONDS, read=counts_of)
     else:
-        yield from run_file(path, seconds, keyword)(setting)
+        yield run_file(setting, path, seconds, keyword)
 
 
-def run_file(path: str, seconds: float, keyword: str = "") -> Section:
-    """Runs the tests of a file.
+def run_file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Check | Result:
+    """Returns what runs the tests of a file, all or those of pytest's ``-k``."""
+    name, library = named(path, keyword), LIBRARIES.get(path)
+    report = setting.scratch(name, ".xml")
+    required = () if library is None else (f"--require={library}",)
+    command = setting.pytest("-k", keyword, *required, f"--junitxml={report}", path)
+    check = Check(name, command, seconds, read=lambda output: summary_of(report))
+    return check if library is None else needing(library, check)
 
-    Args:
-        path: of the file.
-        seconds: its deadline.
-        keyword: what pytest's ``-k`` takes; all tests by default.
-    """
-    name, library = f"{path}, {keyword}" if keyword else path, LIBRARIES.get(path)
 
-    def run(setting: Setting) -> Checks:
-        report = setting.scratch(name, ".xml")
-        required = () if library is None else (f"--require={library}",)
-        words = ("-k", keyword, *required, f"--junitxml={report}", path)
-        yield Check(name, setting.pytest(*words), seconds, read=lambda output: summary_of(report))
-
-    return run if library is None else needing(library, run, name)
+def named(path: str, keyword: str) -> str:
+    """Returns the name of a check."""
+    return f"{path}, {keyword}" if keyword else path
 
 
 def counts_of(output: str) -> Mapping[str, int]:
@@ -162,16 +140,12 @@ def example(setting: Setting) -> Checks:
 def training(setting: Setting, algorithm: str, backend: str) -> Check:
     """Trains with an algorithm on a backend."""
     name = f"{algorithm} on {backend}"
-    flags = {
-        "--backend": backend,
-        "--devices": str(NUM_DEVICES),
-        "--placement": ",".join("0" * NUM_DEVICES),
-        "--all-reduce": algorithm,
-        "--steps": str(FAKE_STEPS if setting.fake else STEPS),
-        "--output": str(setting.scratch(name, ".png")),
-    }
-    words = [word for pair in flags.items() for word in pair]
-    command = setting.python(str(ROOT / "examples" / "train_digits.py"), *words)
+    command = setting.python(
+        str(ROOT / "examples" / "train_digits.py"), f"--backend={backend}",
+        f"--devices={NUM_DEVICES}", f"--placement={','.join('0' * NUM_DEVICES)}",
+        f"--all-reduce={algorithm}", f"--steps={FAKE_STEPS if setting.fake else STEPS}",
+        f"--output={setting.scratch(name, '.png')}",
+    )  # fmt: skip
     passes = frozenset({0, BELOW_GOAL} if setting.fake else {0})  # so few steps reach no goal
     return Check(name, command, SHARE * setting.limit, read=table_of, passes=passes)
 
@@ -194,14 +168,19 @@ def comparison(algorithm: str, found: Mapping[str, Any], wanted: Mapping[str, An
         "same_bits": found["digest"] == wanted["digest"],
         "accuracy_difference": difference,
     }
-    agrees = abs(difference) <= LARGEST_DIFFERENCE
-    reason = f"accuracies {found['accuracy']} and {wanted['accuracy']} differ"
     name = f"{algorithm}: cuda and sim agree"
-    return Result(name, PASSED if agrees else FAILED, 0.0, figures, "" if agrees else reason)
+    if abs(difference) <= LARGEST_DIFFERENCE:
+        return Result(name, PASSED, 0.0, figures)
+    reason = f"accuracies {found['accuracy']} and {wanted['accuracy']} differ"
+    return Result(name, FAILED, 0.0, figures, reason)
 
 
 # -- nccl ------------------------------------------------------------------------------------------
 
+# NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), with two exceptions. From 2.30 on
+# NCCL_MULTI_RANK_GPU_ENABLE allows it in one process, as an experiment: about two ranks with the
+# defaults, more with fewer CTAs, without NVLS. It hangs if the GPU's resources run out. With every
+# version one process for each rank, each with its own host name, may exchange bytes by sockets.
 RANKS_SECONDS = 65.0  # seven of them fit a section
 FIRST_TO_SHARE = 23000  # NCCL 2.30.0, as get_version() spells it
 SHARED_GPU = {
@@ -257,6 +236,8 @@ def apart(setting: Setting, num_ranks: int = 2) -> Checks:
 
 # -- sanitize --------------------------------------------------------------------------------------
 
+# It slows a launch many times, so that only small sets of tests end in time. Our kernels have no
+# shared memory and no barrier, so racecheck has little to find.
 SANITIZER = "compute-sanitizer"
 FOUND_FAULTS = 86  # the exit status that we ask for, unlike any of pytest's
 PROBE_SECONDS = 45.0
@@ -289,73 +270,6 @@ def sanitizer(setting: Setting, *names: str) -> Checks:
 sanitize = sanitizer(*SANITIZER_RUNS)
 
 
-# -- counters of NVIDIA's profiler -----------------------------------------------------------------
-
-NCU = "ncu"
-# our name -> ncu's: percent of the memory's peak rate, percent of the warps that fit a
-# multiprocessor, registers, blocks that fit by registers alone, microseconds
-METRICS = {
-    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "registers_per_thread": "launch__registers_per_thread",
-    "blocks_by_registers": "launch__occupancy_limit_registers",
-    "duration": "gpu__time_duration.sum",
-}
-# Why the counters cannot be read, by what ncu prints then.
-REFUSED = {
-    "ERR_NVGPUCTRPERM": "the driver lets only administrators read the counters",
-    "Failed to prepare kernel for profiling": "ncu cannot profile on this machine",
-    "Profiling is not supported on device": "ncu does not support this device",
-}
-
-
-@section
-def counters(setting: Setting, seconds: float) -> Checks:
-    """Profiles every launch of ``gpu_check.launches``; the last one of each kernel counts."""
-    program = "launches:launched"
-    if setting.fake:
-        yield from function(f"{NCU}, launched", program, seconds)(setting)
-        return
-    tool = find_tool(NCU)
-    if tool is None:
-        yield skipped(NCU, f"{NCU} is not installed")
-        return
-    names = "|".join(sorted(set(functions().values())))
-    options = (
-        "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS.values()),
-        "--kernel-name-base", "function", "--kernel-name", f"regex:^({names})$",
-    )  # fmt: skip
-    words = words_of(setting.scratch(NCU), f"gpu_check.{program}", setting.fake)
-    command = (tool, *options, *setting.python(*words))
-    plain = {"LC_ALL": "C"}  # a decimal point
-    yield Check(NCU, command, seconds, plain, metrics_of, skips=REFUSED)
-
-
-def metrics_of(output: str) -> Mapping[str, Mapping[str, float | str]]:
-    """Parses ncu's table in the output of a program; returns figures of each kernel by our names.
-
-    Raises:
-        ValueError: a metric of a kernel is missing.
-    """
-    lines = [line for line in output.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(lines))
-    return {name: _metrics_of(kernel, rows) for name, kernel in functions().items()}
-
-
-def _metrics_of(kernel: str, rows: Sequence[Mapping[str, str]]) -> Mapping[str, float | str]:
-    """Returns the figures of the last launch of a function."""
-    mine = [row for row in rows if re.search(rf"\b{kernel}\b", row["Kernel Name"] or "")]
-    found = {row["Metric Name"]: row for row in mine}
-    missing = [name for name in METRICS.values() if name not in found]
-    if missing:
-        raise ValueError(f"ncu printed no {', '.join(missing)} of {kernel}")
-    figures = {
-        name: float(found[metric]["Metric Value"].replace(",", ""))
-        for name, metric in METRICS.items()
-    }
-    return {**figures, "duration_unit": found[METRICS["duration"]]["Metric Unit"]}
-
-
 # -- PyTorch ---------------------------------------------------------------------------------------
 
 
@@ -364,5 +278,7 @@ def of_torch(setting: Setting, name: str, program: str, seconds: float) -> Check
     """Calls a function of ``gpu_check`` that uses PyTorch, in its own process."""
     if setting.fake:
         yield skipped(name, "PyTorch does not know the fake GPU")
-    else:
-        yield from needing("torch", function(name, program, seconds), name)(setting)
+        return
+    for check in function(name, program, seconds)(setting):
+        assert isinstance(check, Check)
+        yield needing("torch", check)

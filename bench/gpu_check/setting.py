@@ -11,61 +11,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
+USUAL_FOLDERS = ("usr/local/cuda*/bin",)  # of CUDA's tools
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first GPU, with its software versions.
+    """The first GPU, with its software versions."""
 
-    Attributes:
-        name: the driver's name; ``fake`` for the fake CuPy, ``none`` if there is no GPU.
-        count: how many GPUs there are.
-        missing: why there is none; empty if there is one.
-        details: memory in bytes, compute capability, number of multiprocessors.
-        versions: of driver, runtime, cupy, nccl, numpy and python; None if unknown.
-    """
-
-    name: str
-    count: int = 1
-    missing: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the driver's; "fake" for the fake CuPy, "none" if there is no GPU
+    count: int = 1  # of all GPUs
+    missing: str = ""  # why there is none
+    details: Mapping[str, Any] = field(default_factory=dict)  # memory, compute capability, …
+    versions: Mapping[str, Any] = field(default_factory=dict)  # of each library; None if unknown
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        fake: whether ``tests/fake_cupy`` replaces CuPy.
-        gpu: the GPU of the run.
-        work: a folder for files of the checks; it is removed after the run.
-        benches: the folder of the benchmarks.
-        limit: the time limit of a section, in seconds.
-        part: the only part of the section that runs; empty for all of it.
-    """
-
-    fake: bool
+    fake: bool  # tests/fake_cupy replaces CuPy
     gpu: Gpu
-    work: Path
-    benches: Path
-    limit: float = 480.0
-    part: str = ""
+    work: Path  # for files of the checks; it is removed after the run
+    benches: Path  # the folder of the benchmarks
+    limit: float = 480.0  # seconds of a section
+    part: str = ""  # the only part of the section that runs; empty for all of it
 
     def python(self, *arguments: str) -> tuple[str, ...]:
         """Returns the command of a Python process; see ``python``."""
         return python(*arguments, fake=self.fake)
 
-    @property
-    def mark(self) -> str:
-        """The pytest mark expression of the tests that these GPUs can run."""
-        return "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
-
     def pytest(self, *arguments: str) -> tuple[str, ...]:
-        """Returns the command of a pytest run in which a missing GPU is a failure."""
+        """Returns the command of a run of the tests for these GPUs; without one they fail."""
+        mark = "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
         plugin = ("-p", "fake_cupy.plugin") if self.fake else ()
-        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu", "-m", self.mark)
+        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu", "-m", mark)
         return (sys.executable, "-P", "-m", "pytest", *plugin, *plain, *arguments)
 
     def scratch(self, name: str, suffix: str = ".json") -> Path:

@@ -39,11 +39,7 @@ def said_after(fail: Callable[[], None]) -> list[str]:
 
 
 def failure_of(call: Callable[[], object]) -> str:
-    """Returns the error of a call on a failed device.
-
-    Raises:
-        AssertionError: nothing.
-    """
+    """Returns the error of a call on a failed device."""
     try:
         call()
     except BackendUnavailableError as error:

@@ -3,7 +3,7 @@
 * ``runner``: runs a benchmark: devices, cases, floors, the JSON file and the exit status.
 * ``clock``: the time of calls in turns, on the host or on a GPU, and of a copy of as many bytes.
 * ``case``: the measurements of one operation, as a table; ``floors``: the limits that it must keep.
-* ``peers``: the same work by other libraries; ``all_reduce_peers``: all-reduce by them.
+* ``peers``: the same work by other libraries, also whole all-reduces.
 * ``reductions``: our own all-reduces; ``all_reduce_gpu``: the cases of them on GPUs.
 * ``model_steps``: optimizer steps over a model; ``resnet50``, ``torch_modules``: other models.
 * ``in_processes``: calls a function in other processes; ``many_tensors``: one that is called.

@@ -19,17 +19,17 @@ from gpu_check.sections import FIRST_TO_SHARE, SHARED_GPU
 from gpu_check.setting import python
 
 import gradreduce as gr
-from gradreduce.device import Mesh
+from gradreduce.device import Buffer, Mesh
 
-from .case import OURS, Case, Reduced
-from .clock import Call, Took
+from .case import OURS, Case
+from .clock import Call, Took, in_turns
 from .floors import Decision, Floor, counted, of_the_copy, times_the_peer
 from .in_processes import figures_of
 from .peers import find_peers, peer_calls
 from .random_values import fill, normals
 from .reductions import Reduction, compare, placed
 from .resnet50 import resnet50
-from .runner import Bench, named
+from .runner import Bench
 
 NUM_LOGICAL = 8
 KIB, MIB = 2**10, 2**20
@@ -43,27 +43,19 @@ RANKS_SECONDS = 75.0
 RESNET, RANKS = "ResNet-50, 8 on one GPU", "2 NCCL ranks on one GPU"
 WAYS = {"num_packs=0": 0, "num_packs=1": 1, "flat": 1}
 RAW, IN_PLACE = "raw NCCL", "cuda, in place"
+ONE, SEVERAL = (
+    f"one tensor, {{}} bytes, {NUM_LOGICAL} on one GPU",
+    "one tensor, {} bytes, each on a GPU",
+)
 NOT_YET = "not yet measured on a GPU"
 H100 = "H100, 2026-11"
-
-
-def on_one(nbytes: int) -> str:
-    """Returns the case name of one tensor on eight logical devices of one GPU."""
-    return f"one tensor, {nbytes} bytes, {NUM_LOGICAL} on one GPU"
-
-
-def on_several(nbytes: int) -> str:
-    """Returns the case name of one tensor on all GPUs."""
-    return f"one tensor, {nbytes} bytes, each on a GPU"
-
-
 _STUB = (
     "it was set with a driver that does nothing ({}); CuPy and a real driver take {} us for "
     "{}, and the host of the H100 is slower"
 )
 GPU_FLOORS = (
-    Floor("co-located all-reduce, of the line", on_one(LARGE[-1]), of_the_copy("cuda"), ">=", 0.9,
-          f"0.95; {H100}"),
+    Floor("co-located all-reduce, of the line", ONE.format(LARGE[-1]), of_the_copy("cuda"), ">=",
+          0.9, f"0.95; {H100}"),
     Floor("plain step, host us a Buffer", RESNET, counted("num_packs=1, host us a Buffer"), "<=",
           6, f"1.5; {H100}"),
     Floor("prepared step, host us of all Buffers", RESNET,
@@ -74,7 +66,7 @@ GPU_FLOORS = (
           decision=Decision(10, _STUB.format("5.5", "1.8", "the graph"))),
     Floor("NCCL, host us over a raw call", RANKS, counted("us over raw"), "<=", 10, NOT_YET),
     *(
-        Floor(f"{nbytes // MIB} MiB, of raw NCCL", on_several(nbytes),
+        Floor(f"{nbytes // MIB} MiB, of raw NCCL", SEVERAL.format(nbytes),
               times_the_peer(RAW, IN_PLACE), ">=", 0.97, NOT_YET)
         for nbytes in LARGE
     ),
@@ -86,14 +78,11 @@ def gpu_cases(bench: Bench) -> None:
     peers = find_peers(bench)
     for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
         reduction = one_tensor(bench.meshes["cuda"], nbytes)
-        calls = {
-            f"{OURS}cuda": reduction.plain(),
-            f"{OURS}cuda, prepared": reduction.prepared(),
-        }
+        calls = {f"{OURS}cuda": reduction.plain(), f"{OURS}cuda, prepared": reduction.prepared()}
         if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
             operands = [normals(nbytes // 4)] * NUM_LOGICAL
             calls |= peer_calls(peers, "all_sum", operands, operands)
-        compare(bench, on_one(nbytes), reduction, calls)
+        compare(bench, ONE.format(nbytes), reduction, calls)
     resnet(bench)
     ranks(bench)
     all_gpus(bench)
@@ -116,11 +105,11 @@ def resnet(bench: Bench) -> None:
         calls[way] = reduction.plain()
         calls[f"{way}, prepared"] = reduction.prepared()
         calls[f"{way}, captured"] = reduction.captured()
-    us = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS))
-    figures = named(us, "host us")
+    figures = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS), "host us")
     # A plain call looks at every Buffer; a prepared or captured one at none.
     num_buffers = NUM_LOGICAL * len(shapes)
-    figures |= {f"{way}, host us a Buffer": us[way] / num_buffers for way in WAYS}
+    for way in WAYS:
+        figures[f"{way}, host us a Buffer"] = figures[f"{way}, host us"] / num_buffers
     ours = {f"{OURS}cuda, {name}": call for name, call in calls.items()}
     compare(bench, RESNET, reduction, ours, figures)
 
@@ -137,10 +126,9 @@ def ranks(bench: Bench) -> None:
     try:
         figures = figures_of("gpu_check.ranks:cost", bench.quick, 2, launcher=launcher,
                              seconds=RANKS_SECONDS, **SHARED_GPU)  # fmt: skip
+        bench.note(RANKS, "host us of a call", figures)
     except subprocess.SubprocessError as error:
         bench.absent["ranks on one GPU"] = str(error)
-        return
-    bench.keep(Case(RANKS, "host us of a call", figures=figures))
 
 
 # -- several GPUs ----------------------------------------------------------------------------------
@@ -149,83 +137,70 @@ def ranks(bench: Bench) -> None:
 def all_gpus(bench: Bench) -> None:
     """Measures NCCL with one replica per GPU, compared with direct calls of NCCL."""
     import cupy
+    from cupy.cuda import nccl
 
     count = cupy.cuda.runtime.getDeviceCount()
     if count < 2:
         bench.absent["several GPUs"] = f"there is {count}"
         return
     with gr.open_mesh(count, backend="cuda") as mesh:
-        raw = RawNccl(mesh)
+        communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
         for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
             reduction = one_tensor(mesh, nbytes, algorithm="nccl", op=gr.ReduceOp.SUM)
+            buffers = reduction.values[0].buffers
             calls: dict[str, Call] = {
-                RAW: partial(raw.all_reduce, raw.arguments(reduction.values[0])),
+                RAW: raw_all_reduce(communicators, buffers),
                 f"{OURS}cuda": reduction.plain(),
                 f"{OURS}cuda, prepared": reduction.prepared(),
                 OURS + IN_PLACE: reduction.plain(in_place=True),
             }
-            number = bench.pick(CALLS, QUICK_CALLS)
-            took = back_to_back(mesh, calls, number, partial(refill, reduction.values[0]))
+            took = back_to_back(mesh, calls, bench.pick(CALLS, QUICK_CALLS), buffers)
             words = f"{nbytes / 1e6:.3f} MB of float32"
-            case = Reduced(on_several(nbytes), words, 0, took, {}, nbytes, len(mesh), RAW)
-            bench.keep(case)
+            bench.keep(Case(SEVERAL.format(nbytes), words, 0, took))
 
 
-class RawNccl:
-    """Direct NCCL all-reduce: a group with one call per GPU."""
+def raw_all_reduce(communicators: Sequence[Any], buffers: Sequence[Buffer]) -> Call:
+    """Returns NCCL's own all-reduce of float32 in place: a group with one call per rank."""
+    from cupy.cuda import nccl
 
-    def __init__(self, mesh: Mesh) -> None:
-        from cupy.cuda import nccl
+    ranks: list[tuple[Any, Any, tuple[Any, ...]]] = []
+    for communicator, buffer in zip(communicators, buffers, strict=True):
+        device: Any = buffer.device  # a CudaDevice
+        given = (buffer.address, buffer.address, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
+        stream = device._stream("compute").ptr
+        ranks.append((communicator, device.gpu, (*given, stream)))
 
-        self._nccl = nccl
-        self._communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
-
-    def arguments(self, value: gr.PerReplica) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Prepares the arguments of each rank's in-place call."""
-        number, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
-        made = []
-        for buffer in value.buffers:
-            device: Any = buffer.device  # a CudaDevice
-            stream = device._stream("compute").ptr
-            ends = (buffer.address, buffer.address)
-            made.append((device.gpu, (*ends, buffer.size, number, add, stream)))
-        return made
-
-    def all_reduce(self, ranks: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Runs one group."""
-        self._nccl.groupStart()
-        for communicator, (gpu, arguments) in zip(self._communicators, ranks, strict=True):
+    def call() -> None:
+        nccl.groupStart()
+        for communicator, gpu, arguments in ranks:
             with gpu:
                 communicator.allReduce(*arguments)
-        self._nccl.groupEnd()
+        nccl.groupEnd()
 
-
-def refill(value: gr.PerReplica) -> None:
-    """Writes random numbers over sums that grow in place."""
-    for buffer in value.buffers:
-        fill(buffer)
+    return call
 
 
 def back_to_back(
-    mesh: Mesh, calls: Mapping[str, Call], number: int, before: Call
+    mesh: Mesh, calls: Mapping[str, Call], number: int, buffers: Sequence[Buffer]
 ) -> dict[str, Took]:
     """Returns the median times until the GPU is done, and until the call returns.
 
-    ``before`` is called before each loop: sums in place would become infinite.
+    Writes random numbers before each loop: sums in place would become infinite.
     """
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(ROUNDS if number > QUICK_CALLS else 1):
-        for name, call in calls.items():
-            before()
+
+    def turn(name: str, call: Call) -> dict[str, float]:
+        for buffer in buffers:
+            fill(buffer)
+        call()
+        mesh.synchronize()
+        start = time.perf_counter()
+        for _ in range(number):
             call()
-            mesh.synchronize()
-            start = time.perf_counter()
-            for _ in range(number):
-                call()
-            host = time.perf_counter() - start
-            mesh.synchronize()
-            taken[name].append(((time.perf_counter() - start) / number, host / number))
-    return {
-        name: Took(*(statistics.median(column) for column in zip(*times, strict=True)))
-        for name, times in taken.items()
-    }
+        host = time.perf_counter() - start
+        mesh.synchronize()
+        return {name: (time.perf_counter() - start) / number, f"{name}, host": host / number}
+
+    turns = [partial(turn, name, call) for name, call in calls.items()]
+    taken = in_turns(turns, ROUNDS if number > QUICK_CALLS else 1, warm_ups=0)
+    median = statistics.median
+    return {name: Took(median(taken[name]), median(taken[f"{name}, host"])) for name in calls}

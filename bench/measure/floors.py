@@ -14,12 +14,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": ope
 
 
 class Decision(NamedTuple):
-    """Why the bound of a floor was changed; docs/benchmarks.md lists all.
-
-    Attributes:
-        was: the bound before.
-        why: the reason.
-    """
+    """Why the bound of a floor was changed; docs/benchmarks.md lists all."""
 
     was: float
     why: str
@@ -27,33 +22,22 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Floor:
-    """A bound for one figure of one case.
+    """A bound for one figure of one case."""
 
-    Attributes:
-        name: describes the promise.
-        case: the name of the case.
-        figure: returns the figure of a case; None if a peer that it needs was left out.
-        sign: ``>=`` or ``<=``.
-        bound: the limit of the figure.
-        measured: the measured figure, with chip and date.
-        peers: the libraries that it is compared with.
-        decision: why the bound was changed.
-    """
-
-    name: str
+    name: str  # describes the promise
     case: str
-    figure: Figure
-    sign: str
+    figure: Figure  # of a case; None if a peer that it needs was left out
+    sign: str  # ">=" or "<="
     bound: float
-    measured: str
-    peers: tuple[str, ...] = ()
+    measured: str  # the measured figure, with chip and date
+    peers: tuple[str, ...] = ()  # the libraries that it is compared with
     decision: Decision | None = None
 
     def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
         """Returns a JSON object: the floor, the figure, and whether it ``holds``.
 
         ``holds`` is None if there is nothing to compare with; ``without`` lists its peers that were
-        left out.
+        left out, with the reasons in ``absent``.
         """
         case = cases.get(self.case)
         figure = None if case is None else self.figure(case)
@@ -68,7 +52,7 @@ class Floor:
 def kept(
     floors: Sequence[Floor], cases: Mapping[str, Case], absent: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Checks and prints all floors; ``absent`` maps missing libraries to reasons."""
+    """Checks and prints all floors."""
     print("\nfloors")
     found = [floor.check(cases, absent) for floor in floors]
     for one in found:

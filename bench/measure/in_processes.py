@@ -53,12 +53,7 @@ def figures_of_each(
 ) -> list[Any]:
     """Calls a function in several processes at once; if one fails, ends the others.
 
-    Args:
-        function: see ``figures_of``.
-        arguments: of each process.
-        launcher: of each process.
-        seconds: the time for all of it.
-        environments: of each process, variables to add to the environment.
+    Each process has its arguments and environment; see ``figures_of``.
     """
     path = os.pathsep.join([*map(str, SOURCES), os.environ.get("PYTHONPATH", "")])
     end = time.monotonic() + seconds
@@ -66,8 +61,7 @@ def figures_of_each(
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{place}.json" for place in range(len(arguments))]
         try:
-            for each in zip(reports, arguments, environments, strict=True):
-                report, words, changed = each
+            for report, words, changed in zip(reports, arguments, environments, strict=True):
                 started.append(subprocess.Popen(
                     [*launcher, *words_of(report, function, *words)],
                     env={**os.environ, "PYTHONPATH": path, **changed},
@@ -87,13 +81,7 @@ def figures_of_each(
 
 
 def words_of(report: Path, function: str, *arguments: Any) -> tuple[str, ...]:
-    """Returns what comes after Python in the command that calls a function.
-
-    Args:
-        report: the file for its result.
-        function: see ``figures_of``.
-        arguments: as well.
-    """
+    """Returns what comes after Python in the command that writes a function's result to a file."""
     return ("-m", "measure.in_processes", str(report), function, json.dumps(arguments))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -36,14 +37,12 @@ def figures_of(count: int) -> dict[str, float]:
     The tensors of the all-reduce are reduced where they lie, without packs.
     """
     mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
-    first = mesh.devices[0]
-    shape = (SIZE,)
+    first, shape = mesh.devices[0], (SIZE,)
     values = [
         gr.PerReplica([device.empty(shape, "float32") for device in mesh], mesh)
         for _ in range(count)
     ]
     reduction = Reduction(mesh, values, 0)
-    grads = [value.buffers[0] for value in values]
     start = time.process_time()
     captured = reduction.captured()
     found = {"first plan, s": time.process_time() - start}
@@ -51,13 +50,16 @@ def figures_of(count: int) -> dict[str, float]:
     found |= counted(mesh, "captured step", captured)
     for name, step in (("captured", captured), ("prepared", reduction.prepared())):
         step()
-        found[f"{name} step, us"] = microseconds(step)
+        # The best of several loops.
+        taken = timeit.repeat(step, repeat=LOOPS, number=CALLS, timer=time.process_time)
+        found[f"{name} step, us"] = min(taken) / CALLS * 1e6
         found[f"{name} step, Python calls"] = python_calls(step)
+    grads = [value.buffers[0] for value in values]
     variables = [gr.Variable(np.zeros(shape, np.float32), device=first) for _ in range(count)]
-    optimizer = gr.GradientDescentOptimizer(0.5)
     sums = [gr.ConditionalAccumulator("float32", shape, device=first) for _ in range(count)]
-    updates = list(zip(grads, variables, strict=True))
-    found |= counted(mesh, "apply_gradients", partial(optimizer.apply_gradients, updates))
+    update = gr.GradientDescentOptimizer(0.5).apply_gradients
+    pairs = list(zip(grads, variables, strict=True))
+    found |= counted(mesh, "apply_gradients", partial(update, pairs))
     found |= counted(mesh, "apply_grads", partial(gr.apply_grads, sums, grads, 0))
     return found
 
@@ -67,17 +69,6 @@ def counted(mesh: gr.Mesh, name: str, call: Callable[[], Any]) -> dict[str, floa
     with mesh.journal() as journal:
         call()
     return {f"{name}, launches": journal.launches, f"{name}, uploads": journal.uploads}
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    """Returns the processor time of a call: the best of several loops."""
-    taken = []
-    for _ in range(LOOPS):
-        start = time.process_time()
-        for _ in range(CALLS):
-            call()
-        taken.append((time.process_time() - start) / CALLS * 1e6)
-    return min(taken)
 
 
 def python_calls(call: Callable[[], Any]) -> int:

@@ -1,7 +1,12 @@
-"""The same operations by other libraries (peers), out of place.
+"""The same operations by other libraries (peers), and whole all-reduces by them.
 
 A peer has a function for each operation that it knows, which takes lists of its arrays and returns
 its candidates. Outputs exist before the clock starts, unless the operation allocates them.
+
+An all-reduce on the CPU is the mean of replicas of many tensors. NumPy and PyTorch add the replicas
+of each tensor into the first output, divide it there, and copy it into the others. TensorFlow's own
+two reductions run on four logical CPU devices, eagerly and inside ``tf.function``. The four results
+of its ReductionToOneDevice share one memory: it writes one replica where all others write four.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,25 +26,22 @@ from .runner import Bench
 
 Calls = dict[str, Call]
 Operations = Mapping[str, Callable[..., Calls]]
+Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 SPLIT = 4  # inputs in the first half of an all_sum
+
+ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
+SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library to compare with.
+    """A library to compare with."""
 
-    Attributes:
-        name: how the names of its candidates begin.
-        take: converts a host array to the library's array on the measured device.
-        operations: of ``add_n``, ``add_into``, ``accumulate``, ``many``, ``all_sum``, ``pack``,
-            ``unpack``, ``scale`` and ``segment_sum`` those that it has.
-        without: dtypes that it cannot add, or only slowly.
-    """
-
-    name: str
-    take: Callable[[np.ndarray], Any]
+    name: str  # how the names of its candidates begin
+    take: Callable[[np.ndarray], Any]  # converts a host array to one on the measured device
+    # Of add_n, add_into, accumulate, many, all_sum, pack and segment_sum those that it has.
     operations: Operations
-    without: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()  # dtypes that it cannot add, or only slowly
 
     def calls(self, operation: str, *operands: Sequence[np.ndarray]) -> Calls:
         """Returns its candidates for an operation on lists of host arrays."""
@@ -71,8 +72,6 @@ def find_peers(bench: Bench) -> list[Peer]:
     if (torch := find_torch(bench)) is not None:
         operations = _of_torch_on_gpu(torch) if bench.on_gpu else _of_torch(torch)
         found.append(Peer("torch", partial(_tensor, torch, bench.place), operations))
-    if not bench.on_gpu and (tf := tensorflow(bench)) is not None:
-        found.append(Peer("tf", tf.constant, _of_tensorflow(tf)))
     return found
 
 
@@ -112,23 +111,18 @@ def _of_arrays(library: Any) -> Operations:
         calls = partial(out[0].fill, 0), partial(scatter, out[0], indices[0], values[0])
         return {"add.at" if is_numpy else "scatter_add": partial(in_order, *calls)}
 
+    def pack(flat: list[Any], arrays: list[Any]) -> Calls:
+        return {"concatenate": partial(library.concatenate, arrays, out=flat[0])}
+
     return {
         "add_n": lambda arrays: {
             "chain": partial(_chain, arrays),
             **({} if is_numpy else {"stack-sum": lambda: library.stack(arrays).sum(axis=0)}),
         },
         "accumulate": lambda operands: {"+=": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
-        "all_sum": lambda outs, inputs: {
-            "chains, copies": partial(_all_sum, library.copyto, outs, inputs)
-        },
-        "pack": lambda flat, arrays: {
-            "concatenate": partial(library.concatenate, arrays, out=flat[0])
-        },
-        "unpack": lambda flat, arrays: {
-            "copyto": partial(_for_each, library.copyto, arrays, _parts(flat[0], arrays))
-        },
-        "scale": lambda arrays: {"*=": partial(_for_each, operator.imul, arrays, repeat(-1.0))},
+        "many": lambda *columns: {"chains": partial(_chains, columns)},
+        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, library.copyto, *lists)},
+        "pack": pack,
         "segment_sum": segment_sum,
     }
 
@@ -153,13 +147,9 @@ def _of_torch(torch: Any) -> Operations:
         },
         "add_into": add_into,
         "accumulate": lambda operands: {"add_": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
-        "all_sum": lambda outs, inputs: {"chains, copies": partial(_all_sum, copy, outs, inputs)},
+        "many": lambda *columns: {"chains": partial(_chains, columns)},
+        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, copy, *lists)},
         "pack": lambda flat, tensors: {"cat": partial(torch.cat, tensors, out=flat[0])},
-        "unpack": lambda flat, tensors: {
-            "copy_": partial(_for_each, copy, tensors, _parts(flat[0], tensors))
-        },
-        "scale": lambda tensors: {"mul_": partial(_for_each, operator.imul, tensors, repeat(-1.0))},
         "segment_sum": segment_sum,
     }
 
@@ -181,10 +171,6 @@ def _of_torch_on_gpu(torch: Any) -> Operations:
             "_foreach": partial(foreach, [[tensor] for tensor in tensors]),
         },
         "many": lambda *columns: {"_foreach": partial(foreach, columns)},
-        "unpack": lambda flat, tensors: {
-            "_foreach": partial(torch._foreach_copy_, tensors, _parts(flat[0], tensors))
-        },
-        "scale": lambda tensors: {"_foreach": partial(torch._foreach_mul_, tensors, -1.0)},
     }
 
     def on_stream(make: Callable[..., Calls]) -> Callable[..., Calls]:
@@ -193,19 +179,6 @@ def _of_torch_on_gpu(torch: Any) -> Operations:
         }
 
     return {name: on_stream(make) for name, make in operations.items()}
-
-
-def _of_tensorflow(tf: Any) -> Operations:
-    """TensorFlow, eagerly, on the CPU."""
-    return {
-        "add_n": lambda tensors: {"add_n": partial(tf.add_n, tensors)},
-        "pack": lambda flat, tensors: {"concat": partial(tf.concat, tensors, 0)},
-        "segment_sum": lambda values, indices, out: {
-            "unsorted_segment_sum": partial(
-                tf.math.unsorted_segment_sum, values[0], indices[0], out[0].shape[0]
-            )
-        },
-    }
 
 
 def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
@@ -229,12 +202,9 @@ def _chain(arrays: Sequence[Any], first: Callable[..., Any] = operator.add) -> A
     return total
 
 
-def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    return list(zip(*columns, strict=True))
-
-
-def _for_each(call: Callable[..., Any], *lists: Iterable[Any]) -> list[Any]:
-    return [call(*operands) for operands in zip(*lists, strict=False)]
+def _chains(columns: Iterable[Sequence[Any]]) -> list[Any]:
+    """Adds the first arrays of all columns, then the second ones, and so on."""
+    return [_chain(row) for row in zip(*columns, strict=True)]
 
 
 def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -245,7 +215,63 @@ def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any
         copy(out, total)
 
 
-def _parts(flat: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Returns consecutive views of a flat array, as long as the arrays."""
-    ends = np.cumsum([len(array) for array in arrays]).tolist()
-    return [flat[end - len(array) : end] for end, array in zip(ends, arrays, strict=True)]
+# -- all-reduce ------------------------------------------------------------------------------------
+
+
+def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> Calls:
+    """Returns the candidates of installed libraries, and notes missing ones."""
+    found: Calls = {NUMPY: numpy_sum_and_copies(tensors)}
+    if (torch := find_torch(bench)) is not None:
+        taken = [[torch.from_numpy(each) for each in replicas] for replicas in tensors]
+        outs = [[torch.empty_like(each) for each in replicas] for replicas in taken]
+        found[SUM_AND_COPIES] = partial(_means, torch.add, torch.Tensor.copy_, taken, outs)
+    if (tf := tensorflow(bench)) is not None:
+        found |= _tensorflow(tf, tensors)
+    return found
+
+
+def numpy_sum_and_copies(tensors: Tensors) -> Call:
+    """Returns NumPy's mean of each tensor's replicas, copied to all outs."""
+    outs = [[np.empty_like(each) for each in replicas] for replicas in tensors]
+    return partial(_means, np.add, np.copyto, tensors, outs)
+
+
+def _means(add: Any, copy: Callable[..., Any], tensors: Any, outs: Any) -> None:
+    for replicas, into in zip(tensors, outs, strict=True):
+        total = add(replicas[0], replicas[1], out=into[0])
+        for replica in replicas[2:]:
+            total += replica
+        total /= len(replicas)
+        for out in into[1:]:
+            copy(out, total)
+
+
+def _tensorflow(tf: Any, tensors: Tensors) -> Calls:
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in tensors[0]]
+    tf.config.set_logical_device_configuration(cpu, logical)
+    # No public function makes a PerReplica outside the run of a strategy.
+    per_replica = importlib.import_module("tensorflow.python.distribute.values").PerReplica
+    pairs = []
+    for replicas in tensors:
+        placed = []
+        for index, host in enumerate(replicas):
+            with tf.device(f"/cpu:{index}"):
+                placed.append(tf.identity(tf.constant(host)))
+        value = per_replica(placed)
+        pairs.append((value, value))
+    ways = {
+        ONE_DEVICE: tf.distribute.ReductionToOneDevice(),
+        HIERARCHICAL: tf.distribute.HierarchicalCopyAllReduce(num_packs=1),
+    }
+    calls: Calls = {}
+    for name, cross_device_ops in ways.items():
+        reduce = partial(cross_device_ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
+        calls[name] = reduce
+        calls[f"{name} in tf.function"] = tf.function(partial(_values, reduce))
+    return calls
+
+
+def _values(reduce: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Returns a value that a ``tf.function`` can return."""
+    return [mirrored.values for mirrored in reduce()]

@@ -13,7 +13,6 @@ import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import Mesh
 
-from .case import Reduced
 from .clock import Call
 from .random_values import fill
 from .runner import Bench
@@ -46,15 +45,7 @@ def uploaded(
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce of some values.
-
-    Attributes:
-        mesh: their devices.
-        values: the tensors.
-        num_packs: of ``gr.AllReduceCrossDeviceOps``.
-        algorithm: as well.
-        op: how replicas are combined.
-    """
+    """An all-reduce of some values; the options are those of ``gr.AllReduceCrossDeviceOps``."""
 
     mesh: Mesh
     values: Sequence[gr.PerReplica]
@@ -96,9 +87,6 @@ def compare(
 
     The copy reads each replica once and writes each result once, as an all-reduce must.
     """
-    values, num_replicas = reduction.values, len(reduction.mesh)
-    nbytes = sum(value.buffers[0].nbytes for value in values)
-    moved = 2 * num_replicas * nbytes
-    took = bench.clock.measure(calls, moved)
-    words = f"{len(values)} tensors, {nbytes / 1e6:.2f} MB of float32"
-    bench.keep(Reduced(name, words, moved, took, figures or {}, nbytes, num_replicas))
+    nbytes = sum(value.buffers[0].nbytes for value in reduction.values)
+    words = f"{len(reduction.values)} tensors, {nbytes / 1e6:.2f} MB of float32"
+    bench.compare(name, words, 2 * len(reduction.mesh) * nbytes, calls, figures)

@@ -10,11 +10,7 @@ STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 
 def resnet50(quick: bool = False) -> list[tuple[int, ...]]:
-    """Returns 161 shapes with 25,557,032 elements, in the order of the layers.
-
-    Args:
-        quick: only a few, which are small.
-    """
+    """Returns 161 shapes with 25,557,032 elements, in the order of the layers; or a few small."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for planes, num_blocks in STAGES:

@@ -326,11 +326,3 @@ def test_a_broken_floor_is_exit_status_1(load, parts, tmp_path, bound):
     found = json.loads(report.read_text(encoding="utf-8"))
     assert [one["holds"] for one in found["floors"]] == [None if bound is None else bound == 2]
     assert [one["name"] for one in found["cases"]] == ["add"]
-
-
-def test_bandwidths_are_those_of_nccl_tests(parts, clock, capsys):
-    took = {"copy": clock.Took(0.5, 0.5), "gradreduce numpy": clock.Took(2.0, 0.25)}
-    parts.cases.Reduced("one", "4 GB", 0, took, {}, 4_000_000_000, 4).show()
-    (line,) = (each for each in capsys.readouterr().out.splitlines() if "numpy" in each)
-    words = "2000.0000 ms algbw 2.00 busbw 3.00 GB/s 0.25 of the line host 250000.0 us"
-    assert line.split()[2:] == words.split()
