@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from .child import Stop
 from .first import FIRST, first, step_of
-from .identify import FAKE, commit, find, sources
-from .record import FAILED, SKIPPED, STOPPED, Record
-from .section import Done, Section, run_section
+from .section import FAILED, SKIPPED, STOPPED, Done, Record, Section, run_section
 from .sections import bench, example, nccl, sanitize, tests
-from .setting import ROOT, Gpu, Setting
+from .setting import FAKE, ROOT, Gpu, Setting, commit, find, sources
 
 SECTIONS: Mapping[str, Section] = {
     "first": first,
@@ -43,11 +41,6 @@ class Asked(NamedTuple):
         """The section and part, as on the command line."""
         return f"{self.section}:{self.part}" if self.part else self.section
 
-    @property
-    def stem(self) -> str:
-        """The name, for use in a file name."""
-        return stem_of(self.name)
-
 
 def stem_of(name: str) -> str:
     """Returns a name without the characters that a file name should not have."""
@@ -55,7 +48,6 @@ def stem_of(name: str) -> str:
 
 
 def positive(text: str) -> float:
-    """Parses a positive number of seconds."""
     seconds = float(text)
     if not seconds > 0:
         raise ValueError
@@ -92,27 +84,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/gpu_check.sh", description="Runs everything that needs a GPU."
     )
-    every, steps = ", ".join(SECTIONS), ", ".join(FIRST)
     own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
+    what = (
+        f"{', '.join(SECTIONS)}; all by default. A part is a step of first ({', '.join(FIRST)}; "
+        "the number will do), a path of tests, or a file of bench"
+    )
     flag = parser.add_argument
-    flag(
-        "sections",
-        nargs="*",
-        metavar="SECTION[:PART]",
-        help=f"{every}; all by default. A part is"
-        f" a step of first ({steps}; the number will do), a path of tests, or a file of bench",
-    )
+    flag("sections", nargs="*", metavar="SECTION[:PART]", help=what)
     flag("--fake", action="store_true", help="try this without a GPU, on the fake CuPy")
-    flag(
-        "--limit",
-        type=positive,
-        metavar="SECONDS",
-        default=own,
-        help="of each section, and of "
-        f"each step of first; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}",
-    )
-    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench",
-         help="whose bench_*.py the section bench runs; default bench")  # fmt: skip
+    limit = f"of each section or step; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}"
+    flag("--limit", type=positive, metavar="SECONDS", default=own, help=limit)
+    where = "whose bench_*.py the section bench runs; default bench"
+    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench", help=where)
     options = parser.parse_args(arguments)
     options.asked = []
     for word in options.sections or SECTIONS:
@@ -141,7 +124,7 @@ def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record
         "limit_seconds": limit,
     }
     return {
-        one: Record(folder / f"{stem}-{one.stem}.json", {"section": one.name, **header})
+        one: Record(folder / f"{stem}-{stem_of(one.name)}.json", {"section": one.name, **header})
         for one in asked
     }
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce import ops
+from gradreduce.device import Capture, CommandList
 
 from .setting import find_tool
 
@@ -30,6 +31,8 @@ QUICK_TEMPLATES = 3
 NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
 COPIES = 40  # of one round, some 0.02 s on a GPU of 4 TB/s
 ROUNDS = 5
+SMALL_SIZE = 1000  # elements: the GPU is done before the next call comes
+CALLS, QUICK_CALLS = 200, 2
 
 
 def versions(quick: bool) -> dict[str, Any]:
@@ -124,3 +127,42 @@ def copy_rate(quick: bool) -> dict[str, float]:
         "median_gigabytes_per_second": statistics.median(rates),
         "best_gigabytes_per_second": max(rates),
     }
+
+
+def host_costs(quick: bool) -> dict[str, float]:
+    """Measures the microseconds of the host for single driver calls through CuPy, and for ours."""
+    import cupy
+    from measure.clock import Call, host_seconds
+    from measure.random_values import fill
+
+    with gr.open_mesh(1, backend="cuda") as mesh:
+        device: Any = mesh.devices[0]
+        stream, event = device._stream("compute"), cupy.cuda.Event(disable_timing=True)
+        buffers = [fill(device.empty((SMALL_SIZE,), "float32")) for _ in range(4)]
+        launch = partial(ops.add_n, buffers[:1], [buffers[1:]], device=device)
+        launch()  # compiled
+        commands = CommandList()
+        with device.mesh_state.recording_commands(commands):
+            launch()
+
+        def entered(gpu: Any) -> None:
+            with gpu:
+                pass
+
+        calls: dict[str, Call] = {
+            "launch": launch,
+            "graph launch": Capture([device], commands).submit,
+            "event, made and recorded": lambda: cupy.cuda.Event(disable_timing=True).record(stream),
+            "event, recorded": partial(event.record, stream),
+            "event, asked": lambda: event.done,
+            "stream waits for an event": partial(stream.wait_event, event),
+            "with Device": lambda: entered(cupy.cuda.Device(device.physical)),
+            "with our own Gpu": partial(entered, device.gpu),
+            "add_n of 3 Buffers": partial(gr.add_n, buffers[1:]),
+        }
+        with device.gpu:
+            event.record(stream)
+            seconds = host_seconds(calls, QUICK_CALLS if quick else CALLS, quick=quick)
+        device.mesh_state.order.add_work(device.compute)
+        mesh.synchronize()
+    return {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}

@@ -12,19 +12,89 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from measure.in_processes import words_of
 
 from .child import Stop, run
-from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result, skipped
 from .setting import ROOT, Setting, environment
 
+PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
 TAIL_CHARACTERS = 4000
 # What a library that is built for CPUs says when it is asked for a GPU.
 NO_GPU = {"torch": "Torch not compiled with CUDA enabled", "jax": "Unknown backend: 'gpu'"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a check."""
+
+    name: str
+    outcome: str  # passed, failed, stopped or skipped
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""  # why it did not pass
+    tail: str = ""  # the end of its output, if it failed or was stopped
+
+
+def skipped(name: str, reason: str) -> Result:
+    """Returns the result of a check that cannot run here."""
+    return Result(name, SKIPPED, reason=reason)
+
+
+class Record:
+    """The results of a section so far, in a JSON file that is rewritten after every change.
+
+    It is written as a whole before the section begins and after every step. If the run is killed,
+    the file contains the results up to then, with the status ``stopped``. ``header`` has the
+    entries that do not change.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self.results: list[Result] = []
+        self.section = str(header["section"])
+        self._header = dict(header)
+        self._start: float | None = None
+        self.save(STOPPED, "it has not begun")
+
+    def begin(self, name: str) -> None:
+        """Records that a check has started, in case the run is killed."""
+        self._start = self._start or time.monotonic()
+        running = Result(name, STOPPED, reason="the run ended during it")
+        self.save(STOPPED, f"the run ended during {name!r}", running)
+
+    def add(self, result: Result) -> None:
+        """Records a result and prints it, with the end of the output of a failure."""
+        self.results.append(result)
+        self.save(STOPPED, f"the run ended after {result.name!r}")
+        words = f"{result.name:<50} {result.outcome:<8} {result.seconds:7.1f} s  {result.reason}"
+        print(words.rstrip(), flush=True)
+        if result.tail:
+            print(result.tail, file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Records that all checks have ended."""
+        outcomes = [result.outcome for result in self.results]
+        status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
+        of_status = [each for each in self.results if each.outcome == status and each.reason]
+        self.save(status, f"{of_status[0].name}: {of_status[0].reason}" if of_status else "")
+
+    def save(self, status: str, reason: str, *running: Result) -> None:
+        """Writes the file, with a check that is running."""
+        self.status, self.reason = status, reason
+        content = {
+            **self._header,
+            "status": status,
+            "reason": reason,
+            "seconds": round(time.monotonic() - self._start, 3) if self._start else 0.0,
+            "results": [asdict(result) for result in (*self.results, *running)],
+        }
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)  # in one step: nobody reads half a file
 
 
 def _no_figures(output: str) -> dict[str, Any]:
@@ -48,7 +118,6 @@ class Check:
 
 Checks = Generator[Check | Result, Result, None]  # a result of what needs no command
 Section = Callable[[Setting], Checks]
-P = ParamSpec("P")  # the arguments of what makes a section
 Done = MutableMapping[str, tuple[str, Result]]  # check -> the section that ran it, and its result
 
 
@@ -67,11 +136,11 @@ def run_section(
         while True:
             if asked.name in done:
                 where, result = done[asked.name]
-                _add(record, skipped(asked.name, f"{where} has run it"))
+                record.add(skipped(asked.name, f"{where} has run it"))
                 asked = checks.send(result)
                 continue
             result = asked if isinstance(asked, Result) else _run(asked, record, setting, stop, end)
-            _add(record, result)
+            record.add(result)
             if result.outcome != SKIPPED:
                 done[result.name] = record.section, result
             if result.outcome == STOPPED and (ended := _ended(setting, stop, end)):
@@ -81,8 +150,8 @@ def run_section(
     except StopIteration:
         record.finish()
     except Exception as error:  # the section's own fault; the next one must not suffer
-        _add(record, Result("the section itself", FAILED, reason=repr(error),
-                            tail=traceback.format_exc()[-TAIL_CHARACTERS:]))  # fmt: skip
+        tail = traceback.format_exc()[-TAIL_CHARACTERS:]
+        record.add(Result("the section itself", FAILED, reason=repr(error), tail=tail))
         record.finish()
     finally:
         checks.close()
@@ -124,35 +193,20 @@ def _run(asked: Check, record: Record, setting: Setting, stop: Stop, end: float)
     return Result(asked.name, FAILED, seconds, figures, reason, tail)
 
 
-def _add(record: Record, result: Result) -> None:
-    """Records a result and prints it, with the end of the output of a failure."""
-    record.add(result)
-    words = f"{result.name:<50} {result.outcome:<8} {result.seconds:7.1f} s  {result.reason}"
-    print(words.rstrip(), flush=True)
-    if result.tail:
-        print(result.tail, file=sys.stderr, flush=True)
-
-
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def section(make: Callable[Concatenate[Setting, P], Checks]) -> Callable[P, Section]:
-    """Lets a function of a setting and other arguments be called with these alone, as in a list."""
-    return lambda *words, **options: lambda setting: make(setting, *words, **options)
-
-
-@section
 def function(
     setting: Setting, /, name: str, of: str, seconds: float, *arguments: Any, **environment: str
-) -> Checks:
+) -> Check:
     """Calls a function of ``gpu_check``, which returns its figures, in a process of its own.
 
-    ``of`` names it, such as ``host_costs:measured``. It takes ``quick``, for tiny sizes, and the
-    further arguments.
+    ``of`` names it, such as ``programs:add``. It takes ``quick``, for tiny sizes, and the further
+    arguments.
     """
     report = setting.scratch(name)
     words = words_of(report, f"gpu_check.{of}", setting.fake, *arguments)
-    yield Check(name, setting.python(*words), seconds, environment, report_of(report))
+    return Check(name, setting.python(*words), seconds, environment, report_of(report))
 
 
 def needing(library: str, check: Check) -> Check | Result:

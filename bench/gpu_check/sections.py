@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .record import FAILED, PASSED, Result, skipped
-from .section import Check, Checks, Section, function, needing, report_of, section
+from .section import (
+    FAILED,
+    PASSED,
+    Check,
+    Checks,
+    Result,
+    function,
+    needing,
+    report_of,
+    skipped,
+)  # fmt: skip
 from .setting import ROOT, Setting, find_tool
-
-OPS = "tests/backends/cuda/test_ops.py"
 
 # -- tests -----------------------------------------------------------------------------------------
 
+OPS = "tests/backends/cuda/test_ops.py"
 # The suite runs all of them on the fake anyway (tests/project/test_fake_cupy.py); here they only
 # show that this section works.
 FAKE_PATHS = ("tests/device/test_contract_lifetime.py",)
@@ -33,38 +41,31 @@ def tests(setting: Setting) -> Checks:
     Each runs in its own process, because a fault on a GPU makes its process unusable.
     """
     paths = (setting.part,) if setting.part else FAKE_PATHS if setting.fake else ("tests",)
-    collect = setting.pytest("-q", "--collect-only", *paths)
-    found = yield Check("collection", collect, COLLECT_SECONDS, read=counts_of)
+    found = yield collection(setting, "collection", *paths)
     total = sum(found.figures.values())
     for path, count in found.figures.items():
-        seconds = setting.limit * max(LEAST_SHARE, count / total)
-        yield run_file(setting, path, seconds)
+        yield run_file(setting, path, path, setting.limit * max(LEAST_SHARE, count / total))
 
 
-@section
-def file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Checks:
-    """Runs a file of tests; with the fake CuPy it only collects them."""
+def file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Check | Result:
+    """Runs a file of tests, or those of pytest's ``-k``; with the fake CuPy it only collects."""
+    name = f"{path}, {keyword}" if keyword else path
     if setting.fake:
-        command = setting.pytest("-q", "--collect-only", "-k", keyword, path)
-        name = f"{named(path, keyword)}, collected"
-        yield Check(name, command, COLLECT_SECONDS, read=counts_of)
-    else:
-        yield run_file(setting, path, seconds, keyword)
+        return collection(setting, f"{name}, collected", "-k", keyword, path)
+    return run_file(setting, name, path, seconds, "-k", keyword)
 
 
-def run_file(setting: Setting, path: str, seconds: float, keyword: str = "") -> Check | Result:
-    """Returns what runs the tests of a file, all or those of pytest's ``-k``."""
-    name, library = named(path, keyword), LIBRARIES.get(path)
-    report = setting.scratch(name, ".xml")
+def run_file(setting: Setting, name: str, path: str, seconds: float, *words: str) -> Check | Result:
+    report, library = setting.scratch(name, ".xml"), LIBRARIES.get(path)
     required = () if library is None else (f"--require={library}",)
-    command = setting.pytest("-k", keyword, *required, f"--junitxml={report}", path)
+    command = setting.pytest(*words, *required, f"--junitxml={report}", path)
     check = Check(name, command, seconds, read=lambda output: summary_of(report))
     return check if library is None else needing(library, check)
 
 
-def named(path: str, keyword: str) -> str:
-    """Returns the name of a check."""
-    return f"{path}, {keyword}" if keyword else path
+def collection(setting: Setting, name: str, *words: str) -> Check:
+    command = setting.pytest("-q", "--collect-only", *words)
+    return Check(name, command, COLLECT_SECONDS, read=counts_of)
 
 
 def counts_of(output: str) -> Mapping[str, int]:
@@ -76,10 +77,9 @@ def counts_of(output: str) -> Mapping[str, int]:
 def summary_of(report: Path) -> Mapping[str, Any]:
     """Parses pytest's JUnit report; returns the number of tests per outcome."""
     root = ElementTree.parse(report).getroot()  # noqa: S314  # written by our own pytest
-    totals: dict[str, int] = {}
-    for suite in root.iter("testsuite"):
-        for kind in ("tests", "failures", "errors", "skipped"):
-            totals[kind] = totals.get(kind, 0) + int(suite.get(kind, "0"))
+    kinds = ("tests", "failures", "errors", "skipped")
+    suites = list(root.iter("testsuite"))
+    totals = {kind: sum(int(suite.get(kind, "0")) for suite in suites) for kind in kinds}
     names = [
         f"{case.get('classname')}::{case.get('name')}"
         for case in root.iter("testcase")
@@ -96,17 +96,16 @@ def bench(setting: Setting) -> Checks:
     chosen = setting.part or "bench_*.py"
     names = [path.name for path in sorted(setting.benches.glob(chosen))]
     seconds = setting.limit / (1 + len(names))
-    yield from function("copy rate", "programs:copy_rate", seconds)(setting)
+    yield function(setting, "copy rate", "programs:copy_rate", seconds)
     for name in names:
-        yield from script(name, seconds)(setting)
+        yield script(setting, name, seconds)
 
 
-@section
-def script(setting: Setting, name: str, seconds: float) -> Checks:
+def script(setting: Setting, name: str, seconds: float) -> Check:
     """Runs a benchmark, which takes ``--json FILE`` and ``--quick``."""
     report = setting.scratch(name)
     words = [str(setting.benches / name), "--json", str(report), *["--quick"] * setting.fake]
-    yield Check(name, setting.python(*words), seconds, read=report_of(report))
+    return Check(name, setting.python(*words), seconds, read=report_of(report))
 
 
 # -- example ---------------------------------------------------------------------------------------
@@ -164,10 +163,8 @@ def table_of(output: str) -> Mapping[str, Any]:
 def comparison(algorithm: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Result:
     """Returns whether the accuracies of the two backends agree."""
     difference = found["accuracy"] - wanted["accuracy"]
-    figures = {
-        "same_bits": found["digest"] == wanted["digest"],
-        "accuracy_difference": difference,
-    }
+    same = found["digest"] == wanted["digest"]
+    figures = {"same_bits": same, "accuracy_difference": difference}
     name = f"{algorithm}: cuda and sim agree"
     if abs(difference) <= LARGEST_DIFFERENCE:
         return Result(name, PASSED, 0.0, figures)
@@ -190,48 +187,47 @@ SHARED_GPU = {
     "NCCL_DEBUG": "WARN",
 }
 NUM_RANKS = (2, 4)
-
-
-def ranks(name: str, way: str, *num_ranks: int, **environment: str) -> Section:
-    """Calls a function of ``gpu_check.ranks``."""
-    changed = {"NCCL_DEBUG": "WARN", **environment}
-    return function(name, f"ranks:{way}", RANKS_SECONDS, *num_ranks, **changed)
-
-
-nccl_version = ranks("NCCL's version", "version")
-one_rank = ranks("one process, 1 rank", "together", 1)
+NO_OTHERS = "the fakes of two processes share nothing"
 
 
 def nccl(setting: Setting) -> Checks:
     """Runs the checks that the installed NCCL version supports."""
-    (check,) = nccl_version(setting)
-    found = yield check
-    yield from one_rank(setting)
+    found = yield nccl_version(setting)
+    yield one_rank(setting)
     installed = found.figures.get("version")
     for num_ranks in NUM_RANKS:
         name = f"one process, {num_ranks} ranks on one GPU"
         if (installed or 0) >= FIRST_TO_SHARE:
-            yield from ranks(name, "together", num_ranks, **SHARED_GPU)(setting)
+            yield ranks(setting, name, "together", num_ranks, **SHARED_GPU)
         else:
             yield skipped(name, f"NCCL {installed} is below {FIRST_TO_SHARE}")
     for num_ranks in NUM_RANKS[:1] if setting.fake else NUM_RANKS:
-        yield from apart(setting, num_ranks)
+        for check in apart(setting, num_ranks):  # noqa: UP028  # a list takes no results
+            yield check
     name = "a deadline ends an all-reduce that one rank does not join"
-    if setting.fake:
-        yield skipped(name, "the fakes of two processes share nothing")
-    else:
-        yield from ranks(name, "hang", 2)(setting)
+    yield skipped(name, NO_OTHERS) if setting.fake else ranks(setting, name, "hang", 2)
 
 
-def apart(setting: Setting, num_ranks: int = 2) -> Checks:
-    """Runs a process for each rank."""
-    if not setting.fake:
-        name = f"a process for each of {num_ranks} ranks"
-        yield from ranks(name, "apart", num_ranks)(setting)
-        return
-    # Its communicators live in one process; one rank shows that the program works.
-    yield from ranks("a process for each of 1 rank", "apart", 1)(setting)
-    yield skipped("a process for each rank", "the fakes of two processes share nothing")
+def ranks(setting: Setting, name: str, way: str, *num_ranks: int, **environment: str) -> Check:
+    """Calls a function of ``gpu_check.ranks``."""
+    changed = {"NCCL_DEBUG": "WARN", **environment}
+    return function(setting, name, f"ranks:{way}", RANKS_SECONDS, *num_ranks, **changed)
+
+
+def nccl_version(setting: Setting) -> Check:
+    return ranks(setting, "NCCL's version", "version")
+
+
+def one_rank(setting: Setting) -> Check:
+    return ranks(setting, "one process, 1 rank", "together", 1)
+
+
+def apart(setting: Setting, num_ranks: int = 2) -> list[Check | Result]:
+    """Runs a process for each rank; on the fake only one, which shows that the program works."""
+    count = 1 if setting.fake else num_ranks
+    name = f"a process for each of {count} rank{'s' * (count > 1)}"
+    check = ranks(setting, name, "apart", count)
+    return [check, skipped("a process for each rank", NO_OTHERS)] if setting.fake else [check]
 
 
 # -- sanitize --------------------------------------------------------------------------------------
@@ -239,46 +235,37 @@ def apart(setting: Setting, num_ranks: int = 2) -> Checks:
 # It slows a launch many times, so that only small sets of tests end in time. Our kernels have no
 # shared memory and no barrier, so racecheck has little to find.
 SANITIZER = "compute-sanitizer"
-FOUND_FAULTS = 86  # the exit status that we ask for, unlike any of pytest's
-PROBE_SECONDS = 45.0
-# tool -> which tests, and its deadline
-SANITIZER_RUNS = {
-    "memcheck": ("float32 and (pack or add_n)", 120.0),
-    "initcheck": ("float32 and add_n", 120.0),
-    "racecheck": ("float32 and add_n", 120.0),
+FOUND_FAULTS = "86"  # the exit status that we ask for, unlike any of pytest's
+SANITIZER_SECONDS = 120.0
+SANITIZER_RUNS = {  # tool -> which tests
+    "memcheck": "float32 and (pack or add_n)",
+    "initcheck": "float32 and add_n",
+    "racecheck": "float32 and add_n",
 }
 
 
-@section
-def sanitizer(setting: Setting, *names: str) -> Checks:
-    """Runs a trivial program under compute-sanitizer, then each of its tools."""
+def sanitizer(setting: Setting, name: str) -> Check | Result:
+    """Runs tests under a tool of compute-sanitizer."""
     tool = find_tool(SANITIZER)
     if setting.fake or tool is None:
         fake = "the fake GPU runs on the CPU; its launches are checked there"
-        yield skipped(SANITIZER, fake if setting.fake else "it is not installed")
-        return
-    start = (tool, "--error-exitcode", str(FOUND_FAULTS))
-    probe = (*start, *setting.python("-c", "import cupy; print(cupy.zeros(3).sum())"))
+        return skipped(name, fake if setting.fake else f"{SANITIZER} is not installed")
+    tests = setting.pytest("-k", SANITIZER_RUNS[name], "-p", "gpu_check.unpooled", OPS)
+    command = (tool, "--error-exitcode", FOUND_FAULTS, "--tool", name, *tests)
     skips = {"Device not supported": "it does not support this device"}
-    tried = yield Check(f"{SANITIZER} itself", probe, PROBE_SECONDS, skips=skips)
-    for name in names if tried.outcome == PASSED else ():
-        keyword, seconds = SANITIZER_RUNS[name]
-        words = setting.pytest("-k", keyword, "-p", "gpu_check.unpooled", OPS)
-        yield Check(name, (*start, "--tool", name, *words), seconds)
+    return Check(name, command, SANITIZER_SECONDS, skips=skips)
 
 
-sanitize = sanitizer(*SANITIZER_RUNS)
+def sanitize(setting: Setting) -> Checks:
+    for name in SANITIZER_RUNS:
+        yield sanitizer(setting, name)
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------
 
 
-@section
-def of_torch(setting: Setting, name: str, program: str, seconds: float) -> Checks:
+def of_torch(setting: Setting, name: str, program: str, seconds: float) -> Check | Result:
     """Calls a function of ``gpu_check`` that uses PyTorch, in its own process."""
     if setting.fake:
-        yield skipped(name, "PyTorch does not know the fake GPU")
-        return
-    for check in function(name, program, seconds)(setting):
-        assert isinstance(check, Check)
-        yield needing("torch", check)
+        return skipped(name, "PyTorch does not know the fake GPU")
+    return needing("torch", function(setting, name, program, seconds))
