@@ -1,7 +1,4 @@
-"""Measures an accumulator's apply, take and drop.
-
-python bench/bench_accumulator.py [--json FILE] [--quick]
-"""
+"""Measures an accumulator's apply, take and drop."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from measure.case import H100, Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
 from measure.clock import After, Call, HostClock
-from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
+from measure.operands import integers, resnet50
 from measure.peers import find_peers, in_order, peer_calls, tensorflow
-from measure.random_values import integers
-from measure.resnet50 import resnet50
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
@@ -37,7 +33,6 @@ CYCLE, DROP = "tf apply + take", "tf drop"
 IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
 ADD_AT = "numpy add.at"
 
-H100 = "H100, 2026-11"
 SLOWER_HOST = Decision(
     60,
     "the commit before the measured one took as long, in turns on one machine (55.8 and 56.2 us); "
@@ -97,7 +92,6 @@ GPU_FLOORS = (
 
 
 def check(name: str, found: Any, wanted: np.ndarray) -> None:
-    """Raises if a result is wrong."""
     if not np.array_equal(found.numpy() if hasattr(found, "numpy") else found, wanted):
         raise AssertionError(f"{name} is not what NumPy makes it")
 
@@ -185,7 +179,6 @@ def applies(accumulator: Any, gradient: Any) -> Call:
 
 
 def small(bench: Bench) -> None:
-    """Measures the host time of a call with tiny arrays."""
     gradient = integers(1)
     calls = find_tensorflow_calls(bench, gradient)
     for implementation, device in bench.devices():
@@ -207,7 +200,6 @@ def small(bench: Bench) -> None:
 
 
 def many(bench: Bench) -> None:
-    """Adds all gradients of a model in one call."""
     number = len(resnet50(bench.quick))
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
@@ -229,7 +221,6 @@ def many(bench: Bench) -> None:
 
 
 def sparse(bench: Bench, rows: int) -> None:
-    """Adds rows to existing rows."""
     shape = (rows * INDICES // ROWS, WIDTH)
     values = integers(rows * WIDTH).reshape(rows, WIDTH)
     indices = np.random.default_rng(1).integers(0, shape[0], rows)

@@ -1,7 +1,4 @@
-"""Measures AGN: a worker's local step, and the push once per period.
-
-python bench/bench_agn.py [--json FILE] [--quick]
-"""
+"""Measures AGN: a worker's local step, and the push once per period."""
 
 from __future__ import annotations
 
@@ -12,9 +9,18 @@ from functools import partial
 
 import numpy as np
 from measure import model_steps as model
+from measure.case import (
+    BESIDE,
+    H100,
+    Floor,
+    counted,
+    of_the_copy,
+    over_the_copy,
+    over_the_peer,
+    times_the_peer,
+)
 from measure.clock import Call
-from measure.floors import Floor, counted, of_the_copy, over_the_copy, over_the_peer, times_the_peer
-from measure.random_values import GRADIENTS, VALUES, normals
+from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
@@ -25,8 +31,6 @@ PUSH = "a communication, sgd"
 # Ten workers push 100 MB each to a center on four devices.
 SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
-H100 = "H100, 2026-11"
-BESIDE = "docs/benchmarks.md, 2026-11"
 # name -> measured of the copy; the promised and the measured gain over PyTorch's fused optimizer
 # and an addition
 ON_GPU = {
@@ -125,7 +129,6 @@ def push(bench: Bench) -> None:
 
 
 def tiny(bench: Bench) -> None:
-    """Measures the host time of a step with tiny variables."""
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():

@@ -1,7 +1,4 @@
-"""Measures all-reduce: the mean of replicas on every device, compared with a copy and peers.
-
-python bench/bench_all_reduce.py [--json FILE] [--quick]
-"""
+"""Measures all-reduce: the mean of replicas on every device, compared with a copy and peers."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from functools import partial
 
 import numpy as np
 from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
-from measure.case import OURS
+from measure.case import BESIDE, OURS, Decision, Floor, counted, over_the_copy, times_the_peer
 from measure.clock import Call, HostClock
-from measure.floors import Decision, Floor, counted, over_the_copy, times_the_peer
+from measure.operands import resnet50
 from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
 from measure.reductions import Reduction, compare, placed, uploaded
-from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -29,7 +25,6 @@ NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
 PREPARED = ", prepared"
 
-BESIDE = "docs/benchmarks.md, 2026-11"
 OWN_ARRAYS = ", NumPy arrays"
 PLAIN_CALL = Decision(
     1.5,
@@ -138,7 +133,6 @@ def of_numpy(mesh: Mesh, tensors: Tensors, way: str) -> Call:
 
 
 def resnet(bench: Bench) -> None:
-    """Reduces the gradients of a model."""
     tensors = hosts(resnet50(bench.quick))
     calls = find_all_reduce_peers(bench, tensors)
     for name, mesh in bench.meshes.items():
@@ -153,7 +147,6 @@ def resnet(bench: Bench) -> None:
 
 
 def tiny(bench: Bench) -> None:
-    """Measures the host time per tensor with tiny tensors."""
     tensors = hosts([(TINY_SIZE,)] * len(resnet50(bench.quick)))
     calls: dict[str, Call] = {}
     for name, mesh in bench.meshes.items():

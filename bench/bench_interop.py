@@ -1,7 +1,4 @@
-"""Measures the conversion of one array in and out, compared with the library's own conversion.
-
-python bench/bench_interop.py [--json FILE] [--quick]
-"""
+"""Measures the conversion of one array in and out, compared with the library's own conversion."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from measure.case import OURS
-from measure.floors import Floor, counted, over_the_peer
+from measure.case import OURS, Floor, counted, over_the_peer
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -29,7 +25,6 @@ FLOORS = (
 
 
 def microseconds(call: Callable[[], Any], number: int) -> float:
-    """Returns the time of a call, the best of several loops."""
     return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
 
 
@@ -49,7 +44,6 @@ def case(
 
 
 def cases(bench: Bench) -> None:
-    """Measures each library that is installed."""
     host = np.zeros(100, np.float32)
     case(bench, "numpy", host, np.asarray)
     if bench.has("torch"):

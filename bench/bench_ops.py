@@ -1,7 +1,4 @@
-"""Measures sums, packing and merging on one device, compared with a copy and peers.
-
-python bench/bench_ops.py [--json FILE] [--quick]
-"""
+"""Measures sums, packing and merging on one device, compared with a copy and peers."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import Call
-from measure.floors import (
+from measure.case import (
+    H100,
+    OURS,
+    Case,
     Decision,
     Floor,
     counted,
@@ -22,9 +20,9 @@ from measure.floors import (
     over_the_peer,
     times_the_peer,
 )
+from measure.clock import Call
+from measure.operands import fill, normals, resnet50
 from measure.peers import Peer, find_peers, peer_calls
-from measure.random_values import fill, normals
-from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -44,7 +42,6 @@ PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
 SMALL, MEMORY = "small", "memory"
 
 CHAIN = "numpy chain"
-H100 = "H100, 2026-11"
 AGAINST_NUMPY = (
     "it was a promise over the fastest peer, which TensorFlow's AddN is where it is installed: it "
     "reads 8 inputs in one pass too, and both are limited by memory; over NumPy's additions runs "
@@ -95,8 +92,6 @@ def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
 
 
 class Ops:
-    """The cases of one device."""
-
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.peers: list[Peer] = find_peers(bench)
@@ -116,14 +111,12 @@ class Ops:
         self.bench.keep(Case(name, size, nbytes, took, figures))
 
     def add_n(self, name: str, size: int, dtype: str) -> None:
-        """Adds large arrays out of place."""
         arrays = hosts(NUM_TERMS, size, dtype)
         ours = self.bench.ours(lambda device: partial(gr.add_n, list(map(device.put, arrays))))
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
         self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
     def add_into(self, size: int) -> None:
-        """Adds two large arrays into existing memory."""
         terms, outs = hosts(2, size), hosts(1, size)
 
         def make(device: Device) -> Call:
@@ -134,7 +127,6 @@ class Ops:
         self.case(ADD_INTO, words, nbytes, self.bench.ours(make), "add_into", outs, terms)
 
     def accumulate_n(self, size: int) -> None:
-        """Adds one term to a sum in place."""
         arrays = hosts(2, size)
 
         def make(device: Device) -> Call:
@@ -160,7 +152,6 @@ class Ops:
         self.case(name, words, nbytes, self.bench.ours(make), "pack", flat, arrays)
 
     def many(self, count: int) -> None:
-        """Adds many small tensors by one launch."""
         columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
 
         def make(device: Device) -> Call:

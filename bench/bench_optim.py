@@ -1,6 +1,6 @@
 """Measures an optimizer's step over all variables of a model, compared with PyTorch's optimizers.
 
-python bench/bench_optim.py [--json FILE] [--quick]
+Also of a step whose variables are tiny, and of one whose gradient is sparse.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from functools import partial
 
 import numpy as np
 from measure import model_steps as model
+from measure.case import (
+    BESIDE,
+    H100,
+    NOT_YET,
+    Decision,
+    Floor,
+    counted,
+    of_the_copy,
+    over_the_peer,
+    times_the_peer,
+)
 from measure.clock import Call
-from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
-from measure.random_values import GRADIENTS, VALUES, normals
+from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
@@ -22,9 +32,6 @@ from gradreduce.device import Device
 ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
 
-NOT_YET = "not yet measured on a GPU"
-H100 = "H100, 2026-11"
-BESIDE = "docs/benchmarks.md, 2026-11"
 IN_PLACE = (
     "both are limited by memory and faster than a copy of the bytes; C++ loops with AVX2 or "
     "AVX-512, prefetching or huge pages took 0.95 to 1.1 of the time (bench/README.md); runs "
@@ -99,13 +106,11 @@ class Step:
         self._optimizer.apply_gradients(self._pairs)
 
     def updated(self) -> list[np.ndarray]:
-        """Returns the values of the variables after a step."""
         self()
         return [variable.numpy() for variable in self.variables]
 
 
 def tiny(bench: Bench) -> None:
-    """Measures the host time of a step with tiny variables."""
     sizes = model.tiny_sizes(bench)
     calls: dict[str, Call] = {}
     launches: dict[str, float] = {}

@@ -1,7 +1,4 @@
-"""Measures all-reduce over two processes of this machine, compared with their library's own.
-
-python bench/bench_processes.py [--json FILE] [--quick]
-"""
+"""Measures all-reduce over two processes of this machine, compared with their library's own."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure.case import OURS
+from measure.case import OURS, Floor, counted, over_the_peer
 from measure.clock import After, Call, each, in_turns, timed
-from measure.floors import Floor, counted, over_the_peer
 from measure.in_processes import figures_of, torchrun
+from measure.operands import resnet50
 from measure.reductions import Reduction, placed, uploaded
-from measure.resnet50 import resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -146,7 +142,6 @@ def cases(bench: Bench) -> None:
 
 
 def command_of(launcher: str) -> list[str]:
-    """Returns the command that starts Python in the processes."""
     if launcher != "mpi":
         return torchrun(SIZE)
     beside = Path(sys.executable).with_name("mpiexec")

@@ -1,7 +1,4 @@
-"""Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own.
-
-python bench/bench_torch.py [--json FILE] [--quick]
-"""
+"""Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from measure.case import OURS
+from measure.case import OURS, Decision, Floor, counted
 from measure.clock import Call, each, garbage_kept, in_turns
-from measure.floors import Decision, Floor, counted
 from measure.in_processes import figures_of, torchrun
-from measure.resnet50 import resnet50
+from measure.operands import resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -194,7 +190,6 @@ def shapes_of(quick: bool) -> list[tuple[int, ...]]:
 
 
 def wait_for_others() -> None:
-    """Waits for the other process."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -216,7 +211,6 @@ class Overlap:
         self._images = torch.randn(*shape)
 
     def step(self) -> Call:
-        """Returns a backward that reduces."""
         loss = self._loss(self.dp)
 
         def run() -> None:
@@ -236,12 +230,10 @@ class Overlap:
         return run
 
     def peer(self) -> Call:
-        """Returns a backward of plain DDP."""
         step: Call = self._loss(self.ddp).backward
         return step
 
     def reductions(self) -> Call:
-        """Returns the reductions of a step alone."""
         wait_for_others()
         return lambda: [bucket.step() for bucket in self.dp._reducer._buckets]
 
@@ -355,7 +347,6 @@ def cases(bench: Bench) -> None:
 
 
 def keep(bench: Bench, name: str, found: Found) -> None:
-    """Prints and stores a case."""
     took, figures = found
     where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
     bench.note(name, f"{where}float32", figures, took)

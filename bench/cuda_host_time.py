@@ -37,8 +37,8 @@ def work() -> None:
     Reads lines with a case and a number of calls from the parent.
     """
     from measure import stub_cupy
+    from measure.operands import resnet50
     from measure.reductions import Reduction
-    from measure.resnet50 import resnet50
 
     stub_cupy.install()
     import cupy
@@ -73,7 +73,6 @@ def work() -> None:
 
 
 def started(checkout: Path) -> subprocess.Popen[str]:
-    """Starts a process that measures one checkout."""
     code = "import sys; sys.path[:0] = sys.argv[1:]; import cuda_host_time; cuda_host_time.work()"
     paths = [str(checkout.resolve() / "src"), str(Path(__file__).resolve().parent)]
     return subprocess.Popen(
@@ -83,7 +82,6 @@ def started(checkout: Path) -> subprocess.Popen[str]:
 
 
 def seconds_of(process: subprocess.Popen[str], name: str, number: int) -> float:
-    """Returns the time of one of so many calls, as a process measures it."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps([name, number]) + "\n")
     process.stdin.flush()

@@ -18,9 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from measure.case import OURS, Case
+from measure.case import OURS, Case, Figure, Floor, counted, over_the_copy, over_the_peer
 from measure.clock import took_of
-from measure.floors import Figure, Floor, counted, over_the_copy, over_the_peer
 from measure.runner import Benchmark
 
 BENCH = Path(__file__).resolve().parent
@@ -130,18 +129,15 @@ SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
 
 
 def reports(kind: str) -> dict[str, Report]:
-    """Returns the results of a kind of machine, by benchmark."""
     paths = sorted((RESULTS / kind).glob("*.json"))
     return {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
 
 
 def names() -> list[str]:
-    """Returns the names of all benchmarks."""
     return sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py"))
 
 
 def cases_of(report: Report) -> dict[str, Case]:
-    """Returns the cases of a report, by name."""
     found = {}
     for each in report["cases"]:
         seconds = {name: took["seconds"] for name, took in each["took"].items()}
@@ -164,7 +160,6 @@ def every_floor(
 
 
 def missed() -> list[str]:
-    """Returns the floors that are not met."""
     return [
         f"{name}: {floor.name}" for name, floor, found in every_floor() if found["holds"] is False
     ]
@@ -188,7 +183,6 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def summary_page() -> str:
-    """Returns the page with the summary."""
     found = reports("cpu")
     parts = [HEAD.format(machines=machines(found))]
     lines = []
@@ -230,12 +224,10 @@ def machines(found: Mapping[str, Report]) -> str:
 
 
 def tables_page() -> str:
-    """Returns the page with the tables."""
     return "\n".join([TABLES_HEAD, *("\n".join(section(name)) for name in names())])
 
 
 def section(name: str) -> Iterator[str]:
-    """Yields the lines about one benchmark."""
     text = (BENCH / f"bench_{name}.py").read_text("utf-8")
     yield f"## bench_{name}.py\n"
     yield (ast.get_docstring(ast.parse(text)) or "").splitlines()[0] + "\n"
@@ -325,7 +317,6 @@ def draw(cases: Iterable[Case], sweep: str, path: Path) -> None:
 
 
 def write() -> None:
-    """Writes the pages and their pictures."""
     PAGE.write_text(summary_page(), "utf-8")
     PAGE.with_name(TABLES).write_text(tables_page(), "utf-8")
     if scaling := reports("cpu").get("scaling"):

@@ -52,7 +52,6 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Returns JSON with fewer digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

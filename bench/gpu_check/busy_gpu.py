@@ -24,7 +24,7 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy.cuda import runtime
-from measure.random_values import fill, integers
+from measure.operands import fill, integers
 
 import gradreduce as gr
 from gradreduce import ops
@@ -70,7 +70,6 @@ class SlowWork:
 
 
 def longest_of(call: Callable[[], object], number: int) -> float:
-    """Returns the seconds of the longest of several calls."""
     longest = 0.0
     for _ in range(number):
         start = time.perf_counter()
@@ -172,7 +171,6 @@ def called_and_dropped(
 
 
 def measured(quick: bool) -> dict[str, float]:
-    """Runs both tests, and returns what was measured."""
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         slow = SlowWork(mesh.devices[0], quick=quick)
         figures = standstills(mesh, slow, quick=quick)

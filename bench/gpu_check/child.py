@@ -40,8 +40,6 @@ class Stop:
 
 
 class CommandResult(NamedTuple):
-    """The result of a command."""
-
     status: int  # negative if a signal ended it
     seconds: float
     finished: bool  # it ended by itself

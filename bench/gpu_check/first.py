@@ -19,7 +19,6 @@ DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 
 
 def first(setting: Setting) -> Checks:
-    """Runs one step."""
     program, tests = partial(function, setting), partial(file, setting)
     # Every warning is an error, those of the imports too.
     strict = partial(program, PYTHONWARNINGS="error")

@@ -164,7 +164,6 @@ def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
 
 
 def hang(quick: bool, count: int) -> Figures:
-    """Starts the ranks of ``hanging_rank``."""
     return apart(quick, count, "hanging_rank")
 
 
@@ -236,7 +235,6 @@ def _await(path: Path, what: str) -> None:
 
 
 def version(quick: bool) -> Figures:
-    """Returns the NCCL version that CuPy found."""
     from cupy.cuda import nccl
 
     if not nccl.available:

@@ -29,8 +29,6 @@ NO_GPU = {"torch": "Torch not compiled with CUDA enabled", "jax": "Unknown backe
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check."""
-
     name: str
     outcome: str  # passed, failed, stopped or skipped
     seconds: float = 0.0
@@ -76,7 +74,6 @@ class Record:
             print(result.tail, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
-        """Records that all checks have ended."""
         outcomes = [result.outcome for result in self.results]
         status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
         of_status = [each for each in self.results if each.outcome == status and each.reason]

@@ -137,7 +137,6 @@ def example(setting: Setting) -> Checks:
 
 
 def training(setting: Setting, algorithm: str, backend: str) -> Check:
-    """Trains with an algorithm on a backend."""
     name = f"{algorithm} on {backend}"
     command = setting.python(
         str(ROOT / "examples" / "train_digits.py"), f"--backend={backend}",
@@ -150,7 +149,6 @@ def training(setting: Setting, algorithm: str, backend: str) -> Check:
 
 
 def table_of(output: str) -> Mapping[str, Any]:
-    """Parses the table that the example prints."""
     rows = dict(re.findall(r"^│\s*(\S.*?)\s*│\s*(\S.*?)\s*│$", output, re.MULTILINE))
     return {
         "accuracy": float(rows["test accuracy"]),
@@ -209,7 +207,6 @@ def nccl(setting: Setting) -> Checks:
 
 
 def ranks(setting: Setting, name: str, way: str, *num_ranks: int, **environment: str) -> Check:
-    """Calls a function of ``gpu_check.ranks``."""
     changed = {"NCCL_DEBUG": "WARN", **environment}
     return function(setting, name, f"ranks:{way}", RANKS_SECONDS, *num_ranks, **changed)
 

@@ -40,8 +40,6 @@ FAKE = Gpu("fake", versions={"python": platform.python_version()})
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a run."""
-
     fake: bool  # tests/fake_cupy replaces CuPy
     gpu: Gpu
     work: Path  # for files of the checks; it is removed after the run

@@ -93,14 +93,12 @@ def run_steps(modules: Sequence[Any], first: int, zero: Any, device: str) -> int
 
 
 def data_parallel(mesh: Mesh, first: int, device: str) -> int:
-    """Tests DataParallel; see ``run_steps``."""
     replicas = [layers(device) for _ in mesh]
     dp = gr.torch.DataParallel(replicas, mesh, bucket_mb=BUCKET_MB)
     return run_steps(replicas, first, dp.zero_grad, device)
 
 
 def in_one_process(backend: BackendName, device: str) -> int:
-    """Tests two logical devices; returns how many gradients were compared."""
     with gr.open_mesh([0, 0], backend=backend) as mesh:
         return data_parallel(mesh, 0, device)
 
@@ -127,5 +125,4 @@ def in_two_processes(backend: BackendName, device: str) -> int:
 
 
 def trained(quick: bool) -> dict[str, int]:
-    """Runs both, and returns how many gradients were compared."""
     return {"compared": in_one_process("cuda", "cuda") + in_two_processes("cuda", "cuda")}

@@ -21,14 +21,12 @@ from gpu_check.setting import python
 import gradreduce as gr
 from gradreduce.device import Buffer, Mesh
 
-from .case import OURS, Case
+from .case import H100, NOT_YET, OURS, Case, Decision, Floor, counted, of_the_copy, times_the_peer
 from .clock import Call, Took, in_turns
-from .floors import Decision, Floor, counted, of_the_copy, times_the_peer
 from .in_processes import figures_of
+from .operands import fill, normals, resnet50
 from .peers import find_peers, peer_calls
-from .random_values import fill, normals
 from .reductions import Reduction, compare, placed
-from .resnet50 import resnet50
 from .runner import Bench
 
 NUM_LOGICAL = 8
@@ -47,8 +45,6 @@ ONE, SEVERAL = (
     f"one tensor, {{}} bytes, {NUM_LOGICAL} on one GPU",
     "one tensor, {} bytes, each on a GPU",
 )
-NOT_YET = "not yet measured on a GPU"
-H100 = "H100, 2026-11"
 _STUB = (
     "it was set with a driver that does nothing ({}); CuPy and a real driver take {} us for "
     "{}, and the host of the H100 is slower"
@@ -96,7 +92,6 @@ def one_tensor(mesh: Mesh, nbytes: int, **options: Any) -> Reduction:
 
 
 def resnet(bench: Bench) -> None:
-    """Measures GPU and host time for the gradients of a model."""
     mesh, shapes = bench.meshes["cuda"], resnet50(bench.quick)
     own, flat = (placed(mesh, shapes, flat=each) for each in (False, True))
     calls: dict[str, Call] = {}

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .random_values import fill, normals
+from .operands import fill, normals
 
 Call = Callable[[], Any]
 OfRounds = Callable[[Sequence[float]], float]
@@ -41,8 +41,6 @@ MARGIN = 1.5  # times the host's own time
 
 @dataclass(frozen=True)
 class Took:
-    """The time of one call."""
-
     seconds: float  # until its work was done, on GPU or CPU
     host_seconds: float  # until it returned
     host_bound: bool = False  # the GPU has waited for the host: ``seconds`` is not the GPU's time
@@ -60,7 +58,6 @@ class After:
         return self.call()
 
     def seconds(self) -> float:
-        """The measured seconds."""
         self.before()
         start = time.perf_counter()
         self.call()

@@ -16,9 +16,8 @@ import gradreduce as gr
 from gradreduce.device import Device
 
 from .clock import Call, HostClock
+from .operands import GRADIENTS, VALUES, normals, resnet50
 from .peers import find_torch, in_order, on_current_stream
-from .random_values import GRADIENTS, VALUES, normals
-from .resnet50 import resnet50
 from .runner import Bench
 
 SIZE, GPU_SIZE, QUICK_SIZE = 16_000_000, 64_000_000, 2_000
@@ -98,7 +97,6 @@ def _stepped(blocks: Sequence[Any], scratch: np.ndarray, rate: np.float32) -> No
 
 
 def sizes(bench: Bench) -> list[int]:
-    """Returns the sizes of the variables of a model."""
     size = bench.pick(SIZE, QUICK_SIZE, GPU_SIZE)
     return sizes_of(size, bench.pick(NUM_VARIABLES, QUICK_VARIABLES))
 
@@ -126,14 +124,12 @@ def compare(
 
 
 def tiny_sizes(bench: Bench) -> list[int]:
-    """Returns the sizes of tiny variables."""
     return [TINY_SIZE] * len(resnet50(bench.quick))
 
 
 def note_tiny(
     bench: Bench, calls: Mapping[str, Call], launches: Mapping[str, float], of_step: str = ""
 ) -> None:
-    """Measures the host time of steps with tiny variables."""
     us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS)
     words = f"{len(tiny_sizes(bench))} x {TINY_SIZE} float32, host us{of_step}"
     bench.note(TINY, words, {**launches, **us})

@@ -35,8 +35,6 @@ SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
 
 @dataclass(frozen=True)
 class Peer:
-    """A library to compare with."""
-
     name: str  # how the names of its candidates begin
     take: Callable[[np.ndarray], Any]  # converts a host array to one on the measured device
     # Of add_n, add_into, accumulate, many, all_sum, pack and segment_sum those that it has.
@@ -53,7 +51,6 @@ class Peer:
 
 
 def peer_calls(peers: Sequence[Peer], operation: str, *operands: Sequence[np.ndarray]) -> Calls:
-    """Returns the candidates of all peers for an operation."""
     found: Calls = {}
     for peer in peers:
         found |= peer.calls(operation, *operands)
@@ -189,13 +186,11 @@ def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
 
 
 def in_order(*calls: Call) -> None:
-    """Calls functions one after the other."""
     for call in calls:
         call()
 
 
 def _chain(arrays: Sequence[Any], first: Callable[..., Any] = operator.add) -> Any:
-    """Adds arrays one by one; the first sum is a new array."""
     total = first(arrays[0], arrays[1])
     for array in arrays[2:]:
         total += array

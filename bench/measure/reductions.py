@@ -14,7 +14,7 @@ from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import Mesh
 
 from .clock import Call
-from .random_values import fill
+from .operands import fill
 from .runner import Bench
 
 
@@ -67,12 +67,10 @@ class Reduction:
         return partial(self._ops.batch_reduce, self.op, self._pairs, out=out)
 
     def prepared(self, *, in_place: bool = False) -> Call:
-        """Returns a prepared step."""
         out = list(self.values) if in_place else None
         return self._ops.prepare(self.op, self._pairs, out=out)
 
     def captured(self) -> Call:
-        """Returns a captured step."""
         return self._ops.capture(self.op, self._pairs)
 
 

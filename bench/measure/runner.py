@@ -24,16 +24,14 @@ import gradreduce as gr
 from gradreduce.backends import Kernels
 from gradreduce.device import Device, Mesh
 
-from .case import OURS, Case
+from .case import OURS, Case, Floor, kept
 from .clock import Call, GpuClock, HostClock, host_seconds, took_of
-from .floors import Floor, kept
 
 T = TypeVar("T")
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
 
 def has_gpu() -> bool:
-    """Returns whether CuPy is installed and finds a GPU."""
     if importlib.util.find_spec("cupy") is None:
         return False
     import cupy
@@ -42,7 +40,6 @@ def has_gpu() -> bool:
 
 
 def gpu_name() -> str:
-    """Returns the name of the first GPU."""
     import cupy
 
     return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
@@ -107,7 +104,6 @@ class Bench:
         return library not in self.absent
 
     def launches(self, implementation: str, call: Call) -> int:
-        """Returns how many kernels a call launches."""
         with self.meshes[implementation].journal() as journal:
             call()
         return journal.launches
@@ -151,15 +147,12 @@ class Bench:
         self.keep(Case(name, size, 0, took_of(seconds or {}), figures))
 
     def keep(self, case: Case) -> None:
-        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark and its floors."""
-
     doc: str | None
     cases: Callable[[Bench], None]  # runs all; each frees its arrays when it ends
     floors: Sequence[Floor]  # for a machine without GPUs
@@ -174,7 +167,6 @@ class Benchmark:
         return self.floors if self.gpu_floors is None or not on_gpu else self.gpu_floors
 
     def measured(self, *, quick: bool) -> Bench:
-        """Runs all cases."""
         on_gpu = self.gpu_floors is not None and has_gpu()
         with ExitStack() as stack:
             meshes: dict[str, Mesh] = {}

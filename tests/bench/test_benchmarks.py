@@ -215,7 +215,7 @@ def test_the_variables_are_as_large_as_is_said(load):
 
 
 def test_resnet_50_has_its_161_gradients(load):
-    sizes = [np.prod(shape) for shape in load("measure.resnet50").resnet50()]
+    sizes = [np.prod(shape) for shape in load("measure.operands").resnet50()]
     assert (len(sizes), sum(sizes)) == (161, 25_557_032)
 
 
@@ -242,7 +242,7 @@ def test_a_step_that_does_not_change_all_elements_is_refused(load, name):
 def test_an_update_lost_in_rounding_is_no_fault_and_an_element_left_out_is_one(load):
     """RMSProp's first step of a small gradient is less than half a unit of its value."""
     bench, model = load("bench_optim"), load("measure.model_steps")
-    values = load("measure.random_values")
+    values = load("measure.operands")
     with gr.open_mesh(1, backend="sim") as mesh:
         size = values.PATTERN_SIZE
         moved = bench.Step(model.RULES["rmsprop"][0], [size], mesh.devices[0]).updated()
@@ -278,7 +278,7 @@ def test_a_wrong_take_is_refused(load):
 def parts(load, clock):
     """A case in which ours takes 2 s, NumPy's chain 3 s and a copy 1 s; and what floors are of."""
     seconds = {"gradreduce numpy": 2.0, "numpy chain": 3.0, "torch add_": 2.5, "copy": 1.0}
-    cases, floors = load("measure.case"), load("measure.floors")
+    cases = floors = load("measure.case")
     case = cases.Case("add", took=clock.took_of(seconds))
     return SimpleNamespace(case=case, floors=floors, Floor=floors.Floor, cases=cases)
 

@@ -50,19 +50,19 @@ def test_a_timed_call_recycles_its_results(gpus):
 
 def test_operands_of_a_benchmark_are_random(gpus):
     """Zeros may be quicker to add and to move."""
-    from measure import all_reduce_gpu, random_values
+    from measure import all_reduce_gpu, operands
     from measure.clock import GpuClock
 
     gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        size = 2 * random_values.PATTERN_SIZE + 3
+        size = 2 * operands.PATTERN_SIZE + 3
         copy = GpuClock(mesh.devices[0], quick=True)._copy_of(8 * size)
         (value,) = all_reduce_gpu.one_tensor(mesh, 4 * size).values
         for buffer in (*copy.args, *value.buffers):
             found = buffer.numpy()
             assert found.size == size
-            assert len(np.unique(found)) > random_values.PATTERN_SIZE / 2
-        assert np.array_equal(found, random_values.normals(size))
+            assert len(np.unique(found)) > operands.PATTERN_SIZE / 2
+        assert np.array_equal(found, operands.normals(size))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     from measure.runner import Bench
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr("measure.resnet50.QUICK_TENSORS", 2)
+    monkeypatch.setattr("measure.operands.QUICK_TENSORS", 2)
     no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
     gpus(1)
     with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
