@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from measure.case import H100, Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
+from measure.case import H100, Decision, Floor, counted, over, times
 from measure.clock import After, Call, HostClock
 from measure.operands import integers, resnet50
 from measure.peers import find_peers, in_order, peer_calls, tensorflow
@@ -47,7 +47,7 @@ OVER_TENSORFLOW = Decision(
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 CPU_FLOORS = (
     *(
-        Floor(f"{implementation}, {name}, over {peer}", name, over_the_peer(peer, implementation),
+        Floor(f"{implementation}, {name}, over {peer}", name, over(peer, implementation),
               "<=", most, measured, decision=decision)
         for name, peer, implementation, most, measured, decision in (
             (APPLY, IN_PLACE, "numpy", 1.1, "0.77 to 1.08", None),
@@ -74,17 +74,19 @@ CPU_FLOORS = (
     ),
     *(
         Floor(f"{implementation}, sparse apply over add.at", SPARSE,
-              times_the_peer(ADD_AT, implementation), ">=", 1, measured)
+              times(ADD_AT, implementation), ">=", 1, measured)
         for implementation, measured in (("numpy", "2.7 to 4.1"), ("compiled", "4.1 to 6.4"))
     ),
 )  # fmt: skip
 GPU_FLOORS = (
-    Floor("apply, of a copy of 3 units", APPLY, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.99; {H100}"),
-    Floor("first apply, of a copy of 2 units", FIRST, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.99; {H100}"),
-    Floor("two applies and a take, of a copy of 7 units", TAKE, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.98; {H100}"),
+    *(
+        Floor(name, case, times("copy", "cuda"), ">=", 1 / 1.1, f"{measured}; {H100}")
+        for name, case, measured in (
+            ("apply, of a copy of 3 units", APPLY, "0.99"),
+            ("first apply, of a copy of 2 units", FIRST, "0.99"),
+            ("two applies and a take, of a copy of 7 units", TAKE, "0.98"),
+        )
+    ),
     Floor("launches of a joint apply", MANY, counted("cuda, launches"), "<=", 1, f"1; {H100}"),
     Floor("satisfied take, host us", SMALL, counted("cuda, satisfied take, us"), "<=", 30,
           f"27.2; {H100}"),

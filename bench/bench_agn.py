@@ -9,16 +9,7 @@ from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import (
-    BESIDE,
-    H100,
-    Floor,
-    counted,
-    of_the_copy,
-    over_the_copy,
-    over_the_peer,
-    times_the_peer,
-)
+from measure.case import BESIDE, H100, Floor, counted, over, times
 from measure.clock import Call
 from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
@@ -31,20 +22,13 @@ PUSH = "a communication, sgd"
 # Ten workers push 100 MB each to a center on four devices.
 SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
-# name -> measured of the copy; the promised and the measured gain over PyTorch's fused optimizer
-# and an addition
-ON_GPU = {
-    "sgd": ("0.97", 1.1, "1.44"),
-    "momentum": ("0.97", 1.08, "1.32"),
-    "adam": ("0.96", 1.05, "1.33"),
-}
 ADDED_UNITS, PUSH_UNITS = 2, 4  # of the addition of a local step; of a push
 FUSED = "torch fused and add"
 CPU_FLOORS = (
-    Floor("numpy, local sgd over NumPy in blocks", "sgd", over_the_peer(model.BLOCKS, "numpy"),
-          "<=", 1.2, BESIDE),
-    Floor("compiled, local sgd, times torch fused and add", "sgd",
-          times_the_peer(FUSED, "compiled"), ">=", 1, BESIDE, ("torch",)),
+    Floor("numpy, local sgd over NumPy in blocks", "sgd", over(model.BLOCKS, "numpy"), "<=", 1.2,
+          BESIDE),
+    Floor(f"compiled, local sgd, times {FUSED}", "sgd", times(FUSED, "compiled"), ">=", 1, BESIDE,
+          ("torch",)),
     Floor("bytes of the busiest device of the center", SPREAD, counted("share of the busiest"),
           "<=", 0.3, "0.25"),
     *(
@@ -56,17 +40,18 @@ CPU_FLOORS = (
 )  # fmt: skip
 GPU_FLOORS = (
     *(
-        Floor(f"local {rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9,
+        Floor(f"local {rule}, of the copy", rule, times("copy", "cuda"), ">=", 0.9,
               f"{measured}; {H100}")
-        for rule, (measured, _, _) in ON_GPU.items()
+        for rule, measured in (("sgd", "0.97"), ("momentum", "0.97"), ("adam", "0.96"))
     ),
     *(
-        Floor(f"local {rule}, times torch fused and add", rule, times_the_peer(FUSED, "cuda"),
-              ">=", least, f"{measured}; {H100}", ("torch",))
-        for rule, (_, least, measured) in ON_GPU.items()
+        Floor(f"local {rule}, times {FUSED}", rule, times(FUSED, "cuda"), ">=", least,
+              f"{measured}; {H100}", ("torch",))
+        for rule, least, measured in (
+            ("sgd", 1.1, "1.44"), ("momentum", 1.08, "1.32"), ("adam", 1.05, "1.33"),
+        )
     ),
-    Floor("a communication over its copy", PUSH, over_the_copy("cuda"), "<=", 1.2,
-          f"1.03; {H100}"),
+    Floor("a communication over its copy", PUSH, over("copy", "cuda"), "<=", 1.2, f"1.03; {H100}"),
     *(
         Floor(f"launches of a {what}", model.TINY, counted(f"cuda, launches of a {what}"), "<=", 1,
               f"1; {H100}")
@@ -183,7 +168,7 @@ def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
 
 
 def cases(bench: Bench) -> None:
-    for rule in ON_GPU:
+    for rule in model.PROMISED:
         make, units = model.RULES[rule]
         worker = partial(Worker, make, sizes=model.sizes(bench), period=NEVER)
         model.compare_steps(bench, rule, worker, units + ADDED_UNITS, adds=True)

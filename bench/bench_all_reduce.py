@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
-from measure.case import BESIDE, OURS, Decision, Floor, counted, over_the_copy, times_the_peer
+from measure.case import BESIDE, OURS, Decision, Floor, counted, over, times
 from measure.clock import Call, HostClock
 from measure.operands import resnet50
 from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
@@ -45,7 +45,7 @@ NUMPYS = Decision(3, "almost all of it is NumPy's: with compiled kernels it is 0
 CPU_FLOORS = (
     *(
         Floor(f"{implementation}, {way}, over the line", RESNET,
-              over_the_copy(f"{implementation}, {way}"), "<=", most, measured, decision=decision)
+              over("copy", f"{implementation}, {way}"), "<=", most, measured, decision=decision)
         for implementation, way, most, measured, decision in (
             ("numpy", NO_PACKS, 1.7, "1.26 to 1.41", PLAIN_CALL),
             ("numpy", ONE_PACK, 2.5, "1.62 to 1.86", None),
@@ -57,13 +57,13 @@ CPU_FLOORS = (
     ),
     *(  # with num_packs=0, read where they lie
         Floor(f"{implementation}, {NO_PACKS}{OWN_ARRAYS}, over the line", RESNET,
-              over_the_copy(f"{implementation}, {NO_PACKS}{OWN_ARRAYS}"), "<=", most, BESIDE,
+              over("copy", f"{implementation}, {NO_PACKS}{OWN_ARRAYS}"), "<=", most, BESIDE,
               decision=Decision(was, WRAPPING))
         for implementation, most, was in (("numpy", 1.85, 1.5), ("compiled", 1.3, 1.1))
     ),
     *(
         Floor(f"{implementation}, {way}, over {peer}", RESNET,
-              times_the_peer(peer, f"{implementation}, {way}"), ">=", least, BESIDE, (library,),
+              times(peer, f"{implementation}, {way}"), ">=", least, BESIDE, (library,),
               decision)
         for implementation, least_over_torch, over_torch in (
             ("numpy", 0.85, NEW_RESULTS), ("compiled", 1.0, None),

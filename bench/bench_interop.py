@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from measure.case import OURS, Floor, counted, over_the_peer
+from measure.case import OURS, Floor, counted, over
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -20,7 +20,7 @@ BOTH_WAYS, OWN = "in and out", "own conversion"
 FLOORS = (
     Floor("numpy, us in and out", "numpy", counted("us in and out"), "<=", 5, "3.3"),
     Floor("torch, us in and out", "torch", counted("us in and out"), "<=", 5, "3.9", ("torch",)),
-    Floor("jax, over its own", "jax", over_the_peer(OWN, BOTH_WAYS), "<=", 1.2, "1.13", ("jax",)),
+    Floor("jax, over its own", "jax", over(OWN, BOTH_WAYS), "<=", 1.2, "1.13", ("jax",)),
 )
 
 

@@ -11,17 +11,7 @@ from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import (
-    BESIDE,
-    H100,
-    NOT_YET,
-    Decision,
-    Floor,
-    counted,
-    of_the_copy,
-    over_the_peer,
-    times_the_peer,
-)
+from measure.case import BESIDE, H100, NOT_YET, Decision, Floor, counted, over, times
 from measure.clock import Call
 from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
@@ -38,16 +28,15 @@ IN_PLACE = (
     "measured {}"
 )
 CPU_FLOORS = (
-    Floor("numpy, sgd over NumPy in blocks", "sgd", over_the_peer(model.BLOCKS, "numpy"), "<=", 1.2,
-          BESIDE),
-    Floor("numpy, adam, times torch foreach", "adam", times_the_peer("torch foreach", "numpy"),
-          ">=", 2, BESIDE, ("torch",)),
-    Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
-          ">=", 0.85, BESIDE, ("torch",), Decision(1, IN_PLACE.format("0.95 to 1.03"))),
-    Floor("compiled, sgd, over torch fused", "sgd", over_the_peer("torch fused", "compiled"),
-          "<=", 1.25, BESIDE, ("torch",), Decision(1.1, IN_PLACE.format("1.13 to 1.15"))),
-    Floor("compiled, momentum, over torch fused", "momentum",
-          over_the_peer("torch fused", "compiled"), "<=", 1.1, BESIDE, ("torch",)),
+    Floor("numpy, sgd over NumPy in blocks", "sgd", over(model.BLOCKS, "numpy"), "<=", 1.2, BESIDE),
+    Floor("numpy, adam, times torch foreach", "adam", times("torch foreach", "numpy"), ">=", 2,
+          BESIDE, ("torch",)),
+    Floor("compiled, adam, times torch fused", "adam", times("torch fused", "compiled"), ">=",
+          0.85, BESIDE, ("torch",), Decision(1, IN_PLACE.format("0.95 to 1.03"))),
+    Floor("compiled, sgd, over torch fused", "sgd", over("torch fused", "compiled"), "<=", 1.25,
+          BESIDE, ("torch",), Decision(1.1, IN_PLACE.format("1.13 to 1.15"))),
+    Floor("compiled, momentum, over torch fused", "momentum", over("torch fused", "compiled"),
+          "<=", 1.1, BESIDE, ("torch",)),
     *(
         Floor(f"{implementation}, sgd{of}, us of a step", model.TINY,
               counted(f"{implementation}, sgd{of}, us"), "<=", 400, BESIDE)
@@ -60,32 +49,25 @@ CPU_FLOORS = (
         for implementation in IMPLEMENTATIONS
     ),
 )  # fmt: skip
-BEFORE_THE_GPU = "it was set before there was a GPU; PyTorch's loop moves "
-SGD_LOOP = Decision(
-    2, BEFORE_THE_GPU + "as many bytes, and loses only time between its 50 launches"
+BEFORE_THE_GPU = "it was set before there was a GPU; PyTorch's loop moves {}"
+SGD_LOOP = BEFORE_THE_GPU.format("as many bytes, and loses only time between its 50 launches")
+MOMENTUM_LOOP = BEFORE_THE_GPU.format(
+    "8 units instead of 5, 1.6 times as many; the rest was the time of the H100's host"
 )
-MOMENTUM_LOOP = Decision(
-    2,
-    BEFORE_THE_GPU + "8 units instead of 5, 1.6 times as many; the rest was the time of the H100's "
-    "host",
-)
-# rule -> measured of the copy; the promise and the measured gain over PyTorch's fused optimizer,
-# and over its loop
-ON_GPU = {
-    "sgd": ("0.98", (1, "1.25", None), (1.4, "1.56", SGD_LOOP)),
-    "momentum": ("0.98", (1, "1.17", None), (1.6, "1.99", MOMENTUM_LOOP)),
-    "adam": ("0.97", (1, "1.22", None), (2, "5.2", None)),
-}
 GPU_FLOORS = (
     *(
-        Floor(f"{rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, f"{measured}; {H100}")
-        for rule, (measured, *_) in ON_GPU.items()
+        Floor(f"{rule}, of the copy", rule, times("copy", "cuda"), ">=", 0.9, f"{measured}; {H100}")
+        for rule, measured in (("sgd", "0.98"), ("momentum", "0.98"), ("adam", "0.97"))
     ),
     *(
-        Floor(f"{rule}, times torch {way}", rule, times_the_peer(f"torch {way}", "cuda"), ">=",
-              least, f"{measured}; {H100}", ("torch",), decision)
-        for rule, (_, *times) in ON_GPU.items()
-        for way, (least, measured, decision) in zip(("fused", "loop"), times, strict=True)
+        Floor(f"{rule}, times torch {way}", rule, times(f"torch {way}", "cuda"), ">=", least,
+              f"{measured}; {H100}", ("torch",), Decision(2, why) if why else None)
+        for rule, way, least, measured, why in (
+            ("sgd", "fused", 1, "1.25", ""), ("sgd", "loop", 1.4, "1.56", SGD_LOOP),
+            ("momentum", "fused", 1, "1.17", ""),
+            ("momentum", "loop", 1.6, "1.99", MOMENTUM_LOOP),
+            ("adam", "fused", 1, "1.22", ""), ("adam", "loop", 2, "5.2", ""),
+        )
     ),
     Floor("launches of a step", model.TINY, counted("cuda, launches"), "<=", 1, NOT_YET),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure.case import OURS, Floor, counted, over_the_peer
+from measure.case import OURS, Floor, counted, over
 from measure.clock import After, Call, each, in_turns, timed
 from measure.in_processes import figures_of, torchrun
 from measure.operands import resnet50
@@ -43,7 +43,7 @@ FLOORS = tuple(
         ("mpi", "0.30 to 0.41", "0.32", "56 to 78", "57 to 80"),
     )
     for (name, case, figure, most), measured in zip((
-        ("flat, prepared, over raw", RESNET, over_the_peer(RAW, FLAT + PREPARED), 1.1),
+        ("flat, prepared, over raw", RESNET, over(RAW, FLAT + PREPARED), 1.1),
         (OVER_PASS, RESNET, counted(OVER_PASS), 1.1),
         (f"tiny tensors, {OVER_RAW}", TINY, counted(OVER_RAW), 200),
         (f"tiny tensors, {PLAIN_OVER}", TINY, counted(PLAIN_OVER), 100),

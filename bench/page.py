@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from measure.case import OURS, Case, Figure, Floor, counted, over_the_copy, over_the_peer
+from measure.case import OURS, Case, Figure, Floor, counted, over
 from measure.clock import took_of
 from measure.runner import Benchmark
 
@@ -69,19 +69,19 @@ SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
     "accumulator": (
         "**Accumulators**: an apply of 64 MiB takes {} of the time of NumPy's `+=`; a dropped "
         "gradient takes {} us.",
-        ("apply", over_the_peer("numpy +=", "numpy")),
+        ("apply", over("numpy +=", "numpy")),
         ("one element", counted("numpy, drop, us")),
     ),
     "agn": (
         "**AGN**: a local step of SGD over 16 M parameters takes {} (compiled kernels) of the time "
         "of PyTorch's fused SGD and an addition.",
-        ("sgd", over_the_peer("torch fused and add", "compiled")),
+        ("sgd", over("torch fused and add", "compiled")),
     ),
     "all_reduce": (
         "**All-reduce**: the mean of ResNet-50's gradients on 4 devices takes {} (NumPy) and {} "
         "(compiled kernels) of the time of a copy of the bytes.",
-        ("ResNet-50, MEAN", over_the_copy("numpy, num_packs=0")),
-        ("ResNet-50, MEAN", over_the_copy("compiled, num_packs=0")),
+        ("ResNet-50, MEAN", over("copy", "numpy, num_packs=0")),
+        ("ResNet-50, MEAN", over("copy", "compiled, num_packs=0")),
     ),
     "interop": (
         "**Arrays**: a small array becomes a Buffer, and a Buffer an array, in {} us for NumPy and "
@@ -92,20 +92,20 @@ SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
     "ops": (
         "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
         "time of NumPy's additions.",
-        ("add_n 8 float32", over_the_peer("numpy chain", "numpy")),
-        ("add_n 8 float32", over_the_peer("numpy chain", "compiled")),
+        ("add_n 8 float32", over("numpy chain", "numpy")),
+        ("add_n 8 float32", over("numpy chain", "compiled")),
     ),
     "optim": (
         "**Optimizers**: a step over 16 M parameters by compiled kernels takes {} (Adam) and {} "
         "(SGD) of the time of PyTorch's fused optimizers.",
-        ("adam", over_the_peer("torch fused", "compiled")),
-        ("sgd", over_the_peer("torch fused", "compiled")),
+        ("adam", over("torch fused", "compiled")),
+        ("sgd", over("torch fused", "compiled")),
     ),
     "processes": (
         "**Processes**: an all-reduce of ResNet-50's gradients over two processes takes {} of the "
         "time of gloo's own, and {} of that of MPI's.",
-        ("ResNet-50, 2 processes, torchrun", over_the_peer("raw all-reduce", "flat, prepared")),
-        ("ResNet-50, 2 processes, mpi", over_the_peer("raw all-reduce", "flat, prepared")),
+        ("ResNet-50, 2 processes, torchrun", over("raw all-reduce", "flat, prepared")),
+        ("ResNet-50, 2 processes, mpi", over("raw all-reduce", "flat, prepared")),
     ),
     "ray": (
         "**Ray**: an AGN worker exchanges 64 MB in {} (NumPy) and {} (compiled kernels) of the "
@@ -116,7 +116,7 @@ SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
     "scaling": (
         "**Scaling**: replicas of 1 GiB together are reduced in {} of the time of a copy; a "
         "prepared step over 100,000 tensors takes the host {} us.",
-        ("bytes, 1,073,741,824 in all", over_the_copy("compiled, prepared")),
+        ("bytes, 1,073,741,824 in all", over("copy", "compiled, prepared")),
         ("host, 100,000 tensors", counted("prepared step, us")),
     ),
     "torch": (
@@ -236,7 +236,7 @@ def section(name: str) -> Iterator[str]:
         if report is not None:
             cases = cases_of(report).values()
             yield about(report) + "\n"
-            timed = [times(case) for case in cases if case.took]
+            timed = [row_of(case) for case in cases if case.took]
             yield from table("case | copy | ours (of the copy) | peers", timed)
             yield from table(f"figure | {kind.upper()}", (
                 (f"{case.name}: {what}", figure(value))
@@ -264,7 +264,7 @@ def about(report: Report) -> str:
     )
 
 
-def times(case: Case) -> tuple[str, str, str, str]:
+def row_of(case: Case) -> tuple[str, str, str, str]:
     """Returns the row of a case: the time of the copy, ours and the peers', fastest first."""
     copy = case.seconds("copy")
     ours, peers = [], []

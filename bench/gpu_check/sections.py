@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .section import (
-    FAILED,
-    PASSED,
-    Check,
-    Checks,
-    Result,
-    function,
-    needing,
-    report_of,
-    skipped,
-)  # fmt: skip
+from .section import FAILED, PASSED, Check, Checks, Result, function, needing, report_of, skipped
 from .setting import ROOT, Setting, find_tool
 
 # -- tests -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from gpu_check.setting import python
 import gradreduce as gr
 from gradreduce.device import Buffer, Mesh
 
-from .case import H100, NOT_YET, OURS, Case, Decision, Floor, counted, of_the_copy, times_the_peer
+from .case import H100, NOT_YET, OURS, Case, Decision, Floor, counted, times
 from .clock import Call, Took, in_turns
 from .in_processes import figures_of
 from .operands import fill, normals, resnet50
@@ -50,7 +50,7 @@ _STUB = (
     "{}, and the host of the H100 is slower"
 )
 GPU_FLOORS = (
-    Floor("co-located all-reduce, of the line", ONE.format(LARGE[-1]), of_the_copy("cuda"), ">=",
+    Floor("co-located all-reduce, of the line", ONE.format(LARGE[-1]), times("copy", "cuda"), ">=",
           0.9, f"0.95; {H100}"),
     Floor("plain step, host us a Buffer", RESNET, counted("num_packs=1, host us a Buffer"), "<=",
           6, f"1.5; {H100}"),
@@ -63,7 +63,7 @@ GPU_FLOORS = (
     Floor("NCCL, host us over a raw call", RANKS, counted("us over raw"), "<=", 10, NOT_YET),
     *(
         Floor(f"{nbytes // MIB} MiB, of raw NCCL", SEVERAL.format(nbytes),
-              times_the_peer(RAW, IN_PLACE), ">=", 0.97, NOT_YET)
+              times(RAW, IN_PLACE), ">=", 0.97, NOT_YET)
         for nbytes in LARGE
     ),
 )  # fmt: skip

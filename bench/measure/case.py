@@ -109,34 +109,24 @@ def kept(
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _quotient(over: str, under: str) -> Figure:
-    """The time of one candidate divided by that of another."""
+def over(peer: str, implementation: str) -> Figure:
+    """Our time over that of a peer or of the copy."""
 
     def figure(case: Case) -> float | None:
-        one, other = case.seconds(over), case.seconds(under)
-        return one / other if one and other else None
+        ours, theirs = case.seconds(OURS + implementation), case.seconds(peer)
+        return ours / theirs if ours and theirs else None
 
     return figure
 
 
-def times_the_peer(peer: str, implementation: str) -> Figure:
-    """Our speed divided by that of one peer."""
-    return _quotient(peer, OURS + implementation)
+def times(peer: str, implementation: str) -> Figure:
+    """How many times as fast we are as a peer or the copy."""
 
+    def figure(case: Case) -> float | None:
+        share = over(peer, implementation)(case)
+        return 1 / share if share else None
 
-def of_the_copy(implementation: str) -> Figure:
-    """Our bandwidth divided by that of a copy of the same size."""
-    return times_the_peer("copy", implementation)
-
-
-def over_the_peer(peer: str, implementation: str) -> Figure:
-    """Our time divided by one peer's."""
-    return _quotient(OURS + implementation, peer)
-
-
-def over_the_copy(implementation: str) -> Figure:
-    """Our time divided by that of a copy of the same size."""
-    return over_the_peer("copy", implementation)
+    return figure
 
 
 def counted(name: str) -> Figure:

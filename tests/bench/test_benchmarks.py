@@ -288,7 +288,7 @@ def parts(load, clock):
     [(">=", 1.5, True), (">=", 1.6, False), ("<=", 1.5, True), ("<=", 1.4, False)],
 )
 def test_a_floor_compares_with_a_peer(parts, sign, bound, holds):
-    figure = parts.floors.times_the_peer("numpy chain", "numpy")
+    figure = parts.floors.times("numpy chain", "numpy")
     floor = parts.Floor("faster", "add", figure, sign, bound, "1.5", ("torch", "jax"))
     found = floor.check({"add": parts.case}, {"jax": "not installed"})
     assert (found["figure"], found["holds"]) == (1.5, holds)
@@ -296,7 +296,7 @@ def test_a_floor_compares_with_a_peer(parts, sign, bound, holds):
 
 
 def test_a_floor_without_a_peer_is_not_kept_and_says_so(parts, capsys):
-    alone = parts.floors.times_the_peer("cupy chain", "numpy")
+    alone = parts.floors.times("cupy chain", "numpy")
     floor = parts.Floor("faster", "add", alone, ">=", 2.2, "2.3", ("cupy",))
     (found,) = parts.floors.kept((floor,), {"add": parts.case}, {"cupy": "no arithmetic"})
     assert found["holds"] is None
@@ -306,13 +306,13 @@ def test_a_floor_without_a_peer_is_not_kept_and_says_so(parts, capsys):
 
 
 def test_a_copy_is_a_floor_of_time(parts):
-    assert parts.floors.of_the_copy("numpy")(parts.case) == 0.5
-    assert parts.floors.over_the_copy("numpy")(parts.case) == 2
+    assert parts.floors.times("copy", "numpy")(parts.case) == 0.5
+    assert parts.floors.over("copy", "numpy")(parts.case) == 2
 
 
 @pytest.mark.parametrize("bound", [2, 1, None])
 def test_a_broken_floor_is_exit_status_1(load, parts, tmp_path, bound):
-    figure = parts.floors.over_the_copy("numpy" if bound else "cuda")
+    figure = parts.floors.over("copy", "numpy" if bound else "cuda")
     floor = parts.Floor("as fast as light", "add", figure, "<=", bound or 1, "2")
     benchmark = load("measure.runner").Benchmark(
         "A.", lambda bench: bench.keep(parts.case), (floor,)
