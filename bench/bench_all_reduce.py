@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
 from measure.case import BESIDE, OURS, Decision, Floor, counted, over, times
 from measure.clock import Call, HostClock
-from measure.operands import resnet50
+from measure.operands import integers, resnet50
 from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
-from measure.reductions import Reduction, compare, placed, uploaded
+from measure.reductions import Reduction, check, compare, placed
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -85,69 +84,52 @@ CPU_FLOORS = (
     ),
 )  # fmt: skip
 
-Tensors = list[list[np.ndarray]]  # [tensor][replica]
+Shapes = list[tuple[int, ...]]
 
 
-def hosts(shapes: Sequence[tuple[int, ...]]) -> Tensors:
-    """Returns replicas of small integers, whose sums and means are exact."""
-    random = np.random.default_rng(0)
-    pattern = random.integers(-64, 64, 2**16 + 1).astype(np.float32)
-    made = []
-    for place, shape in enumerate(shapes):
-        size = math.prod(shape)
-        turned = [np.roll(pattern, 7 * place + 11 * index) for index in range(NUM_DEVICES)]
-        made.append([np.resize(each, size).reshape(shape) for each in turned])
-    return made
+def hosts(shapes: Shapes) -> list[list[np.ndarray]]:
+    """Returns the replicas of each tensor, as ``placed`` makes them."""
+    return [
+        [integers(math.prod(shape), replica).reshape(shape) for replica in range(NUM_DEVICES)]
+        for shape in shapes
+    ]
 
 
-def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) -> None:
-    """Raises if a result on a device is not the mean of its replicas."""
-    for place, (replicas, found) in enumerate(zip(tensors, results, strict=True)):
-        wanted = sum(replicas[1:], replicas[0]) / np.float32(len(replicas))
-        for index, result in enumerate(found):
-            if not np.array_equal(result, wanted):
-                raise AssertionError(f"{name}: tensor {place} on device {index} is not the mean")
+def reduction(mesh: Mesh, shapes: Shapes, way: str) -> Reduction:
+    """Returns the reduction of tensors in the memory that this way uses."""
+    return Reduction(mesh, placed(mesh, shapes, flat=way == FLAT), WAYS[way])
 
 
-def reduction(mesh: Mesh, tensors: Tensors, way: str) -> Reduction:
-    """Returns the reduction of uploaded tensors, in the memory that this way uses."""
-    shapes = [replicas[0].shape for replicas in tensors]
-    values = uploaded(placed(mesh, shapes, flat=way == FLAT), tensors)
-    return Reduction(mesh, values, WAYS[way])
+def plain(mesh: Mesh, shapes: Shapes, way: str) -> Call:
+    made = reduction(mesh, shapes, way)
+    return made.checked(made.plain)
 
 
-def plain(mesh: Mesh, tensors: Tensors, way: str) -> Call:
-    """Returns a plain call, after a first one that is checked."""
-    call = reduction(mesh, tensors, way).plain()
-    check(way, [[each.numpy() for each in value.values] for value in call()], tensors)
-    return call
-
-
-def of_numpy(mesh: Mesh, tensors: Tensors, way: str) -> Call:
+def of_numpy(mesh: Mesh, shapes: Shapes, way: str) -> Call:
     """Returns a call with a user's own NumPy arrays, whose times include wrapping them."""
     cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", WAYS[way], mesh=mesh)
-    grads = [list(column) for column in zip(*tensors, strict=True)]
+    grads = [list(column) for column in zip(*hosts(shapes), strict=True)]
     call = partial(cross_device_ops.all_reduce, grads)
-    check(f"{way}, NumPy", list(zip(*call(), strict=True)), tensors)
+    check(zip(*call(), strict=True), grads[0])
     return call
 
 
 def resnet(bench: Bench) -> None:
-    tensors = hosts(resnet50(bench.quick))
-    calls = find_all_reduce_peers(bench, tensors)
+    shapes = resnet50(bench.quick)
+    calls = find_all_reduce_peers(bench, hosts(shapes))
     for name, mesh in bench.meshes.items():
         ours = OURS + name
         for way in WAYS:
-            calls[f"{ours}, {way}"] = plain(mesh, tensors, way)
-        alone = reduction(mesh, tensors, NO_PACKS)
+            calls[f"{ours}, {way}"] = plain(mesh, shapes, way)
+        alone = reduction(mesh, shapes, NO_PACKS)
         calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
         for way in (NO_PACKS, ONE_PACK):
-            calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, way)
+            calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, shapes, way)
     compare(bench, RESNET, alone, calls)
 
 
 def tiny(bench: Bench) -> None:
-    tensors = hosts([(TINY_SIZE,)] * len(resnet50(bench.quick)))
+    tensors: Shapes = [(TINY_SIZE,)] * len(resnet50(bench.quick))
     calls: dict[str, Call] = {}
     for name, mesh in bench.meshes.items():
         for way in WAYS:

@@ -15,7 +15,6 @@ from measure import stub_cupy
 from measure.case import OURS, Case, Floor, counted, over
 from measure.clock import Call, HostClock
 from measure.in_processes import figures_of
-from measure.operands import integers
 from measure.peers import NUMPY, numpy_sum_and_copies
 from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
@@ -32,7 +31,7 @@ MOST_PEER_BYTES = 2**30  # of peers, which have arrays of their own
 QUICK_MOST_TENSORS, QUICK_MOST_REPLICAS, QUICK_MOST_BYTES, QUICK_SIZE = 10, 2, 2**10, 2**8
 ROUNDS = 5
 LOOPS, CALLS = 20, 200  # of the host
-PREPARED, PLAIN = "prepared", "plain"
+PREPARED = "prepared"
 
 LARGEST_FLOOR = "bytes, 1,073,741,824 in all"
 MANY_TENSORS = f"host, {HOST_TENSORS[-1]:,} tensors"
@@ -73,9 +72,10 @@ def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int)
     ours = OURS + ("cuda" if bench.on_gpu else "compiled")
     calls: dict[str, Call] = {}
     with open_mesh(bench, num_devices) as mesh:
-        calls[f"{ours}, {PREPARED}"] = prepared(mesh, num_tensors, size)
+        reduction = Reduction(mesh, placed(mesh, [(size,)] * num_tensors, flat=True))
         if num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES:
-            calls[f"{ours}, {PLAIN}"] = Reduction(mesh, values_of(mesh, num_tensors, size)).plain()
+            calls[f"{ours}, plain"] = reduction.plain()
+        calls[f"{ours}, {PREPARED}"] = reduction.checked(partial(reduction.prepared, in_place=True))
         if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not bench.on_gpu:
             rows = np.ones((num_tensors, num_devices, size), np.float32)
             calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
@@ -89,25 +89,6 @@ def open_mesh(bench: Bench, num_devices: int) -> gr.Mesh:
     if bench.on_gpu:
         return gr.open_mesh([0] * num_devices, backend="cuda")
     return gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
-
-
-def values_of(mesh: gr.Mesh, num_tensors: int, size: int) -> Sequence[gr.PerReplica]:
-    """Returns values in flat buffers; the first tensor has small integers."""
-    values = placed(mesh, [(size,)] * num_tensors, flat=True)
-    for replica, device in enumerate(mesh):
-        device.upload(integers(size) + np.float32(replica), out=values[0].buffers[replica])
-    return values
-
-
-def prepared(mesh: gr.Mesh, num_tensors: int, size: int) -> Call:
-    """Returns a prepared step in place, after a first one that is checked."""
-    values = values_of(mesh, num_tensors, size)
-    step = Reduction(mesh, values).prepared(in_place=True)
-    step()
-    for buffer in values[0].buffers:
-        if not np.array_equal(buffer.numpy(), integers(size) + np.float32((len(mesh) - 1) / 2)):
-            raise AssertionError("the result is not the mean")
-    return step
 
 
 def host_figures(counts: Sequence[int]) -> list[dict[str, float]]:

@@ -148,7 +148,7 @@ def dropped(mesh: Mesh, slow: SlowWork, number: int) -> int:
             for size in SIZES:
                 fill(device.empty((size,), "float32"))
         for size, result in zip(SIZES, results, strict=True):
-            wanted = integers(size) + np.float32(turn + (len(mesh) - 1) / 2)
+            wanted = integers(size, turn) + np.float32((len(mesh) - 1) / 2)
             for buffer in result.buffers:
                 if not np.array_equal(buffer.numpy(), wanted):
                     raise AssertionError(f"step {turn}: {buffer.numpy()[:8]} is not {wanted[:8]}")
@@ -162,8 +162,7 @@ def called_and_dropped(
     """Returns the results of a captured step, which nothing holds any more."""
     values = []
     for size in SIZES:
-        arrays = [integers(size) + np.float32(turn + device.index) for device in mesh]
-        buffers = [device.upload(array) for device, array in zip(mesh, arrays, strict=True)]
+        buffers = [device.upload(integers(size, turn + device.index)) for device in mesh]
         values.append(gr.PerReplica(buffers, mesh))
     step = cross_device_ops.capture(gr.ReduceOp.MEAN, [(value, value) for value in values])
     results: Sequence[Any] = step()

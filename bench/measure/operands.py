@@ -46,17 +46,18 @@ def normals(size: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     return np.resize(pattern, size)
 
 
-def integers(size: int) -> np.ndarray:
-    """Returns float32 integers from -64 to 63, of which sums are exact."""
-    pattern = np.random.default_rng(0).integers(-64, 64, min(size, PATTERN_SIZE))
-    return np.resize(pattern.astype(np.float32), size)
+def integers(size: int, replica: int = 0) -> np.ndarray:
+    """Returns float32 integers, of which sums and means are exact; each replica's are 1 larger."""
+    pattern = np.random.default_rng(0).integers(-(2**15), 2**15, min(size, PATTERN_SIZE))
+    return np.resize((pattern + replica).astype(np.float32), size)
 
 
-def fill(buffer: Buffer, seed: int = 0) -> Buffer:
-    """Fills a Buffer of floats as ``normals`` does, and returns it; copies on the device."""
-    size, dtype = buffer.size, buffer.dtype
-    done = min(size, PATTERN_SIZE)
-    buffer.device.upload(normals(done, dtype.name, seed), out=buffer.view(0, (done,)))
+def fill(buffer: Buffer, seed: int = 0, *, replica: int | None = None) -> Buffer:
+    """Fills a Buffer as ``normals`` does, or ``integers``, and returns it; copies on the device."""
+    size, done = buffer.size, min(buffer.size, PATTERN_SIZE)
+    dtype = buffer.dtype.name
+    pattern = normals(done, dtype, seed) if replica is None else integers(done, replica)
+    buffer.device.upload(pattern, out=buffer.view(0, (done,)))
     while done < size:
         more = min(done, size - done)
         buffer.device.copy(buffer.view(done, (more,)), buffer.view(0, (more,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,31 +21,35 @@ from .runner import Bench
 def placed(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], *, flat: bool = False
 ) -> list[gr.PerReplica]:
-    """Returns random float32 tensors on all devices, each on its own or all in flat buffers."""
+    """Returns float32 tensors on all devices, each on its own or all in flat buffers.
+
+    Replica r of a tensor has the elements of the first replica plus r.
+    """
     if flat:
         buffers = mesh.flat_buffer(shapes, "float32")
-        for buffer in buffers.buffers:
-            fill(buffer)
+        for replica, buffer in enumerate(buffers.buffers):
+            fill(buffer, replica=replica)
         return [gr.PerReplica(list(column), mesh) for column in zip(*buffers.views, strict=True)]
     return [
-        gr.PerReplica([fill(device.empty(shape, "float32")) for device in mesh], mesh)
+        gr.PerReplica(
+            [fill(each.empty(shape, "float32"), replica=each.index) for each in mesh], mesh
+        )
         for shape in shapes
     ]
 
 
-def uploaded(
-    values: Sequence[gr.PerReplica], tensors: Sequence[Sequence[np.ndarray]]
-) -> Sequence[gr.PerReplica]:
-    """Uploads the replicas of each tensor, and returns the values."""
-    for value, replicas in zip(values, tensors, strict=True):
-        for buffer, replica in zip(value.buffers, replicas, strict=True):
-            buffer.device.upload(replica, out=buffer)
-    return values
+def check(results: Iterable[Sequence[np.ndarray]], firsts: Iterable[np.ndarray]) -> None:
+    """Raises if a result on a device is not the mean of replicas, of which the first is given."""
+    for place, (found, first) in enumerate(zip(results, firsts, strict=True)):
+        wanted = first + np.float32((len(found) - 1) / 2)
+        for index, result in enumerate(found):
+            if not np.array_equal(result, wanted):
+                raise AssertionError(f"tensor {place} on device {index} is not the mean")
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce of some values; the options are those of ``gr.AllReduceCrossDeviceOps``."""
+    """An all-reduce of ``placed`` values; the options are those of ``AllReduceCrossDeviceOps``."""
 
     mesh: Mesh
     values: Sequence[gr.PerReplica]
@@ -72,6 +76,13 @@ class Reduction:
 
     def captured(self) -> Call:
         return self._ops.capture(self.op, self._pairs)
+
+    def checked(self, make: Callable[[], Call]) -> Call:
+        """Makes and returns a call, after a first one that is checked; ``prepare`` reduces too."""
+        firsts = [value.buffers[0].numpy().copy() for value in self.values]
+        call = make()
+        check(([each.numpy() for each in value.buffers] for value in call()), firsts)
+        return call
 
 
 def compare(
