@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -129,23 +128,12 @@ def tiny(bench: Bench) -> None:
 
 
 def spread(bench: Bench) -> None:
-    """Measures concurrent pushes on a simulated mesh without peer access."""
+    """Counts the bytes of concurrent pushes on a simulated mesh without peer access."""
     size = bench.pick(SPLIT_SIZE, 2_000)
     sizes = model.sizes_of(size, bench.pick(len(model.sizes(bench)), 20))
-    figures: dict[str, float] = {}
-    for number in (1, CENTER_DEVICES):
-        seconds, share = pushed(number, sizes)
-        figures[f"seconds, center on {number}"] = seconds
-    figures["share of the busiest"] = share
-    text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
-    bench.note(SPREAD, text, figures)
-
-
-def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
-    """Lets ten workers push once; returns seconds and the busiest device's share of bytes."""
     places = CENTER_DEVICES + WORKERS
     with gr.open_mesh(places, backend="sim", peer_access=False, strict=False) as mesh:
-        center = gr.AGNCenter(mesh[0:num_devices])
+        center = gr.AGNCenter(mesh[0:CENTER_DEVICES])
         workers = [
             Worker(model.RULES["sgd"][0], device, sizes, 2, center=center)
             for device in mesh.devices[CENTER_DEVICES:]
@@ -153,18 +141,17 @@ def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
         for worker in workers:
             worker()  # the first of the period, which sends nothing
         with mesh.journal() as journal, ThreadPoolExecutor(WORKERS) as pool:
-            began = time.perf_counter()
             for pushing in [pool.submit(worker) for worker in workers]:
                 pushing.result()
             mesh.synchronize()
-            seconds = time.perf_counter() - began
-        carried = dict.fromkeys(range(num_devices), 0)
-        for record in journal.of("copy"):
-            for end in {record.device, record.source} & carried.keys():
-                carried[end] += record.nbytes
-        total = 2 * 4 * sum(sizes) * len(workers)
-        assert sum(carried.values()) == total, "each sum goes there once, and each variable back"
-        return seconds, max(carried.values()) / total
+    carried = dict.fromkeys(range(CENTER_DEVICES), 0)
+    for record in journal.of("copy"):
+        for end in {record.device, record.source} & carried.keys():
+            carried[end] += record.nbytes
+    total = 2 * 4 * size * WORKERS
+    assert sum(carried.values()) == total, "each sum goes there once, and each variable back"
+    text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
+    bench.note(SPREAD, text, {"share of the busiest": max(carried.values()) / total})
 
 
 def cases(bench: Bench) -> None:

@@ -177,7 +177,7 @@ class Ops:
         """Measures the host time of a call with tiny arrays, on the default mesh and on ours."""
         arrays = hosts(3, 100)
         peer = self.peers[0] if self.peers else None
-        calls: dict[str, Call] = peer.calls("add_n", arrays) if peer else {}
+        calls: dict[str, Call] = peer_calls(self.peers[:1], "add_n", arrays)
         theirs = list(calls)[:1]
         calls[OURS + "arrays"] = partial(gr.add_n, list(map(peer.take, arrays)) if peer else arrays)
         for implementation, device in self.bench.devices():

@@ -1,11 +1,10 @@
 """Measures an optimizer's step over all variables of a model, compared with PyTorch's optimizers.
 
-Also of a step whose variables are tiny, and of one whose gradient is sparse.
+Also the host's time of a step whose variables are tiny.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,9 +17,6 @@ from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.device import Device
-
-ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
-SPARSE = "sparse adam, lazy"
 
 IN_PLACE = (
     "both are limited by memory and faster than a copy of the bytes; C++ loops with AVX2 or "
@@ -107,28 +103,10 @@ def tiny(bench: Bench) -> None:
     model.note_tiny(bench, calls, launches, " of a step")
 
 
-def sparse(bench: Bench) -> None:
-    """Measures a sparse update of a table: merge, gather, update, scatter."""
-    rows = bench.pick(ROWS, QUICK_ROWS)
-    shape = (NUM_ROWS * rows // ROWS, WIDTH)
-    indices = np.random.default_rng(0).integers(0, shape[0], rows)
-
-    def make(device: Device) -> Call:
-        values = normals(math.prod(shape), seed=VALUES).reshape(shape)
-        gradients = device.put(normals(rows * WIDTH, seed=GRADIENTS).reshape(rows, WIDTH))
-        slices = gr.IndexedSlices(gradients, indices, shape)
-        pairs = [(slices, gr.Variable(values, device=device))]
-        return partial(gr.AdamOptimizer(0.001, lazy=True).apply_gradients, pairs)
-
-    words = f"{rows} rows of {shape[0]} x {WIDTH} float32"
-    bench.compare(SPARSE, words, 7 * 4 * rows * WIDTH, bench.ours(make))
-
-
 def cases(bench: Bench) -> None:
     for rule, (make, units) in model.RULES.items():
         model.compare_steps(bench, rule, partial(Step, make, model.sizes(bench)), units)
     tiny(bench)
-    sparse(bench)
 
 
 BENCHMARK = Benchmark(

@@ -5,8 +5,7 @@
 * ``section``: runs a section, a generator of checks, and writes its JSON file.
 * ``sections``: all sections but ``first``, which is a list of checks in steps.
 * ``programs``, ``torch_assert``, ``torch_training``, ``busy_gpu``, ``ranks``: functions that checks
-  call, each in a process of its own; ``unpooled``: a plugin of pytest; ``chart``: draws what was
-  measured.
+  call, each in a process of its own; ``unpooled``: a plugin of pytest.
 
 This process never imports CuPy. If a GPU hangs, it blocks only a child, which has a deadline.
 """

@@ -12,6 +12,9 @@ from .clock import Took
 OURS = "gradreduce "  # how the names of our own candidates begin; the implementation follows
 
 
+Figures = Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Case:
     """One operation at one size."""
@@ -21,7 +24,7 @@ class Case:
     nbytes: int = 0  # that it must read and write, together; 0 if unknown
     # Candidate -> its time; "copy" is a plain copy that reads and writes as many bytes.
     took: Mapping[str, Took] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)  # others that were measured
+    figures: Figures = field(default_factory=dict)  # others that were measured
 
     def seconds(self, candidate: str) -> float | None:
         """Returns the time of a candidate; None if it was left out."""

@@ -24,6 +24,7 @@ import numpy as np
 from .operands import fill, normals
 
 Call = Callable[[], Any]
+Calls = Mapping[str, Call]  # by the name of the candidate
 OfRounds = Callable[[Sequence[float]], float]
 Turn = Callable[[], Mapping[str, float]]  # runs once; returns seconds by candidate
 
@@ -96,12 +97,7 @@ def timed(name: str, call: Call, number: int = 1, loops: int = 1) -> Turn:
 
 
 def host_seconds(
-    calls: Mapping[str, Call],
-    number: int,
-    *,
-    quick: bool,
-    rounds: int = HOST_ROUNDS,
-    loops: int = 1,
+    calls: Calls, number: int, *, quick: bool, rounds: int = HOST_ROUNDS, loops: int = 1
 ) -> dict[str, float]:
     """Returns the host time of a call of each candidate: the best of several loops.
 
@@ -149,7 +145,7 @@ class HostClock:
     of_rounds: OfRounds = statistics.median
     rounds: int = HOST_ROUNDS
 
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+    def measure(self, calls: Calls, nbytes: int) -> dict[str, Took]:
         """Measures every candidate, and a ``copy`` that moves as many bytes, in turns."""
         candidates: dict[str, Call] = {**calls, "copy": HostCopy(nbytes, self.copy_threads)}
         turns = [timed(name, call) for name, call in candidates.items()]
@@ -192,7 +188,7 @@ class GpuClock:
         self._fill_seconds = max(1e-6, self._batch(self._fill, self._launches, 1).seconds)
         self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
 
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+    def measure(self, calls: Calls, nbytes: int) -> dict[str, Took]:
         """Measures in turns; see ``HostClock``."""
         candidates = {**calls, "copy": self._copy_of(nbytes)}
         self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams

@@ -31,15 +31,9 @@ def figures_of(
 ) -> Any:
     """Returns what a function returns in another process, or in the first of several.
 
-    Args:
-        function: ``module:function``. Of several processes, all but one return None.
-        arguments: of the function, as JSON can write them.
-        launcher: the command of a Python program, such as ``torchrun(2)``.
-        seconds: the time for all of it.
-        environment: variables to add to the environment.
-
-    Raises:
-        subprocess.SubprocessError: a process has failed, or it did not end in time.
+    ``function`` is ``module:function``, with arguments as JSON can write them; of several
+    processes, all but one return None. ``launcher`` is the command of a Python program, such as
+    ``torchrun(2)``. Raises a ``SubprocessError`` if a process fails or does not end in time.
     """
     return figures_of_each(function, [arguments], launcher, seconds, [environment])[0]
 

@@ -6,7 +6,7 @@ A local step of AGN also adds the gradients to sums: ``adds`` says whether a pee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import gradreduce as gr
 from gradreduce.device import Device
 
-from .clock import Call, HostClock
+from .case import Figures
+from .clock import Call, Calls, HostClock
 from .operands import GRADIENTS, VALUES, normals, resnet50
 from .peers import find_torch, in_order, on_current_stream
 from .runner import Bench
@@ -114,22 +115,17 @@ def compare_steps(
     compare(bench, rule, {**steps, **peers}, units, f", {units} units" if adds else "")
 
 
-def compare(
-    bench: Bench, name: str, calls: Mapping[str, Call], units: int, words: str = ""
-) -> None:
+def compare(bench: Bench, name: str, calls: Calls, units: int, words: str = "") -> None:
     """Measures calls that read or write all variables of a model ``units`` times."""
-    size = sum(sizes(bench))
-    words = f"{size} float32 in {len(sizes(bench))} variables{words}"
-    bench.compare(name, words, units * 4 * size, calls)
+    size, number = sum(sizes(bench)), len(sizes(bench))
+    bench.compare(name, f"{size} float32 in {number} variables{words}", units * 4 * size, calls)
 
 
 def tiny_sizes(bench: Bench) -> list[int]:
     return [TINY_SIZE] * len(resnet50(bench.quick))
 
 
-def note_tiny(
-    bench: Bench, calls: Mapping[str, Call], launches: Mapping[str, float], of_step: str = ""
-) -> None:
+def note_tiny(bench: Bench, calls: Calls, launches: Figures, of_step: str = "") -> None:
     us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS)
     words = f"{len(tiny_sizes(bench))} x {TINY_SIZE} float32, host us{of_step}"
     bench.note(TINY, words, {**launches, **us})

@@ -2,11 +2,6 @@
 
 A peer has a function for each operation that it knows, which takes lists of its arrays and returns
 its candidates. Outputs exist before the clock starts, unless the operation allocates them.
-
-An all-reduce on the CPU is the mean of replicas of many tensors. NumPy and PyTorch add the replicas
-of each tensor into the first output, divide it there, and copy it into the others. TensorFlow's own
-two reductions run on four logical CPU devices, eagerly and inside ``tf.function``. The four results
-of its ReductionToOneDevice share one memory: it writes one replica where all others write four.
 """
 
 from __future__ import annotations
@@ -41,19 +36,15 @@ class Peer:
     operations: Operations
     without: frozenset[str] = frozenset()  # dtypes that it cannot add, or only slowly
 
-    def calls(self, operation: str, *operands: Sequence[np.ndarray]) -> Calls:
-        """Returns its candidates for an operation on lists of host arrays."""
-        make = self.operations.get(operation)
-        if make is None or operands[0][0].dtype.name in self.without:
-            return {}
-        calls = make(*([self.take(host) for host in hosts] for hosts in operands))
-        return {f"{self.name} {way}": call for way, call in calls.items()}
-
 
 def peer_calls(peers: Sequence[Peer], operation: str, *operands: Sequence[np.ndarray]) -> Calls:
+    """Returns the candidates of all peers for an operation on lists of host arrays."""
     found: Calls = {}
     for peer in peers:
-        found |= peer.calls(operation, *operands)
+        if operation in peer.operations and operands[0][0].dtype.name not in peer.without:
+            taken = ([peer.take(host) for host in hosts] for hosts in operands)
+            calls = peer.operations[operation](*taken)
+            found |= {f"{peer.name} {way}": call for way, call in calls.items()}
     return found
 
 
@@ -112,10 +103,7 @@ def _of_arrays(library: Any) -> Operations:
         return {"concatenate": partial(library.concatenate, arrays, out=flat[0])}
 
     return {
-        "add_n": lambda arrays: {
-            "chain": partial(_chain, arrays),
-            **({} if is_numpy else {"stack-sum": lambda: library.stack(arrays).sum(axis=0)}),
-        },
+        "add_n": lambda arrays: {"chain": partial(_chain, arrays)},
         "accumulate": lambda operands: {"+=": partial(operator.iadd, *operands)},
         "many": lambda *columns: {"chains": partial(_chains, columns)},
         "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, library.copyto, *lists)},
@@ -138,10 +126,7 @@ def _of_torch(torch: Any) -> Operations:
 
     copy = torch.Tensor.copy_
     return {
-        "add_n": lambda tensors: {
-            "copy + add_": lambda: _chain([tensors[0].clone(), *tensors[1:]], operator.iadd),
-            "add + add_": partial(_chain, tensors),
-        },
+        "add_n": lambda tensors: {"add + add_": partial(_chain, tensors)},
         "add_into": add_into,
         "accumulate": lambda operands: {"add_": partial(operator.iadd, *operands)},
         "many": lambda *columns: {"chains": partial(_chains, columns)},
@@ -152,30 +137,14 @@ def _of_torch(torch: Any) -> Operations:
 
 
 def _of_torch_on_gpu(torch: Any) -> Operations:
-    """PyTorch on a GPU, with its functions for lists of tensors, on CuPy's current stream."""
-
-    def foreach(columns: Sequence[list[Any]]) -> Any:
-        totals = torch._foreach_add(columns[0], columns[1])
-        for column in columns[2:]:
-            torch._foreach_add_(totals, column)
-        return totals
-
-    on_cpu = _of_torch(torch)
-    operations: Operations = {
-        **on_cpu,
-        "add_n": lambda tensors: {
-            **on_cpu["add_n"](tensors),
-            "_foreach": partial(foreach, [[tensor] for tensor in tensors]),
-        },
-        "many": lambda *columns: {"_foreach": partial(foreach, columns)},
-    }
+    """PyTorch on a GPU, on CuPy's current stream."""
 
     def on_stream(make: Callable[..., Calls]) -> Callable[..., Calls]:
         return lambda *operands: {
             way: partial(on_current_stream, torch, call) for way, call in make(*operands).items()
         }
 
-    return {name: on_stream(make) for name, make in operations.items()}
+    return {name: on_stream(make) for name, make in _of_torch(torch).items()}
 
 
 def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
@@ -190,8 +159,8 @@ def in_order(*calls: Call) -> None:
         call()
 
 
-def _chain(arrays: Sequence[Any], first: Callable[..., Any] = operator.add) -> Any:
-    total = first(arrays[0], arrays[1])
+def _chain(arrays: Sequence[Any]) -> Any:
+    total = arrays[0] + arrays[1]
     for array in arrays[2:]:
         total += array
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import Mesh
 
-from .clock import Call
+from .case import Figures
+from .clock import Call, Calls
 from .operands import fill
 from .runner import Bench
 
@@ -86,11 +87,7 @@ class Reduction:
 
 
 def compare(
-    bench: Bench,
-    name: str,
-    reduction: Reduction,
-    calls: Mapping[str, Call],
-    figures: Mapping[str, float] | None = None,
+    bench: Bench, name: str, reduction: Reduction, calls: Calls, figures: Figures | None = None
 ) -> None:
     """Measures candidates for a reduction, and a copy as the baseline, in turns.
 

@@ -24,8 +24,8 @@ import gradreduce as gr
 from gradreduce.backends import Kernels
 from gradreduce.device import Device, Mesh
 
-from .case import OURS, Case, Floor, kept
-from .clock import Call, GpuClock, HostClock, host_seconds, took_of
+from .case import OURS, Case, Figures, Floor, kept
+from .clock import Call, Calls, GpuClock, HostClock, host_seconds, took_of
 
 T = TypeVar("T")
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
@@ -48,17 +48,14 @@ def gpu_name() -> str:
 class Bench:
     """The devices of a benchmark, and what it has measured.
 
-    Args:
-        quick: tiny sizes and few rounds.
-        on_gpu: whether GPUs are measured.
-        meshes: implementation -> its devices; ``cuda`` for a GPU.
-        host_clock: makes the clock of a machine without a GPU.
+    ``meshes`` maps an implementation, ``cuda`` for a GPU, to its devices. ``host_clock`` makes the
+    clock of a machine without a GPU.
     """
 
     def __init__(
         self,
         *,
-        quick: bool,
+        quick: bool,  # tiny sizes and few rounds
         on_gpu: bool = False,
         meshes: Mapping[str, Mesh] | None = None,
         host_clock: Callable[[bool], HostClock] = HostClock,
@@ -109,12 +106,7 @@ class Bench:
         return journal.launches
 
     def host_us(
-        self,
-        calls: Mapping[str, Call],
-        number: int,
-        unit: str = "us",
-        divisor: int = 1,
-        **options: Any,
+        self, calls: Calls, number: int, unit: str = "us", divisor: int = 1, **options: Any
     ) -> dict[str, float]:
         """Returns the host's microseconds of a call or of a part of it, as figures with their unit.
 
@@ -126,23 +118,12 @@ class Bench:
         return {f"{name}, {unit}": taken * 1e6 / divisor for name, taken in seconds.items()}
 
     def compare(
-        self,
-        name: str,
-        size: str,
-        nbytes: int,
-        calls: Mapping[str, Call],
-        figures: Mapping[str, float] | None = None,
+        self, name: str, size: str, nbytes: int, calls: Calls, figures: Figures | None = None
     ) -> None:
         """Keeps the times of candidates, and of a copy that moves as many bytes, in turns."""
         self.keep(Case(name, size, nbytes, self.clock.measure(calls, nbytes), figures or {}))
 
-    def note(
-        self,
-        name: str,
-        size: str,
-        figures: Mapping[str, float],
-        seconds: Mapping[str, float] | None = None,
-    ) -> None:
+    def note(self, name: str, size: str, figures: Figures, seconds: Figures | None = None) -> None:
         """Keeps figures, and seconds by candidate, that were measured without a copy."""
         self.keep(Case(name, size, 0, took_of(seconds or {}), figures))
 

@@ -363,26 +363,3 @@ def test_memory_without_a_pool_has_what_our_device_asks_of_a_pool():
     asked = set(re.findall(r"_pool\.(\w+)\(", device))
     text = (ROOT / "bench/gpu_check/unpooled.py").read_text("utf-8")
     assert {"malloc", "free_all_blocks"} <= asked <= set(re.findall(r"def (\w+)\(self", text))
-
-
-def test_the_chart_has_the_share_of_the_copy_of_each_case_of_the_last_run(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_check import chart
-
-    def case(name, **seconds):
-        return {"name": name, "took": {key.replace("_", " "): {"seconds": value}
-                                       for key, value in seconds.items()}}  # fmt: skip
-
-    def write(name, *results):
-        record = {"gpu": "NVIDIA T4", "results": [{"name": key, "figures": value}
-                                                  for key, value in results]}  # fmt: skip
-        (tmp_path / name).write_text(json.dumps(record), encoding="utf-8")
-
-    write("1.json", ("bench_ops.py", {"cases": [case("old", copy=1, gradreduce_cuda=1)]}))
-    write("3.json", ("bench_ops.py", {}))
-    with_copy = case("pack", copy=1, gradreduce_cuda=2, torch=1)
-    cases = [with_copy, case("small", gradreduce_cuda=1), case("torch only", copy=1, torch=1)]
-    write("2.json", ("copy rate", {chart.GIGABYTES: 239.6}), ("bench_ops.py", {"cases": cases}))
-    assert chart.read(tmp_path) == ("NVIDIA T4, which copies 240 GB/s", {"pack": 0.5})
-    with pytest.raises(ValueError, match=r"no file of .* has figures of bench_ops\.py"):
-        chart.read(tmp_path / "none")
