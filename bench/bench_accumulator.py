@@ -114,9 +114,6 @@ def compare(bench: Bench, name: str, size: int, units: int, make: Callable[[Devi
     bench.compare(name, f"{size} float32", units * 4 * size, {**bench.ours(make), **peers})
 
 
-# -- large gradients -------------------------------------------------------------------------------
-
-
 def large(bench: Bench, size: int) -> None:
     """Measures applies to an existing sum, first applies, and takes of a mean.
 
@@ -153,9 +150,6 @@ def large(bench: Bench, size: int) -> None:
     divide = partial(np.true_divide, out, np.float32(2), out)
     peers = {} if bench.on_gpu else {SCALED: After(partial(in_order, *sums), divide)}
     compare(bench, TAKE, size, 7 if bench.on_gpu else 2, take, peers)
-
-
-# -- the host's time -------------------------------------------------------------------------------
 
 
 def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]:
@@ -217,9 +211,6 @@ def many(bench: Bench) -> None:
         figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
     figures |= bench.host_us(calls, 1, "us a tensor", number, rounds=ROUNDS, loops=LOOPS)
     bench.note(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures)
-
-
-# -- sparse gradients ------------------------------------------------------------------------------
 
 
 def sparse(bench: Bench, rows: int) -> None:

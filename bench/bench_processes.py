@@ -51,9 +51,6 @@ FLOORS = tuple(
 )  # fmt: skip
 
 
-# -- in each process -------------------------------------------------------------------------------
-
-
 def raw_calls(launcher: str, size: int) -> tuple[Call, Call]:
     """Returns the library's barrier, and its all-reduce of so many float32."""
     values = np.ones(size, np.float32)
@@ -109,9 +106,6 @@ def turns(
     candidates = {RAW: raw, **calls}
     measured = [timed(name, After(barrier, call)) for name, call in candidates.items()]
     return in_turns(measured, rounds, warm_ups=WARM_UPS)
-
-
-# -- the run ---------------------------------------------------------------------------------------
 
 
 def cases(bench: Bench) -> None:

@@ -102,9 +102,6 @@ def tiny_modules(number: int, count: int) -> list[Any]:
     return [Given([(TINY_SIZE,)] * count, count) for _ in range(number)]
 
 
-# -- one process -----------------------------------------------------------------------------------
-
-
 def average_by_loop(modules: Sequence[Any]) -> None:
     """Averages the gradients of replicas as a short loop does."""
     for row in zip(*[list(module.parameters()) for module in modules], strict=True):
@@ -146,9 +143,6 @@ def added(took: Mapping[str, float]) -> dict[str, float]:
     """Returns the milliseconds that each candidate adds to a backward."""
     words = {PARALLEL: ADDED, HOOKS: "empty hooks add, ms", LOOP: "a loop of torch adds, ms"}
     return {text: (took[name] - took[PLAIN]) * 1e3 for name, text in words.items() if name in took}
-
-
-# -- in each of two processes ----------------------------------------------------------------------
 
 
 def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
@@ -323,9 +317,6 @@ def in_each(quick: bool) -> dict[str, Found] | None:
         is_first = mesh.process_index == 0
     dist.destroy_process_group()
     return found if is_first else None
-
-
-# -- the run ---------------------------------------------------------------------------------------
 
 
 def cases(bench: Bench) -> None:

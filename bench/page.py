@@ -179,9 +179,6 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield from (f"| {head} |", f"|{' --- |' * (1 + head.count('|'))}", *lines, "")
 
 
-# -- the summary -----------------------------------------------------------------------------------
-
-
 def summary_page() -> str:
     found = reports("cpu")
     parts = [HEAD.format(machines=machines(found))]
@@ -218,9 +215,6 @@ def machines(found: Mapping[str, Report]) -> str:
     if gpus:
         gpu = f"figures of {' and '.join(gpus)} are in the tables, each of the version of its date"
     return f"{kind} ({'; '.join(sorted(places))}); {gpu}."
-
-
-# -- the tables ------------------------------------------------------------------------------------
 
 
 def tables_page() -> str:
@@ -288,9 +282,6 @@ def reached(floor: Mapping[str, Any]) -> tuple[str, ...]:
     holds += "".join(f" (without {why})" for why in floor["without"])
     shown = "" if found is None else figure(found)
     return floor["floor"], f"{floor['sign']} {bound:g}", shown, fraction, holds
-
-
-# -- the files -------------------------------------------------------------------------------------
 
 
 def draw(cases: Iterable[Case], sweep: str, path: Path) -> None:

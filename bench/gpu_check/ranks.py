@@ -135,9 +135,6 @@ def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
             raise AssertionError(f"{what}: {found[:8]} is not {wanted[:8]}")
 
 
-# The ways -----------------------------------------------------------------------------------------
-
-
 def together(quick: bool, count: int) -> Figures:
     """Runs all ranks in this process, on GPU 0."""
     with open_mesh([0] * count, backend="cuda") as mesh:

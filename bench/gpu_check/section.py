@@ -190,9 +190,6 @@ def _run(asked: Check, record: Record, setting: Setting, stop: Stop, end: float)
     return Result(asked.name, FAILED, seconds, figures, reason, tail)
 
 
-# -- checks ----------------------------------------------------------------------------------------
-
-
 def function(
     setting: Setting, /, name: str, of: str, seconds: float, *arguments: Any, **environment: str
 ) -> Check:

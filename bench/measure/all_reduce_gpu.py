@@ -126,9 +126,6 @@ def ranks(bench: Bench) -> None:
         bench.absent["ranks on one GPU"] = str(error)
 
 
-# -- several GPUs ----------------------------------------------------------------------------------
-
-
 def all_gpus(bench: Bench) -> None:
     """Measures NCCL with one replica per GPU, compared with direct calls of NCCL."""
     import cupy

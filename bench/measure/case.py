@@ -48,8 +48,6 @@ class Case:
             print(f"  {name:46} {figure:10.4g}")
 
 
-# -- floors ----------------------------------------------------------------------------------------
-
 Figure = Callable[[Case], float | None]
 # Where floors were measured: with chip and date.
 H100, BESIDE = "H100, 2026-11", "docs/benchmarks.md, 2026-11"
@@ -107,9 +105,6 @@ def kept(
         for text in one["without"]:
             print(f"  {'':12} without {text}")
     return found
-
-
-# -- figures ---------------------------------------------------------------------------------------
 
 
 def over(peer: str, implementation: str) -> Figure:

@@ -87,9 +87,6 @@ def on_current_stream(torch: Any, call: Call) -> Any:
         return call()
 
 
-# -- operations ------------------------------------------------------------------------------------
-
-
 def _of_arrays(library: Any) -> Operations:
     """NumPy, or CuPy on the current stream."""
     is_numpy = library is np
@@ -177,9 +174,6 @@ def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any
     total += _chain(inputs[SPLIT:])
     for out in outs:
         copy(out, total)
-
-
-# -- all-reduce ------------------------------------------------------------------------------------
 
 
 def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> Calls:
