@@ -73,20 +73,15 @@ def calls_of(mesh: Mesh, shapes: Sequence[tuple[int, ...]], name: str) -> dict[s
     return {f"{OURS}{name}{PREPARED}": reduction.prepared(), f"{OURS}{name}, {PLAIN}": call}
 
 
-def pack_pass(shapes: Sequence[tuple[int, ...]]) -> Call:
-    """Returns NumPy's copy of tensors of these shapes into one array."""
-    tensors = [np.ones(math.prod(shape), np.float32) for shape in shapes]
-    packed = np.empty(sum(tensor.size for tensor in tensors), np.float32)
-    return partial(np.concatenate, tensors, out=packed)
-
-
 def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | None:
     """Measures in one of the processes; the first returns the seconds of each case."""
     shapes = resnet50(quick)
     tiny = [(TINY_SIZE,)] * len(shapes)
     with gr.open_mesh(1, backend="sim", processes=launcher) as mesh:
         calls = {**calls_of(mesh, shapes, FLAT), **calls_of(mesh, shapes, PACKED)}
-        calls[PASS] = pack_pass(shapes)
+        tensors = [np.ones(math.prod(shape), np.float32) for shape in shapes]
+        packed = np.empty(sum(tensor.size for tensor in tensors), np.float32)
+        calls[PASS] = partial(np.concatenate, tensors, out=packed)
         taken = turns(launcher, shapes, calls, QUICK_ROUNDS if quick else ROUNDS)
         found = {RESNET.format(launcher): each(statistics.median, taken)}
         with gr.open_mesh(1, backend="sim", processes="none") as alone:
@@ -115,8 +110,11 @@ def cases(bench: Bench) -> None:
     for launcher, library in LAUNCHERS.items():
         if not bench.has(library):
             continue
+        beside = Path(sys.executable).with_name("mpiexec")
+        by_mpi = [str(beside if beside.exists() else "mpiexec"), "-n", str(SIZE), sys.executable]
         found = figures_of(
-            "bench_processes:in_each", launcher, bench.quick, launcher=command_of(launcher),
+            "bench_processes:in_each", launcher, bench.quick,
+            launcher=by_mpi if launcher == "mpi" else torchrun(SIZE),
             seconds=SECONDS, OMP_NUM_THREADS="1",
         )  # fmt: skip
         for name, took in found.items():
@@ -129,13 +127,6 @@ def cases(bench: Bench) -> None:
                     PLAIN_OVER: (took[plain] - took[RAW] - alone) * 1e6,
                 }
             bench.note(name, f"{SIZE} processes, float32", figures, took)
-
-
-def command_of(launcher: str) -> list[str]:
-    if launcher != "mpi":
-        return torchrun(SIZE)
-    beside = Path(sys.executable).with_name("mpiexec")
-    return [str(beside if beside.exists() else "mpiexec"), "-n", str(SIZE), sys.executable]
 
 
 BENCHMARK = Benchmark(__doc__, cases, FLOORS)

@@ -1,6 +1,6 @@
 """Compares our Python's time per CUDA call in two checkouts, on a driver that does nothing.
 
-    python bench/cuda_host_time.py OLD [NEW] [--json FILE] [--quick]
+    python bench/cuda_host_time.py OLD [NEW]
 
 OLD and NEW (default: this one) are checkouts. Each runs in its own process, with
 ``measure/stub_cupy.py`` instead of CuPy. The two take turns, so that load affects both, and are
@@ -92,22 +92,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", type=Path, help="a checkout")
     parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="one call each: shows that it runs")
     options = parser.parse_args()
     workers = [started(options.old), started(options.new)]
-    figures = {}
     for name, number in CASES.items():
         pairs: list[list[float]] = []
-        for index in range(1 if options.quick else ROUNDS):
+        for index in range(ROUNDS):
             turn = 1 if index % 2 else -1  # who is first
-            calls = 1 if options.quick else number
-            pairs.append([seconds_of(each, name, calls) for each in workers[::turn]][::turn])
+            pairs.append([seconds_of(each, name, number) for each in workers[::turn]][::turn])
         before, after = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
         ratio = statistics.median(new / old for old, new in pairs)
-        figures[name] = {"old_us": before, "new_us": after, "ratio": ratio}
         print(f"{name:24} old {before:9.2f} us   new {after:9.2f} us   ratio {ratio:5.3f}")
     for worker in workers:
         worker.communicate()
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures), encoding="utf-8")

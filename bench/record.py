@@ -51,12 +51,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+def rounded(text: str) -> float:
+    """Returns a number with fewer digits."""
+    return float(f"{float(text):.{DIGITS}g}")
 
 
 def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
@@ -73,7 +70,7 @@ def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
         took = case["took"]
         case["took"] = {key: {"seconds": each["seconds"]} for key, each in took.items()}
     entries = []
-    for key, value in rounded(head | report).items():
+    for key, value in json.loads(json.dumps(head | report), parse_float=rounded).items():
         text = json.dumps(value)
         if isinstance(value, list) and value:
             text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"

@@ -2,8 +2,8 @@
 
 All calls go through our own ``NcclCollective``, to test its dtypes, counts and calls; only its
 check that each rank has its own GPU is removed. ``apart`` starts a process for each rank; these
-meet by an id that the first writes to a file. ``hang`` does so too, and lets one rank reduce alone
-until its deadline aborts the communicator.
+meet by an id that the first writes to a file. ``hanging_rank`` lets one rank reduce alone until its
+deadline aborts the communicator.
 """
 
 from __future__ import annotations
@@ -158,10 +158,6 @@ def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
             [{**APART, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)],
         )
     return compared_in(count, sum(each["compared"] for each in found))
-
-
-def hang(quick: bool, count: int) -> Figures:
-    return apart(quick, count, "hanging_rank")
 
 
 def one_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:

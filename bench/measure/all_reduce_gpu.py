@@ -1,17 +1,14 @@
 """All-reduce on GPUs: eight logical devices, two NCCL ranks on one GPU, and all GPUs.
 
-On one GPU events on the stream of the first logical device, which launches for all, measure the
-time; the line is a copy from device to device. On several GPUs the host's clock measures calls back
-to back until all queues are empty, as in nccl-tests; the line is the time of NCCL called directly,
-in place, with its own communicators.
+On several GPUs the host's clock measures calls back to back until all queues are empty, as in
+nccl-tests; the line is the time of NCCL called directly, in place, with its own communicators.
 """
 
 from __future__ import annotations
 
 import statistics
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +19,7 @@ import gradreduce as gr
 from gradreduce.device import Buffer, Mesh
 
 from .case import H100, NOT_YET, OURS, Case, Decision, Floor, counted, times
-from .clock import Call, Took, in_turns
+from .clock import After, Call, Calls, Took, in_turns, timed, took_of
 from .in_processes import figures_of
 from .operands import fill, normals, resnet50
 from .peers import find_peers, peer_calls
@@ -139,14 +136,13 @@ def all_gpus(bench: Bench) -> None:
         communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
         for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
             reduction = one_tensor(mesh, nbytes, algorithm="nccl", op=gr.ReduceOp.SUM)
-            buffers = reduction.values[0].buffers
             calls: dict[str, Call] = {
-                RAW: raw_all_reduce(communicators, buffers),
+                RAW: raw_all_reduce(communicators, reduction.values[0].buffers),
                 f"{OURS}cuda": reduction.plain(),
                 f"{OURS}cuda, prepared": reduction.prepared(),
                 OURS + IN_PLACE: reduction.plain(in_place=True),
             }
-            took = back_to_back(mesh, calls, bench.pick(CALLS, QUICK_CALLS), buffers)
+            took = back_to_back(mesh, calls, bench.pick(CALLS, QUICK_CALLS), reduction.values[0])
             words = f"{nbytes / 1e6:.3f} MB of float32"
             bench.keep(Case(SEVERAL.format(nbytes), words, 0, took))
 
@@ -172,27 +168,22 @@ def raw_all_reduce(communicators: Sequence[Any], buffers: Sequence[Buffer]) -> C
     return call
 
 
-def back_to_back(
-    mesh: Mesh, calls: Mapping[str, Call], number: int, buffers: Sequence[Buffer]
-) -> dict[str, Took]:
-    """Returns the median times until the GPU is done, and until the call returns.
+def back_to_back(mesh: Mesh, calls: Calls, number: int, value: gr.PerReplica) -> dict[str, Took]:
+    """Returns the median times of calls in a row, until the GPUs are done.
 
     Writes random numbers before each loop: sums in place would become infinite.
     """
 
-    def turn(name: str, call: Call) -> dict[str, float]:
-        for buffer in buffers:
+    def before() -> None:
+        for buffer in value.buffers:
             fill(buffer)
-        call()
         mesh.synchronize()
-        start = time.perf_counter()
+
+    def loop(call: Call) -> None:
         for _ in range(number):
             call()
-        host = time.perf_counter() - start
         mesh.synchronize()
-        return {name: (time.perf_counter() - start) / number, f"{name}, host": host / number}
 
-    turns = [partial(turn, name, call) for name, call in calls.items()]
-    taken = in_turns(turns, ROUNDS if number > QUICK_CALLS else 1, warm_ups=0)
-    median = statistics.median
-    return {name: Took(median(taken[name]), median(taken[f"{name}, host"])) for name in calls}
+    turns = [timed(name, After(before, partial(loop, call))) for name, call in calls.items()]
+    taken = in_turns(turns, ROUNDS if number > QUICK_CALLS else 1)
+    return took_of({name: statistics.median(each) / number for name, each in taken.items()})
