@@ -154,33 +154,30 @@ def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     return took, added(took)
 
 
+def shapes_of(quick: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes of ResNet-50's gradients, or a few."""
+    return [(2**12,)] * 12 if quick else resnet50()
+
+
 def held(mesh: Mesh, quick: bool) -> Found:
     """Counts the memory that the mesh holds for the gradients of ResNet-50."""
     from measure.torch_modules import Given
 
-    gc.collect()
-    before = bytes_of(mesh)
+    def bytes_held() -> int:
+        gc.collect()
+        blocks = [each for each in gc.get_objects() if type(each) is Block]
+        return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
+
+    before = bytes_held()
     dp: Any = gr.torch.DataParallel(Given(shapes_of(quick)), mesh, bucket_mb=0.1 if quick else 25)
     for _ in range(2):
         backward_of([dp])()()
-    gc.collect()
     nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
     sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
-    more = bytes_of(mesh) - before - sum(sizes)
+    more = bytes_held() - before - sum(sizes)
     return {}, {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
                 "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
-
-
-def bytes_of(mesh: Mesh) -> int:
-    """Returns the bytes of all live blocks from the pool of a mesh."""
-    blocks = [each for each in gc.get_objects() if type(each) is Block]
-    return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
-
-
-def shapes_of(quick: bool) -> list[tuple[int, ...]]:
-    """Returns the shapes of ResNet-50's gradients, or a few."""
-    return [(2**12,)] * 12 if quick else resnet50()
 
 
 def wait_for_others() -> None:
@@ -252,14 +249,9 @@ def overlap(mesh: Mesh, quick: bool) -> Found:
     steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = each(statistics.median, taken)
-    alone_and_reductions = list(zip(taken[PLAIN], taken[REDUCTIONS], strict=True))
-    share, peer = (
-        statistics.median(
-            (both - alone) / reductions
-            for both, (alone, reductions) in zip(taken[name], alone_and_reductions, strict=True)
-        )
-        for name in (PARALLEL, DDP)
-    )
+    rounds = list(zip(*(taken[name] for name in steps), strict=True))
+    share = statistics.median((ours - alone) / after for alone, ours, after, _ in rounds)
+    peer = statistics.median((theirs - alone) / after for alone, _, after, theirs in rounds)
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
     buckets = len(made.dp._reducer._buckets)
     figures = {"buckets": float(buckets), WAIT: waited / took[REDUCTIONS], SHARE: share,

@@ -87,50 +87,45 @@ def on_current_stream(torch: Any, call: Call) -> Any:
         return call()
 
 
+def _operations(names: str, copy: Any, concatenate: Any, zero: Any, add_rows: Any) -> Operations:
+    """Returns the operations of a library, by its functions and the names of its candidates."""
+    chain, add, pack, rows = names.split(", ")
+    return {
+        "add_n": lambda arrays: {chain: partial(_chain, arrays)},
+        "accumulate": lambda operands: {add: partial(operator.iadd, *operands)},
+        "many": lambda *columns: {"chains": partial(_chains, columns)},
+        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, copy, *lists)},
+        "pack": lambda flat, arrays: {pack: partial(concatenate, arrays, out=flat[0])},
+        "segment_sum": lambda values, indices, out: {
+            rows: partial(
+                in_order, partial(zero, out[0]), partial(add_rows, out[0], indices[0], values[0])
+            )
+        },
+    }
+
+
 def _of_arrays(library: Any) -> Operations:
     """NumPy, or CuPy on the current stream."""
-    is_numpy = library is np
-    scatter = np.add.at if is_numpy else importlib.import_module("cupyx").scatter_add
-
-    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
-        calls = partial(out[0].fill, 0), partial(scatter, out[0], indices[0], values[0])
-        return {"add.at" if is_numpy else "scatter_add": partial(in_order, *calls)}
-
-    def pack(flat: list[Any], arrays: list[Any]) -> Calls:
-        return {"concatenate": partial(library.concatenate, arrays, out=flat[0])}
-
-    return {
-        "add_n": lambda arrays: {"chain": partial(_chain, arrays)},
-        "accumulate": lambda operands: {"+=": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_chains, columns)},
-        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, library.copyto, *lists)},
-        "pack": pack,
-        "segment_sum": segment_sum,
-    }
+    functions = library.copyto, library.concatenate, lambda out: out.fill(0)
+    if library is np:
+        return _operations("chain, +=, concatenate, add.at", *functions, np.add.at)
+    scatter = importlib.import_module("cupyx").scatter_add
+    return _operations("chain, +=, concatenate, scatter_add", *functions, scatter)
 
 
 def _of_torch(torch: Any) -> Operations:
     """PyTorch on the CPU."""
+    of, names = torch.Tensor, "add + add_, add_, cat, index_add_"
+
+    def add_rows(out: Any, indices: Any, values: Any) -> None:
+        out.index_add_(0, indices, values)
 
     def add_into(outs: list[Any], tensors: list[Any]) -> Calls:
         calls = [partial(outs[0].copy_, tensors[0])]
         calls += [partial(outs[0].add_, tensor) for tensor in tensors[1:]]
         return {"copy_ + add_": partial(in_order, *calls)}
 
-    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
-        add = partial(out[0].index_add_, 0, indices[0], values[0])
-        return {"index_add_": partial(in_order, out[0].zero_, add)}
-
-    copy = torch.Tensor.copy_
-    return {
-        "add_n": lambda tensors: {"add + add_": partial(_chain, tensors)},
-        "add_into": add_into,
-        "accumulate": lambda operands: {"add_": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_chains, columns)},
-        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, copy, *lists)},
-        "pack": lambda flat, tensors: {"cat": partial(torch.cat, tensors, out=flat[0])},
-        "segment_sum": segment_sum,
-    }
+    return {**_operations(names, of.copy_, torch.cat, of.zero_, add_rows), "add_into": add_into}
 
 
 def _of_torch_on_gpu(torch: Any) -> Operations:

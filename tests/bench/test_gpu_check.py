@@ -172,8 +172,8 @@ def test_every_section_has_figures(full_run):
         for section, record in full_run.records.items()
     }
     (counts,) = (found for name, found in figures["tests"].items() if name != "collection")
-    assert counts["tests"] > 0
-    assert (counts["failures"], counts["errors"], counts["skipped"]) == (0, 0, 0)
+    assert counts["passed"] > 0
+    assert not {"failed", "error", "errors", "skipped"} & counts.keys()
     assert figures["nccl"]["NCCL's version"]["version"] >= 23000
     assert figures["nccl"]["one process, 2 ranks on one GPU"]["compared"] > 100
     assert figures["nccl"]["a process for each of 1 rank"]["compared"] > 100
