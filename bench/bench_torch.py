@@ -7,10 +7,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from measure.case import OURS, Decision, Floor, counted
-from measure.clock import Call, each, garbage_kept, in_turns
+from measure.clock import After, Call, Calls, Now, each, garbage_kept, in_turns, timed
 from measure.in_processes import figures_of, torchrun
 from measure.operands import resnet50
 from measure.runner import Bench, Benchmark
@@ -54,45 +56,41 @@ FLOORS = (
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
 )  # fmt: skip
-Prepare = Callable[[], Call]  # prepares a step, and returns it
 Found = tuple[dict[str, float], dict[str, float]]  # seconds by candidate; figures
 
 
-def seconds_of(
-    steps: Mapping[str, Prepare], rounds: int, now: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Returns the seconds of each step, in turns; what comes before a step is not counted."""
-
-    def turn_of(name: str, prepare: Prepare) -> Callable[[], dict[str, float]]:
-        def turn() -> dict[str, float]:
-            step = prepare()
-            start = now()
-            step()
-            return {name: now() - start}
-
-        return turn
-
+def seconds_of(steps: Calls, rounds: int, now: Now) -> dict[str, list[float]]:
+    """Returns the seconds of each step, in turns."""
+    turns = [timed(name, step, now=now) for name, step in steps.items()]
     with garbage_kept():
-        return in_turns([turn_of(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
+        return in_turns(turns, rounds, warm_ups=WARM_UPS)
 
 
-def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Prepare:
-    """Returns what prepares a backward of all modules, with zeroed gradients."""
+def backward_of(
+    loss_of: Callable[[], Any], then: Call = lambda: None, around: Call = nullcontext
+) -> After:
+    """Returns a backward and what follows it; the loss is computed before, and is not measured."""
+    losses: list[Any] = []
+
+    def before() -> None:
+        losses[:] = [loss_of()]
+
+    def call() -> None:
+        with around():
+            losses[0].backward()
+        then()
+
+    return After(before, call)
+
+
+def loss_of_all(modules: Sequence[Any]) -> Any:
+    """Returns the loss of all modules, with zeroed gradients."""
     import torch
 
-    def prepare() -> Call:
-        for module in modules:
-            module.zero_grad(set_to_none=False)
-        x = torch.ones(1, requires_grad=True)
-        loss = torch.stack([module(x) for module in modules]).sum()
-
-        def step() -> None:
-            loss.backward()
-            after()
-
-        return step
-
-    return prepare
+    for module in modules:
+        module.zero_grad(set_to_none=False)
+    x = torch.ones(1, requires_grad=True)
+    return torch.stack([module(x) for module in modules]).sum()
 
 
 def tiny_modules(number: int, count: int) -> list[Any]:
@@ -127,10 +125,10 @@ def tiny_in_one_process(quick: bool) -> Found:
                 parameter.register_post_accumulate_grad_hook(lambda _: None)
         dp = gr.torch.DataParallel(tiny_modules(REPLICAS, count), mesh)
         steps = {
-            PLAIN: backward_of(alone),
-            HOOKS: backward_of(hooked),
-            PARALLEL: backward_of(list(dp.replicas)),
-            LOOP: backward_of(looped, lambda: average_by_loop(looped)),
+            PLAIN: backward_of(partial(loss_of_all, alone)),
+            HOOKS: backward_of(partial(loss_of_all, hooked)),
+            PARALLEL: backward_of(partial(loss_of_all, list(dp.replicas))),
+            LOOP: backward_of(partial(loss_of_all, looped), partial(average_by_loop, looped)),
         }
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
         took = each(min, seconds_of(steps, rounds, time.process_time))
@@ -148,8 +146,12 @@ def added(took: Mapping[str, float]) -> dict[str, float]:
 def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     """Measures the processor time of the thread that calls ``backward``."""
     count = 12 if quick else NUM_TINY
-    dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
-    steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
+    modules = tiny_modules(2, count)
+    modules[1] = gr.torch.DataParallel(modules[1], mesh)
+    steps = {
+        name: backward_of(partial(loss_of_all, [module]))
+        for name, module in zip((PLAIN, PARALLEL), modules, strict=True)
+    }
     took = each(min, seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
     return took, added(took)
 
@@ -171,7 +173,7 @@ def held(mesh: Mesh, quick: bool) -> Found:
     before = bytes_held()
     dp: Any = gr.torch.DataParallel(Given(shapes_of(quick)), mesh, bucket_mb=0.1 if quick else 25)
     for _ in range(2):
-        backward_of([dp])()()
+        loss_of_all([dp]).backward()
     nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
     sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
@@ -187,7 +189,7 @@ def wait_for_others() -> None:
 
 
 class Overlap:
-    """Prepares steps of ResNet-18, and notes what happens at the end of each backward."""
+    """Computes losses of ResNet-18, and notes what happens at the end of each backward."""
 
     def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
         import torch
@@ -197,56 +199,42 @@ class Overlap:
         torch.manual_seed(0)
         self.dp: Any = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
         self.ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
-        self.launched: list[int] = []  # buckets, when backward had computed all gradients
-        self.waited: list[float] = []  # seconds from there to the end
+        self.waited: list[float] = []  # seconds, after backward had computed all gradients
+        self.launched = 0  # buckets, when the last one had
         self._images = torch.randn(*shape)
 
-    def step(self) -> Call:
-        loss = self._loss(self.dp)
-
-        def run() -> None:
-            loss.backward()
-            self.waited.append(time.perf_counter() - self._computed)
-
-        return run
-
-    def backward(self) -> Call:
-        """Returns a backward that reduces nothing."""
-        loss = self._loss(self.dp)
-
-        def run() -> None:
-            with self.dp.no_sync():
-                loss.backward()
-
-        return run
-
-    def peer(self) -> Call:
-        step: Call = self._loss(self.ddp).backward
-        return step
-
-    def reductions(self) -> Call:
-        wait_for_others()
-        return lambda: [bucket.step() for bucket in self.dp._reducer._buckets]
-
-    def _loss(self, module: Any) -> Any:
+    def loss(self, module: Any) -> Any:
         module.zero_grad(set_to_none=False)
         x = self._images.clone().requires_grad_()  # its gradient is computed last
-        if module is self.dp:
-            x.register_hook(self._note)
+        x.register_hook(self._note)
         loss = module(x).square().mean()
         wait_for_others()
         return loss
 
     def _note(self, _: Any) -> None:
-        self.launched.append(len(self.dp._reducer._tasks))
-        self._computed = time.perf_counter()
+        self._launched, self._computed = len(self.dp._reducer._tasks), time.perf_counter()
+
+    def note_wait(self) -> None:
+        self.waited.append(time.perf_counter() - self._computed)
+        self.launched = self._launched
+
+    def reductions(self) -> None:
+        """Makes the reductions of a step alone."""
+        for bucket in self.dp._reducer._buckets:
+            bucket.step()
 
 
 def overlap(mesh: Mesh, quick: bool) -> Found:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
-    made.step()()  # makes the buckets
-    steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
+    loss = partial(made.loss, made.dp)
+    loss().backward()  # makes the buckets
+    steps = {
+        PLAIN: backward_of(loss, around=made.dp.no_sync),
+        PARALLEL: backward_of(loss, made.note_wait),
+        REDUCTIONS: After(wait_for_others, made.reductions),
+        DDP: backward_of(partial(made.loss, made.ddp)),
+    }
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = each(statistics.median, taken)
     rounds = list(zip(*(taken[name] for name in steps), strict=True))
@@ -255,7 +243,7 @@ def overlap(mesh: Mesh, quick: bool) -> Found:
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
     buckets = len(made.dp._reducer._buckets)
     figures = {"buckets": float(buckets), WAIT: waited / took[REDUCTIONS], SHARE: share,
-               PEER_SHARE: peer, LATE: float(buckets - made.launched[-1])}  # fmt: skip
+               PEER_SHARE: peer, LATE: float(buckets - made.launched)}  # fmt: skip
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
     return took, figures
@@ -276,17 +264,13 @@ def hook(mesh: Mesh, quick: bool) -> Found:
     modules = {name: DistributedDataParallel(Given(shapes_of(quick))) for name in (DDP, OUR_HOOK)}
     modules[OUR_HOOK].register_comm_hook(None, gr.torch.comm_hook(ops))
 
-    def prepare_of(module: Any) -> Prepare:
-        def prepare() -> Call:
-            module.zero_grad()
-            loss = module(torch.ones(1, requires_grad=True))
-            wait_for_others()
-            step: Call = loss.backward
-            return step
+    def loss_of(module: Any) -> Any:
+        module.zero_grad()
+        loss = module(torch.ones(1, requires_grad=True))
+        wait_for_others()
+        return loss
 
-        return prepare
-
-    steps = {name: prepare_of(module) for name, module in modules.items()}
+    steps = {name: backward_of(partial(loss_of, module)) for name, module in modules.items()}
     taken = seconds_of(steps, QUICK_ROUNDS if quick else PAIRS, time.perf_counter)
     for module in modules.values():
         for parameter in module.parameters():

@@ -25,6 +25,7 @@ from .operands import fill, normals
 
 Call = Callable[[], Any]
 Calls = Mapping[str, Call]  # by the name of the candidate
+Now = Callable[[], float]  # returns a time in seconds
 OfRounds = Callable[[Sequence[float]], float]
 Turn = Callable[[], Mapping[str, float]]  # runs once; returns seconds by candidate
 
@@ -58,11 +59,11 @@ class After:
         self.before()
         return self.call()
 
-    def seconds(self) -> float:
+    def seconds(self, now: Now) -> float:
         self.before()
-        start = time.perf_counter()
+        start = now()
         self.call()
-        return time.perf_counter() - start
+        return now() - start
 
 
 def in_turns(
@@ -82,16 +83,17 @@ def in_turns(
     return taken
 
 
-def timed(name: str, call: Call, number: int = 1, loops: int = 1) -> Turn:
+def timed(name: str, call: Call, number: int = 1, loops: int = 1, now: Now | None = None) -> Turn:
     """Returns what measures a loop over so many calls: the best of several loops."""
 
     def seconds() -> float:
+        clock = now or time.perf_counter
         if isinstance(call, After):
-            return sum([call.seconds() for _ in range(number)])
-        start = time.perf_counter()
+            return sum([call.seconds(clock) for _ in range(number)])
+        start = clock()
         for _ in range(number):
             call()
-        return time.perf_counter() - start
+        return clock() - start
 
     return lambda: {name: min([seconds() for _ in range(loops)])}
 
