@@ -62,15 +62,8 @@ GPU_FLOORS = (
 class Worker:
     """A worker on one device, with a center on it or elsewhere, and its inputs."""
 
-    def __init__(
-        self,
-        make: Callable[[], gr.Optimizer],
-        device: Device,
-        sizes: Sequence[int],
-        period: int,
-        *,
-        center: gr.AGNCenter | None = None,
-    ) -> None:
+    def __init__(self, make: Callable[[], gr.Optimizer], device: Device, sizes: Sequence[int],
+                 period: int, *, center: gr.AGNCenter | None = None):  # fmt: skip
         self.getter = gr.AGNCustomGetter(device, center=center or gr.AGNCenter(device))
         self.optimizer = gr.AGNOptimizer(make(), 1, self.getter, period)
         self.variables = [

@@ -9,7 +9,7 @@ import numpy as np
 from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
 from measure.case import BESIDE, OURS, Decision, Floor, counted, over, times
 from measure.clock import Call, HostClock
-from measure.operands import integers, resnet50
+from measure.operands import Shapes, integers, resnet50
 from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
 from measure.reductions import Reduction, check, compare, placed
 from measure.runner import Bench, Benchmark
@@ -83,8 +83,6 @@ CPU_FLOORS = (
         )
     ),
 )  # fmt: skip
-
-Shapes = list[tuple[int, ...]]
 
 
 def hosts(shapes: Shapes) -> list[list[np.ndarray]]:

@@ -6,15 +6,14 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from measure.case import OURS, Floor, counted, over
-from measure.clock import After, Call, each, in_turns, timed
+from measure.clock import After, Call, Calls, each, in_turns, timed
 from measure.in_processes import figures_of, torchrun
-from measure.operands import resnet50
+from measure.operands import Shapes, resnet50
 from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
 
@@ -66,7 +65,7 @@ def raw_calls(launcher: str, size: int) -> tuple[Call, Call]:
     return dist.barrier, partial(dist.all_reduce, tensor)
 
 
-def calls_of(mesh: Mesh, shapes: Sequence[tuple[int, ...]], name: str) -> dict[str, Call]:
+def calls_of(mesh: Mesh, shapes: Shapes, name: str) -> dict[str, Call]:
     """Returns prepared and plain calls that sum tensors of these shapes."""
     reduction = Reduction(mesh, placed(mesh, shapes, flat=name == FLAT))
     call = reduction.checked(reduction.plain)  # all processes have the same tensors
@@ -93,9 +92,7 @@ def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | No
         return found if mesh.process_index == 0 else None
 
 
-def turns(
-    launcher: str, shapes: Sequence[tuple[int, ...]], calls: Mapping[str, Call], rounds: int
-) -> dict[str, list[float]]:
+def turns(launcher: str, shapes: Shapes, calls: Calls, rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of each call and of the raw one; all processes begin a call together."""
     barrier, raw = raw_calls(launcher, sum(map(math.prod, shapes)))
     candidates = {RAW: raw, **calls}

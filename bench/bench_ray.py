@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from measure.case import OURS, Floor, counted
 from measure.clock import Turn, each, garbage_kept, in_turns, timed
-from measure.operands import resnet50
+from measure.operands import Shapes, resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -51,7 +51,6 @@ FLOORS = tuple(
 )
 
 Seconds = Mapping[str, Sequence[float]]  # candidate -> its time in each turn
-Shapes = Sequence[tuple[int, ...]]
 
 
 def median_of(turn: Turn, number: int) -> Turn:

@@ -71,7 +71,11 @@ def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int)
     nbytes = num_devices * replica
     ours = OURS + ("cuda" if bench.on_gpu else "compiled")
     calls: dict[str, Call] = {}
-    with open_mesh(bench, num_devices) as mesh:
+    if bench.on_gpu:
+        opened = gr.open_mesh([0] * num_devices, backend="cuda")
+    else:
+        opened = gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
+    with opened as mesh:
         reduction = Reduction(mesh, placed(mesh, [(size,)] * num_tensors, flat=True))
         if num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES:
             calls[f"{ours}, plain"] = reduction.plain()
@@ -83,12 +87,6 @@ def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int)
         took = bench.clock_of(mesh).measure(calls, moved)
     words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"
     bench.keep(Case(name, words, moved, took))
-
-
-def open_mesh(bench: Bench, num_devices: int) -> gr.Mesh:
-    if bench.on_gpu:
-        return gr.open_mesh([0] * num_devices, backend="cuda")
-    return gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
 
 
 def host_figures(counts: Sequence[int]) -> list[dict[str, float]]:

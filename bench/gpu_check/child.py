@@ -46,15 +46,8 @@ class CommandResult(NamedTuple):
     output: str  # standard output and standard error, together
 
 
-def run(
-    command: Sequence[str],
-    *,
-    log: Path,
-    cwd: Path,
-    environment: Mapping[str, str],
-    deadline: float,
-    stop: Stop,
-) -> CommandResult:
+def run(command: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str],
+        deadline: float, stop: Stop) -> CommandResult:  # fmt: skip
     """Runs a command and waits for it, until a time of ``time.monotonic`` or a signal.
 
     Its output goes to the file ``log``. With a pipe this would wait for grandchildren that keep it

@@ -22,13 +22,8 @@ LOOK_SECONDS = 0.02
 SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 
 
-def figures_of(
-    function: str,
-    *arguments: Any,
-    launcher: Sequence[str] = (sys.executable,),
-    seconds: float = 600.0,
-    **environment: str,
-) -> Any:
+def figures_of(function: str, *arguments: Any, launcher: Sequence[str] = (sys.executable,),
+               seconds: float = 600.0, **environment: str) -> Any:  # fmt: skip
     """Returns what a function returns in another process, or in the first of several.
 
     ``function`` is ``module:function``, with arguments as JSON can write them; of several
@@ -39,12 +34,9 @@ def figures_of(
 
 
 def figures_of_each(
-    function: str,
-    arguments: Sequence[Sequence[Any]],
-    launcher: Sequence[str],
-    seconds: float,
+    function: str, arguments: Sequence[Sequence[Any]], launcher: Sequence[str], seconds: float,
     environments: Sequence[Mapping[str, str]],
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Calls a function in several processes at once; if one fails, ends the others.
 
     Each process has its arguments and environment; see ``figures_of``.

@@ -6,11 +6,13 @@ Memory and adders may take less time, and power, for zeros.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from gradreduce.device import Buffer, as_dtype
 
+Shapes = Sequence[tuple[int, ...]]
 PATTERN_SIZE = 2**16  # elements that are drawn; they are repeated
 VALUES, GRADIENTS = 0, 1  # seeds
 QUICK_SIZE, QUICK_TENSORS = 2**7, 12

@@ -15,13 +15,11 @@ from gradreduce.device import Mesh
 
 from .case import Figures
 from .clock import Call, Calls
-from .operands import fill
-from .runner import Bench
+from .operands import Shapes, fill
+from .runner import NONE, Bench
 
 
-def placed(
-    mesh: Mesh, shapes: Sequence[tuple[int, ...]], *, flat: bool = False
-) -> list[gr.PerReplica]:
+def placed(mesh: Mesh, shapes: Shapes, *, flat: bool = False) -> list[gr.PerReplica]:
     """Returns float32 tensors on all devices, each on its own or all in flat buffers.
 
     Replica r of a tensor has the elements of the first replica plus r.
@@ -87,7 +85,7 @@ class Reduction:
 
 
 def compare(
-    bench: Bench, name: str, reduction: Reduction, calls: Calls, figures: Figures | None = None
+    bench: Bench, name: str, reduction: Reduction, calls: Calls, figures: Figures = NONE
 ) -> None:
     """Measures candidates for a reduction, and a copy as the baseline, in turns.
 

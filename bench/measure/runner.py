@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import gradreduce as gr
@@ -28,6 +29,7 @@ from .case import OURS, Case, Figures, Floor, kept
 from .clock import Call, Calls, GpuClock, HostClock, host_seconds, took_of
 
 T = TypeVar("T")
+NONE: Mapping[str, Any] = MappingProxyType({})
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
 
@@ -48,22 +50,16 @@ def gpu_name() -> str:
 class Bench:
     """The devices of a benchmark, and what it has measured.
 
-    ``meshes`` maps an implementation, ``cuda`` for a GPU, to its devices. ``host_clock`` makes the
-    clock of a machine without a GPU.
+    ``quick`` means tiny sizes and few rounds. ``meshes`` maps an implementation, ``cuda`` for a
+    GPU, to its devices. ``host_clock`` makes the clock of a machine without a GPU.
     """
 
-    def __init__(
-        self,
-        *,
-        quick: bool,  # tiny sizes and few rounds
-        on_gpu: bool = False,
-        meshes: Mapping[str, Mesh] | None = None,
-        host_clock: Callable[[bool], HostClock] = HostClock,
-    ) -> None:
+    def __init__(self, *, quick: bool, on_gpu: bool = False, meshes: Mapping[str, Mesh] = NONE,
+                 host_clock: Callable[[bool], HostClock] = HostClock):  # fmt: skip
         self.quick = quick
         self.on_gpu = on_gpu
         self.place = "cuda" if on_gpu else "cpu"  # of PyTorch's tensors
-        self.meshes = dict(meshes or {})
+        self.meshes = dict(meshes)
         self._host_clock = host_clock
         self.cases: dict[str, Case] = {}  # by name
         self.absent: dict[str, str] = {}  # why a library or device is missing
@@ -118,14 +114,14 @@ class Bench:
         return {f"{name}, {unit}": taken * 1e6 / divisor for name, taken in seconds.items()}
 
     def compare(
-        self, name: str, size: str, nbytes: int, calls: Calls, figures: Figures | None = None
+        self, name: str, size: str, nbytes: int, calls: Calls, figures: Figures = NONE
     ) -> None:
         """Keeps the times of candidates, and of a copy that moves as many bytes, in turns."""
-        self.keep(Case(name, size, nbytes, self.clock.measure(calls, nbytes), figures or {}))
+        self.keep(Case(name, size, nbytes, self.clock.measure(calls, nbytes), dict(figures)))
 
-    def note(self, name: str, size: str, figures: Figures, seconds: Figures | None = None) -> None:
+    def note(self, name: str, size: str, figures: Figures, seconds: Figures = NONE) -> None:
         """Keeps figures, and seconds by candidate, that were measured without a copy."""
-        self.keep(Case(name, size, 0, took_of(seconds or {}), figures))
+        self.keep(Case(name, size, 0, took_of(seconds), figures))
 
     def keep(self, case: Case) -> None:
         case.show()
