@@ -19,19 +19,21 @@ from .operands import Shapes, fill
 from .runner import NONE, Bench
 
 
-def placed(mesh: Mesh, shapes: Shapes, *, flat: bool = False) -> list[gr.PerReplica]:
+def placed(
+    mesh: Mesh, shapes: Shapes, *, flat: bool = False, first: int = 0
+) -> list[gr.PerReplica]:
     """Returns float32 tensors on all devices, each on its own or all in flat buffers.
 
-    Replica r of a tensor has the elements of the first replica plus r.
+    Replica r of a tensor has the integers of ``first`` plus r.
     """
     if flat:
         buffers = mesh.flat_buffer(shapes, "float32")
         for replica, buffer in enumerate(buffers.buffers):
-            fill(buffer, replica=replica)
+            fill(buffer, replica=first + replica)
         return [gr.PerReplica(list(column), mesh) for column in zip(*buffers.views, strict=True)]
     return [
         gr.PerReplica(
-            [fill(each.empty(shape, "float32"), replica=each.index) for each in mesh], mesh
+            [fill(each.empty(shape, "float32"), replica=first + each.index) for each in mesh], mesh
         )
         for shape in shapes
     ]
