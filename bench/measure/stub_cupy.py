@@ -61,21 +61,15 @@ class Stream(Entered):
 
 
 class Event:
-    __slots__ = ("ptr",)
-    done = True
+    ptr, done, record = 0, True, _nothing
 
     def __init__(self, *, disable_timing: bool = False) -> None:
-        self.ptr = 0
-
-    record = _nothing
-
-
-class MemoryPointer:
-    def __init__(self, memory: Any, offset: int) -> None:
-        self.ptr: int = memory.ptr + offset
+        pass
 
 
 class UnownedMemory:
+    """Memory of another owner; also a pointer to it."""
+
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr = ptr
         self.owner = owner
@@ -163,13 +157,13 @@ def install() -> None:
     current = Stream()
     Array.__module__ = "cupy"  # by which our code recognizes its arrays too
     errors = {"CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {"status": 0})}
-    classes = {each.__name__: each for each in (Device, Event, MemoryPointer, MemoryPool, Stream)}
+    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream, UnownedMemory)}
     modules = [
         # RawModule: for older checkouts
         Module("cupy", RawModule=Kernel, __version__="14.2.0", ndarray=Array),
         Module(
-            "cupy.cuda", get_current_stream=lambda device_id=-1: current,
-            alloc_pinned_memory=PinnedMemory, UnownedMemory=UnownedMemory, **classes,
+            "cupy.cuda", get_current_stream=lambda device_id=-1: current, **classes,
+            alloc_pinned_memory=PinnedMemory, MemoryPointer=lambda memory, offset: memory,
         ),
         Module(
             "cupy.cuda.compiler", CompileException=RuntimeError,
