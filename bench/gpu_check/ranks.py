@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure.all_reduce_gpu import raw_all_reduce
 from measure.clock import Call, host_seconds
 from measure.in_processes import figures_of_each
+from measure.reductions import raw_all_reduce
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective

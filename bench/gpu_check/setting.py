@@ -145,27 +145,21 @@ def look() -> dict[str, Any]:
     try:
         import cupy
         import numpy as np
-        from cupy.cuda import nccl, runtime
+        from cupy.cuda import nccl
 
-        count = int(runtime.getDeviceCount())
-        if not count:
-            return {"name": "none", "count": 0, "missing": "CuPy sees no device"}
-        properties = runtime.getDeviceProperties(0)
+        from gradreduce.backends.cuda.gpus import cuda_versions, list_gpus
+
+        first, *others = list_gpus()
     except (ImportError, RuntimeError) as error:  # CUDARuntimeError is a RuntimeError
-        first = (str(error).splitlines() or ["no text"])[0]
-        missing = f"no CUDA device ({type(error).__name__}: {first})"
+        line = (str(error).splitlines() or ["no text"])[0]
+        missing = f"no CUDA device ({type(error).__name__}: {line})"
         return {"name": "none", "count": 0, "missing": missing}
     return {
-        "name": properties["name"].decode(),
-        "count": count,
-        "details": {
-            "memory_bytes": int(properties["totalGlobalMem"]),
-            "compute_capability": f"{properties['major']}.{properties['minor']}",
-            "multiprocessors": int(properties["multiProcessorCount"]),
-        },
+        "name": first.name,
+        "count": 1 + len(others),
+        "details": {"memory_bytes": first.nbytes, "compute_capability": first.compute_capability},
         "versions": {
-            "driver": int(runtime.driverGetVersion()),
-            "runtime": int(runtime.runtimeGetVersion()),
+            **cuda_versions(),
             "cupy": str(cupy.__version__),
             "nccl": int(nccl.get_version()) if nccl.available else None,
             "numpy": np.__version__,

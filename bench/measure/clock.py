@@ -159,8 +159,7 @@ class HostCopy:
     """A multi-threaded copy in host memory; half of ``nbytes`` is read."""
 
     def __init__(self, nbytes: int, threads: int | None = None) -> None:
-        if threads is None:
-            threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = threads or len(os.sched_getaffinity(0))
         # Both are written: memory that never was is all one page.
         source, target = (normals(max(1, nbytes // 8), seed=seed) for seed in range(2))
         parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)

@@ -50,14 +50,15 @@ def test_a_timed_call_recycles_its_results(gpus):
 
 def test_operands_of_a_benchmark_are_random(gpus):
     """Zeros may be quicker to add and to move."""
-    from measure import all_reduce_gpu, operands
+    import bench_all_reduce
+    from measure import operands
     from measure.clock import GpuClock
 
     gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         size = 2 * operands.PATTERN_SIZE + 3
         copy = GpuClock(mesh.devices[0], quick=True)._copy_of(8 * size)
-        (value,) = all_reduce_gpu.one_tensor(mesh, 4 * size).values
+        (value,) = bench_all_reduce.one_tensor(mesh, 4 * size).values
         for buffer in (*copy.args, *value.buffers):
             found = buffer.numpy()
             assert found.size == size
@@ -107,19 +108,20 @@ def test_a_dropped_step_with_a_wrong_result_is_noticed(busy, monkeypatch):
 
 def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     """The floor of a plain call is per Buffer, because it looks at each."""
-    from measure import all_reduce_gpu, clock
+    import bench_all_reduce
+    from measure import clock
     from measure.runner import Bench
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
     monkeypatch.setattr("measure.operands.QUICK_TENSORS", 2)
     no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
     gpus(1)
-    with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
+    with gr.open_mesh([0] * bench_all_reduce.NUM_LOGICAL, backend="cuda") as mesh:
         bench = Bench(quick=True, on_gpu=True, meshes={"cuda": mesh})
         bench.clock = no_clock
-        all_reduce_gpu.resnet(bench)
+        bench_all_reduce.resnet_on_gpu(bench)
     (case,) = bench.cases.values()
-    of_the_case = [each for each in all_reduce_gpu.GPU_FLOORS if each.case == case.name]
+    of_the_case = [each for each in bench_all_reduce.GPU_FLOORS if each.case == case.name]
     figures = [floor.check({case.name: case}, {})["figure"] for floor in of_the_case]
     assert len(figures) == 3
     assert None not in figures
