@@ -1,30 +1,21 @@
-"""Measures an accumulator's apply, take and drop.
-
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. Compares
-large gradients with NumPy's pass over as many bytes and with a copy, small ones with TensorFlow's
-eager accumulator, sparse ones with np.add.at, in the same rounds. Reports libraries that are not
-installed. Exit status 1 if a floor is violated.
-
-    python bench/bench_accumulator.py [--json FILE] [--quick]
-"""
+"""Measures an accumulator's apply, take and drop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
-from measure.case import Case
+from measure.case import H100, Decision, Floor, counted, over, times
 from measure.clock import After, Call, HostClock
-from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
+from measure.operands import integers, resnet50
 from measure.peers import find_peers, in_order, peer_calls, tensorflow
-from measure.random_values import integers
-from measure.resnet50 import resnet50
-from measure.runner import IMPLEMENTATIONS, Bench, Benchmark, named
+from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
+from gradreduce.arrays.types import ReductionType
 from gradreduce.device import Device
 
 SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
@@ -37,12 +28,11 @@ NUMBER, QUICK_NUMBER = 50, 10
 LATE = 2**40  # a step that is never stale
 
 APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"
-MANY, SPARSE, SPARSE_TAKE = "161 accumulators", "sparse apply", "sparse take, MEAN"
+MANY, SPARSE = "161 accumulators", "sparse apply"
 CYCLE, DROP = "tf apply + take", "tf drop"
 IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
-ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
+ADD_AT = "numpy add.at"
 
-H100 = "H100, 2026-11"
 SLOWER_HOST = Decision(
     60,
     "the commit before the measured one took as long, in turns on one machine (55.8 and 56.2 us); "
@@ -57,7 +47,7 @@ OVER_TENSORFLOW = Decision(
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 CPU_FLOORS = (
     *(
-        Floor(f"{implementation}, {name}, over {peer}", name, over_the_peer(peer, implementation),
+        Floor(f"{implementation}, {name}, over {peer}", name, over(peer, implementation),
               "<=", most, measured, decision=decision)
         for name, peer, implementation, most, measured, decision in (
             (APPLY, IN_PLACE, "numpy", 1.1, "0.77 to 1.08", None),
@@ -84,17 +74,19 @@ CPU_FLOORS = (
     ),
     *(
         Floor(f"{implementation}, sparse apply over add.at", SPARSE,
-              times_the_peer(ADD_AT, implementation), ">=", 1, measured)
+              times(ADD_AT, implementation), ">=", 1, measured)
         for implementation, measured in (("numpy", "2.7 to 4.1"), ("compiled", "4.1 to 6.4"))
     ),
 )  # fmt: skip
 GPU_FLOORS = (
-    Floor("apply, of a copy of 3 units", APPLY, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.99; {H100}"),
-    Floor("first apply, of a copy of 2 units", FIRST, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.99; {H100}"),
-    Floor("two applies and a take, of a copy of 7 units", TAKE, of_the_copy("cuda"), ">=", 1 / 1.1,
-          f"0.98; {H100}"),
+    *(
+        Floor(name, case, times("copy", "cuda"), ">=", 1 / 1.1, f"{measured}; {H100}")
+        for name, case, measured in (
+            ("apply, of a copy of 3 units", APPLY, "0.99"),
+            ("first apply, of a copy of 2 units", FIRST, "0.99"),
+            ("two applies and a take, of a copy of 7 units", TAKE, "0.98"),
+        )
+    ),
     Floor("launches of a joint apply", MANY, counted("cuda, launches"), "<=", 1, f"1; {H100}"),
     Floor("satisfied take, host us", SMALL, counted("cuda, satisfied take, us"), "<=", 30,
           f"27.2; {H100}"),
@@ -102,7 +94,6 @@ GPU_FLOORS = (
 
 
 def check(name: str, found: Any, wanted: np.ndarray) -> None:
-    """Raises if a result is wrong."""
     if not np.array_equal(found.numpy() if hasattr(found, "numpy") else found, wanted):
         raise AssertionError(f"{name} is not what NumPy makes it")
 
@@ -123,66 +114,42 @@ def compare(bench: Bench, name: str, size: int, units: int, make: Callable[[Devi
     bench.compare(name, f"{size} float32", units * 4 * size, {**bench.ours(make), **peers})
 
 
-# -- large gradients -------------------------------------------------------------------------------
+def large(bench: Bench, size: int) -> None:
+    """Measures applies to an existing sum, first applies, and takes of a mean.
 
-
-def apply(bench: Bench, size: int) -> None:
-    """Adds a gradient to an existing sum: two reads, one write."""
-    gradient = integers(size)
-
-    def make(device: Device) -> Call:
-        accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
-        call = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
-        call()
-        return call
-
-    peers = peer_calls(find_peers(bench), "accumulate", [integers(size), gradient])
-    compare(bench, APPLY, size, 3, make, peers)
-
-
-def first_apply(bench: Bench, size: int) -> None:
-    """Adds the first gradient after a take, which copies it to new memory."""
+    An apply reads twice and writes once. A first one, after a take, copies to new memory. A take
+    divides in place; GPU times of it include two applies.
+    """
     gradient, out = integers(size), np.empty(size, np.float32)
 
-    def make(device: Device) -> Call:
+    def calls_of(device: Device, reduction_type: ReductionType, number: int) -> tuple[Call, Call]:
+        """Returns an apply, and a take of so many gradients that was checked."""
         accumulator = gr.ConditionalAccumulator(
-            "float32", (size,), reduction_type="SUM", device=device
+            "float32", (size,), reduction_type=reduction_type, device=device
         )
         apply = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
-        take = partial(accumulator.take_grad, 1)  # a SUM of this dtype: launches nothing
+        take = partial(accumulator.take_grad, number)
+        in_order(*[apply] * number)
+        check(f"the take of a {reduction_type}", take(output_type="buffer"), gradient)
         apply()
-        check(FIRST, take(output_type="buffer"), gradient)
-        apply()
+        return apply, take
+
+    def first(device: Device) -> Call:
+        apply, take = calls_of(device, "SUM", 1)  # a SUM of this dtype: launches nothing
         return after(bench, take, apply)
 
+    def take(device: Device) -> Call:
+        apply, take = calls_of(device, "MEAN", 2)
+        return after(bench, partial(in_order, apply, apply), take)
+
+    peers = peer_calls(find_peers(bench), "accumulate", [integers(size), gradient])
+    compare(bench, APPLY, size, 3, lambda device: calls_of(device, "MEAN", 1)[0], peers)
     peers = {} if bench.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
-    compare(bench, FIRST, size, 2, make, peers)
-
-
-def take(bench: Bench, size: int) -> None:
-    """Takes the mean of two gradients in place; GPU times include the applies."""
-    gradient = integers(size)
-
-    def make(device: Device) -> Call:
-        accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
-        apply = partial(accumulator.apply_grad, operand(bench, device, gradient), LATE)
-        applies, take = partial(in_order, apply, apply), partial(accumulator.take_grad, 2)
-        applies()
-        check(TAKE, take(output_type="buffer"), gradient)
-        return after(bench, applies, take)
-
-    peers = {} if bench.on_gpu else {SCALED: scaled(gradient)}
-    compare(bench, TAKE, size, 7 if bench.on_gpu else 2, make, peers)
-
-
-def scaled(gradient: np.ndarray) -> Call:
-    """Returns NumPy's division of a new sum of two arrays."""
-    total = np.empty_like(gradient)
-    sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
-    return After(partial(in_order, *sums), partial(np.true_divide, total, np.float32(2), total))
-
-
-# -- the host's time -------------------------------------------------------------------------------
+    compare(bench, FIRST, size, 2, first, peers)
+    sums = [partial(np.copyto, out, gradient), partial(np.add, out, gradient, out)]
+    divide = partial(np.true_divide, out, np.float32(2), out)
+    peers = {} if bench.on_gpu else {SCALED: After(partial(in_order, *sums), divide)}
+    compare(bench, TAKE, size, 7 if bench.on_gpu else 2, take, peers)
 
 
 def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]:
@@ -195,118 +162,81 @@ def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]
     accumulator = tf.compat.v1.ConditionalAccumulator(
         tf.as_dtype(gradient.dtype), shape=gradient.shape
     )
-    tensor, steps = tf.constant(gradient), count()
-    apply = partial(apply_next, accumulator, tensor, steps)
-    cycle = partial(in_order, apply, partial(accumulator.take_grad, 1))
-    try:
-        cycle()
-    except RuntimeError as error:  # TensorFlow 1 has no eager accumulator
-        bench.absent["tensorflow"] = str(error).splitlines()[0]
-        return {}
+    tensor = tf.constant(gradient)
+    take = partial(accumulator.take_grad, 1)
+    cycle = partial(in_order, applies(accumulator, tensor), take)
     return {CYCLE: cycle, DROP: partial(accumulator.apply_grad, tensor, -1)}
 
 
+def applies(accumulator: Any, gradient: Any) -> Call:
+    """Returns an apply with increasing steps, like a loop that takes after each gradient."""
+    steps = count()
+    return lambda: accumulator.apply_grad(gradient, next(steps))
+
+
 def small(bench: Bench) -> None:
-    """Measures the host time of a call with tiny arrays."""
     gradient = integers(1)
     calls = find_tensorflow_calls(bench, gradient)
     for implementation, device in bench.devices():
         accumulator = gr.ConditionalAccumulator("float32", (1,), device=device)
         mine = operand(bench, device, gradient)
-        apply = partial(apply_next, accumulator, mine, count())
-        take = partial(accumulator.take_grad, 1)
+        apply, take = applies(accumulator, mine), partial(accumulator.take_grad, 1)
         calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         calls[f"{implementation}, satisfied take"] = After(apply, take)
         kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
         kept_sum.apply_grad(mine)
         calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
         calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
-    us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS, loops=LOOPS)
-    figures = named(us)
+    number = bench.pick(NUMBER, QUICK_NUMBER)
+    figures = bench.host_us(calls, number, rounds=ROUNDS, loops=LOOPS)
     for theirs, ours in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
-        if theirs in us:
-            figures[f"times {theirs}"] = us[theirs] / us[ours]
-    bench.keep(Case(SMALL, "1 float32, host us of a call", figures=figures))
+        if theirs in calls:
+            figures[f"times {theirs}"] = figures[f"{theirs}, us"] / figures[f"{ours}, us"]
+    bench.note(SMALL, "1 float32, host us of a call", figures)
 
 
 def many(bench: Bench) -> None:
-    """Adds all gradients of a model in one call."""
     number = len(resnet50(bench.quick))
-    gradients = [integers(MANY_SIZE) for _ in range(number)]
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():
         accumulators = [
-            gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in gradients
+            gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in range(number)
         ]
-        mine = [operand(bench, device, gradient) for gradient in gradients]
+        mine = [operand(bench, device, integers(MANY_SIZE)) for _ in accumulators]
         apply = partial(gr.apply_grads, accumulators, mine, LATE)
         calls[f"{implementation}, apply"] = apply
         take = partial(gr.take_grads, accumulators, 1)
         calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
-    us = bench.host_us(calls, 1, rounds=ROUNDS, loops=LOOPS)
-    figures |= named({name: taken / number for name, taken in us.items()}, "us a tensor")
-    words = f"{number} x {MANY_SIZE} float32 in one call"
-    bench.keep(Case(MANY, words, figures=figures))
-
-
-# -- sparse gradients ------------------------------------------------------------------------------
+    figures |= bench.host_us(calls, 1, "us a tensor", number, rounds=ROUNDS, loops=LOOPS)
+    bench.note(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures)
 
 
 def sparse(bench: Bench, rows: int) -> None:
-    """Adds rows to existing rows, and takes their means in index order."""
     shape = (rows * INDICES // ROWS, WIDTH)
     values = integers(rows * WIDTH).reshape(rows, WIDTH)
     indices = np.random.default_rng(1).integers(0, shape[0], rows)
+    total = np.zeros(shape, np.float32)
+    np.add.at(total, indices, values)
 
-    def calls_of(device: Device) -> tuple[Call, Call]:
-        """Returns an apply, and a take of 1."""
+    def make(device: Device) -> Call:
         accumulator = gr.SparseConditionalAccumulator("float32", shape, device=device)
         slices = gr.IndexedSlices(device.put(values), indices, shape)
         apply = partial(accumulator.apply_indexed_slices_grad, slices, LATE)
         apply()
-        return apply, partial(accumulator.take_indexed_slices_grad, 1)
+        check(SPARSE, accumulator.take_indexed_slices_grad(1).values, total[np.unique(indices)])
+        apply()
+        return apply
 
-    def make_take(device: Device) -> Call:
-        apply, take = calls_of(device)
-        check(SPARSE, take().values, by_sorting(indices, values)[1])
-        return after(bench, apply, take)
-
-    total = np.zeros(shape, np.float32)
     peers: dict[str, Call] = {}
     if not bench.on_gpu:
-        peers[ADD_AT] = partial(np.add.at, total, indices, values)
-        peers[SORTED] = partial(add_sorted, total, indices, values)
-    compare(bench, SPARSE, rows * WIDTH, 3, lambda device: calls_of(device)[0], peers)
-    compare(bench, SPARSE_TAKE, rows * WIDTH, 5 if bench.on_gpu else 2, make_take, {})
-
-
-def apply_next(accumulator: Any, gradient: Any, steps: Iterator[int]) -> None:
-    """Applies with increasing steps, like a loop that takes after each gradient."""
-    accumulator.apply_grad(gradient, next(steps))
-
-
-def by_sorting(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sorted unique indices and the sums of their rows."""
-    order = np.argsort(indices, kind="stable")
-    ranked = indices[order]
-    starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
-    return ranked[starts], np.add.reduceat(values[order], starts, axis=0)
-
-
-def add_sorted(total: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
-    """Adds rows by sorting, NumPy's faster alternative to ``np.add.at``."""
-    places, rows = by_sorting(indices, values)
-    total[places] += rows
+        peers[ADD_AT] = partial(np.add.at, total.copy(), indices, values)
+    compare(bench, SPARSE, rows * WIDTH, 3, make, peers)
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
-    size = bench.pick(SIZE, QUICK_SIZE, GPU_SIZE)
-    apply(bench, size)
-    first_apply(bench, size)
-    take(bench, size)
+    large(bench, bench.pick(SIZE, QUICK_SIZE, GPU_SIZE))
     small(bench)
     many(bench)
     sparse(bench, bench.pick(ROWS, QUICK_ROWS))

@@ -1,27 +1,16 @@
-"""Measures AGN: a worker's local step, and the push once per period.
-
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. 16 M
-parameters in 50 variables (64 M on a GPU), float32, gradients on the device; compared with
-PyTorch's optimizer plus ``_foreach_add_``, NumPy's passes in blocks and a copy of as many bytes, in
-the same rounds. Also the host's time of a step with 161 tiny variables, and the share of the bytes
-that the busiest device of a center carries. Reports libraries that are not installed. Exit status 1
-if a floor is violated.
-
-    python bench/bench_agn.py [--json FILE] [--quick]
-"""
+"""Measures AGN: a worker's local step, and the push once per period."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import Case
+from measure.case import BESIDE, H100, Floor, counted, over, times
 from measure.clock import Call
-from measure.floors import Floor, counted, of_the_copy, over_the_copy, over_the_peer, times_the_peer
-from measure.random_values import GRADIENTS, VALUES, normals
+from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
@@ -32,22 +21,13 @@ PUSH = "a communication, sgd"
 # Ten workers push 100 MB each to a center on four devices.
 SPREAD, WORKERS, SPLIT_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
-H100 = "H100, 2026-11"
-BESIDE = "docs/benchmarks.md, 2026-11"
-# name -> measured of the copy; the promised and the measured gain over PyTorch's fused optimizer
-# and an addition
-ON_GPU = {
-    "sgd": ("0.97", 1.1, "1.44"),
-    "momentum": ("0.97", 1.08, "1.32"),
-    "adam": ("0.96", 1.05, "1.33"),
-}
 ADDED_UNITS, PUSH_UNITS = 2, 4  # of the addition of a local step; of a push
 FUSED = "torch fused and add"
 CPU_FLOORS = (
-    Floor("numpy, local sgd over NumPy in blocks", "sgd", over_the_peer(model.BLOCKS, "numpy"),
-          "<=", 1.2, BESIDE),
-    Floor("compiled, local sgd, times torch fused and add", "sgd",
-          times_the_peer(FUSED, "compiled"), ">=", 1, BESIDE, ("torch",)),
+    Floor("numpy, local sgd over NumPy in blocks", "sgd", over(model.BLOCKS, "numpy"), "<=", 1.2,
+          BESIDE),
+    Floor(f"compiled, local sgd, times {FUSED}", "sgd", times(FUSED, "compiled"), ">=", 1, BESIDE,
+          ("torch",)),
     Floor("bytes of the busiest device of the center", SPREAD, counted("share of the busiest"),
           "<=", 0.3, "0.25"),
     *(
@@ -59,17 +39,18 @@ CPU_FLOORS = (
 )  # fmt: skip
 GPU_FLOORS = (
     *(
-        Floor(f"local {rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9,
+        Floor(f"local {rule}, of the copy", rule, times("copy", "cuda"), ">=", 0.9,
               f"{measured}; {H100}")
-        for rule, (measured, _, _) in ON_GPU.items()
+        for rule, measured in (("sgd", "0.97"), ("momentum", "0.97"), ("adam", "0.96"))
     ),
     *(
-        Floor(f"local {rule}, times torch fused and add", rule, times_the_peer(FUSED, "cuda"),
-              ">=", least, f"{measured}; {H100}", ("torch",))
-        for rule, (_, least, measured) in ON_GPU.items()
+        Floor(f"local {rule}, times {FUSED}", rule, times(FUSED, "cuda"), ">=", least,
+              f"{measured}; {H100}", ("torch",))
+        for rule, least, measured in (
+            ("sgd", 1.1, "1.44"), ("momentum", 1.08, "1.32"), ("adam", 1.05, "1.33"),
+        )
     ),
-    Floor("a communication over its copy", PUSH, over_the_copy("cuda"), "<=", 1.2,
-          f"1.03; {H100}"),
+    Floor("a communication over its copy", PUSH, over("copy", "cuda"), "<=", 1.2, f"1.03; {H100}"),
     *(
         Floor(f"launches of a {what}", model.TINY, counted(f"cuda, launches of a {what}"), "<=", 1,
               f"1; {H100}")
@@ -81,15 +62,8 @@ GPU_FLOORS = (
 class Worker:
     """A worker on one device, with a center on it or elsewhere, and its inputs."""
 
-    def __init__(
-        self,
-        make: Callable[[], gr.Optimizer],
-        device: Device,
-        sizes: Sequence[int],
-        period: int,
-        *,
-        center: gr.AGNCenter | None = None,
-    ) -> None:
+    def __init__(self, make: Callable[[], gr.Optimizer], device: Device, sizes: Sequence[int],
+                 period: int, *, center: gr.AGNCenter | None = None):  # fmt: skip
         self.getter = gr.AGNCustomGetter(device, center=center or gr.AGNCenter(device))
         self.optimizer = gr.AGNOptimizer(make(), 1, self.getter, period)
         self.variables = [
@@ -120,25 +94,6 @@ class Worker:
         worker.variables.sums = sums
 
 
-def compare(bench: Bench, name: str, calls: Mapping[str, Call], units: int) -> None:
-    """Measures calls that read or write all variables of a model ``units`` times."""
-    sizes = model.sizes(bench)
-    words = f"{sum(sizes)} float32 in {len(sizes)} variables, {units} units"
-    bench.compare(name, words, units * 4 * sum(sizes), calls)
-
-
-def local(bench: Bench, rule: str) -> None:
-    """Measures a local step over a whole model: update and accumulation."""
-    make, units = model.RULES[rule]
-    sizes = model.sizes(bench)
-    peers = model.torch_steps(bench, rule, sizes, adds=True)
-    if rule == "sgd" and not bench.on_gpu:
-        peers[model.BLOCKS] = model.sgd_in_blocks(sizes, adds=True)
-    workers = bench.ours(lambda device: Worker(make, device, sizes, NEVER))
-    model.check_updates(rule, [worker.updated() for worker in workers.values()])
-    compare(bench, rule, {**workers, **peers}, units + ADDED_UNITS)
-
-
 def push(bench: Bench) -> None:
     """Measures a push: normalize, update the center, pull."""
 
@@ -147,74 +102,56 @@ def push(bench: Bench) -> None:
         worker()
         return worker.push
 
-    compare(bench, PUSH, bench.ours(make), PUSH_UNITS)
+    model.compare(bench, PUSH, bench.ours(make), PUSH_UNITS, f", {PUSH_UNITS} units")
 
 
 def tiny(bench: Bench) -> None:
-    """Measures the host time of a step with tiny variables."""
-    sizes = model.tiny_sizes(bench)
     calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():
         launches = []
         for what, period in (("step", NEVER), ("step and communication", 1)):
-            worker = Worker(model.RULES["sgd"][0], device, sizes, period)
+            worker = Worker(model.RULES["sgd"][0], device, model.tiny_sizes(bench), period)
             worker()
             calls[f"{implementation}, sgd, {what}"] = worker
             launches.append(bench.launches(implementation, worker))
         figures[f"{implementation}, launches of a step"] = launches[0]
         figures[f"{implementation}, launches of a communication"] = launches[1] - launches[0]
-    words = f"{len(sizes)} x {sizes[0]} float32, host us"
-    bench.keep(Case(model.TINY, words, figures=figures | model.tiny_us(bench, calls)))
+    model.note_tiny(bench, calls, figures)
 
 
 def spread(bench: Bench) -> None:
-    """Measures concurrent pushes on a simulated mesh without peer access."""
+    """Counts the bytes of concurrent pushes on a simulated mesh without peer access."""
     size = bench.pick(SPLIT_SIZE, 2_000)
     sizes = model.sizes_of(size, bench.pick(len(model.sizes(bench)), 20))
-    figures: dict[str, float] = {}
-    for number in (1, CENTER_DEVICES):
-        seconds, share = pushed(number, sizes)
-        figures[f"seconds, center on {number}"] = seconds
-    figures["share of the busiest"] = share
-    text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
-    bench.keep(Case(SPREAD, text, figures=figures))
-
-
-def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
-    """Lets ten workers push once; returns seconds and the busiest device's share of bytes."""
     places = CENTER_DEVICES + WORKERS
     with gr.open_mesh(places, backend="sim", peer_access=False, strict=False) as mesh:
-        center = gr.AGNCenter(mesh[0:num_devices])
+        center = gr.AGNCenter(mesh[0:CENTER_DEVICES])
         workers = [
             Worker(model.RULES["sgd"][0], device, sizes, 2, center=center)
             for device in mesh.devices[CENTER_DEVICES:]
         ]
         for worker in workers:
             worker()  # the first of the period, which sends nothing
-        threads = [threading.Thread(target=worker) for worker in workers]
-        with mesh.journal() as journal:
-            began = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for device in mesh.devices:
-                device.synchronize()
-            seconds = time.perf_counter() - began
-        carried = dict.fromkeys(range(num_devices), 0)
-        for record in journal.of("copy"):
-            for end in {record.device, record.source} & carried.keys():
-                carried[end] += record.nbytes
-        total = 2 * 4 * sum(sizes) * len(workers)
-        assert sum(carried.values()) == total, "each sum goes there once, and each variable back"
-        return seconds, max(carried.values()) / total
+        with mesh.journal() as journal, ThreadPoolExecutor(WORKERS) as pool:
+            for pushing in [pool.submit(worker) for worker in workers]:
+                pushing.result()
+            mesh.synchronize()
+    carried = dict.fromkeys(range(CENTER_DEVICES), 0)
+    for record in journal.of("copy"):
+        for end in {record.device, record.source} & carried.keys():
+            carried[end] += record.nbytes
+    total = 2 * 4 * size * WORKERS
+    assert sum(carried.values()) == total, "each sum goes there once, and each variable back"
+    text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
+    bench.note(SPREAD, text, {"share of the busiest": max(carried.values()) / total})
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
-    for rule in ON_GPU:
-        local(bench, rule)
+    for rule in model.PROMISED:
+        make, units = model.RULES[rule]
+        worker = partial(Worker, make, sizes=model.sizes(bench), period=NEVER)
+        model.compare_steps(bench, rule, worker, units + ADDED_UNITS, adds=True)
     push(bench)
     tiny(bench)
     if not bench.on_gpu:

@@ -1,49 +1,60 @@
 """Measures all-reduce: the mean of replicas on every device, compared with a copy and peers.
 
-On GPUs if CuPy finds any, otherwise on four simulated devices with both implementations. For each
-candidate the table gives size, time, algorithm and bus bandwidth (as nccl-tests define them), the
-ratio to the *line*, and the host's time of a call. The line is the time of a plain copy, in the
-same rounds, that reads each replica once and writes each result once, as an all-reduce must. On a
-CPU the copy is np.copyto, in one thread. Reports peers that are not installed. Exit status 1 if a
-floor is violated.
-
-    python bench/bench_all_reduce.py [--json FILE] [--quick]
+On several GPUs the host's clock measures calls back to back until all queues are empty, as in
+nccl-tests; the line is the time of NCCL called directly, in place, with its own communicators.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+import subprocess
 from functools import partial
+from typing import Any
 
 import numpy as np
-from measure.all_reduce_gpu import GPU_FLOORS, NUM_LOGICAL, gpu_cases
-from measure.all_reduce_peers import (
+from gpu_check.sections import FIRST_TO_SHARE, SHARED_GPU
+from gpu_check.setting import python
+from measure.case import BESIDE, H100, NOT_YET, OURS, Case, Decision, Floor, counted, over, times
+from measure.clock import After, Call, Calls, HostClock, Took, in_turns, timed, took_of
+from measure.in_processes import figures_of
+from measure.operands import Shapes, fill, integers, normals, resnet50
+from measure.peers import (
     HIERARCHICAL,
     ONE_DEVICE,
     SUM_AND_COPIES,
     find_all_reduce_peers,
-)
-from measure.case import OURS, Case
-from measure.clock import Call, HostClock
-from measure.floors import Decision, Floor, counted, over_the_copy, times_the_peer
-from measure.reductions import Reduction, compare, placed, uploaded
-from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark, named
+    find_peers,
+    peer_calls,
+)  # fmt: skip
+from measure.reductions import Reduction, check, compare, placed, raw_all_reduce
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.device import Mesh
 
 NUM_DEVICES = 4
-RESNET, TINY, ONE = "ResNet-50, MEAN", "tiny tensors", "one tensor"
+RESNET, TINY = "ResNet-50, MEAN", "tiny tensors"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
 PREPARED = ", prepared"
-SWEEP_BYTES = tuple(2**power for power in range(10, 27, 4))  # of one tensor: 1 KiB to 64 MiB
-QUICK_SWEEP_BYTES = (2**10,)
 
-BESIDE = "docs/benchmarks.md, 2026-11"
+NUM_LOGICAL = 8
+KIB, MIB = 2**10, 2**20
+# 1 KiB to 256 MiB; the bandwidths of several GPUs are promised from LARGE on.
+SWEEP_BYTES, QUICK_BYTES = tuple(KIB * 4**step for step in range(10)), (KIB,)
+LARGE = (64 * MIB, 256 * MIB)
+ROUNDS, CALLS, QUICK_CALLS = 9, 20, 2
+RANKS_SECONDS = 75.0
+
+RESNET_ON_GPU, RANKS = "ResNet-50, 8 on one GPU", "2 NCCL ranks on one GPU"
+RAW, IN_PLACE = "raw NCCL", "cuda, in place"
+ONE, SEVERAL = (
+    f"one tensor, {{}} bytes, {NUM_LOGICAL} on one GPU",
+    "one tensor, {} bytes, each on a GPU",
+)
+
 OWN_ARRAYS = ", NumPy arrays"
 PLAIN_CALL = Decision(
     1.5,
@@ -64,7 +75,7 @@ NUMPYS = Decision(3, "almost all of it is NumPy's: with compiled kernels it is 0
 CPU_FLOORS = (
     *(
         Floor(f"{implementation}, {way}, over the line", RESNET,
-              over_the_copy(f"{implementation}, {way}"), "<=", most, measured, decision=decision)
+              over("copy", f"{implementation}, {way}"), "<=", most, measured, decision=decision)
         for implementation, way, most, measured, decision in (
             ("numpy", NO_PACKS, 1.7, "1.26 to 1.41", PLAIN_CALL),
             ("numpy", ONE_PACK, 2.5, "1.62 to 1.86", None),
@@ -76,13 +87,13 @@ CPU_FLOORS = (
     ),
     *(  # with num_packs=0, read where they lie
         Floor(f"{implementation}, {NO_PACKS}{OWN_ARRAYS}, over the line", RESNET,
-              over_the_copy(f"{implementation}, {NO_PACKS}{OWN_ARRAYS}"), "<=", most, BESIDE,
+              over("copy", f"{implementation}, {NO_PACKS}{OWN_ARRAYS}"), "<=", most, BESIDE,
               decision=Decision(was, WRAPPING))
         for implementation, most, was in (("numpy", 1.85, 1.5), ("compiled", 1.3, 1.1))
     ),
     *(
         Floor(f"{implementation}, {way}, over {peer}", RESNET,
-              times_the_peer(peer, f"{implementation}, {way}"), ">=", least, BESIDE, (library,),
+              times(peer, f"{implementation}, {way}"), ">=", least, BESIDE, (library,),
               decision)
         for implementation, least_over_torch, over_torch in (
             ("numpy", 0.85, NEW_RESULTS), ("compiled", 1.0, None),
@@ -103,104 +114,196 @@ CPU_FLOORS = (
         )
     ),
 )  # fmt: skip
-
-Tensors = list[list[np.ndarray]]  # [tensor][replica]
-
-
-def hosts(shapes: Sequence[tuple[int, ...]]) -> Tensors:
-    """Returns replicas of small integers, whose sums and means are exact."""
-    random = np.random.default_rng(0)
-    pattern = random.integers(-64, 64, 2**16 + 1).astype(np.float32)
-    made = []
-    for place, shape in enumerate(shapes):
-        size = math.prod(shape)
-        turned = [np.roll(pattern, 7 * place + 11 * index) for index in range(NUM_DEVICES)]
-        made.append([np.resize(each, size).reshape(shape) for each in turned])
-    return made
-
-
-def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) -> None:
-    """Raises if a result on a device is not the mean of its replicas."""
-    for place, (replicas, found) in enumerate(zip(tensors, results, strict=True)):
-        wanted = sum(replicas[1:], replicas[0]) / np.float32(len(replicas))
-        for index, result in enumerate(found):
-            if not np.array_equal(result, wanted):
-                raise AssertionError(f"{name}: tensor {place} on device {index} is not the mean")
-
-
-def reduction(mesh: Mesh, tensors: Tensors, way: str) -> Reduction:
-    """Returns the reduction of uploaded tensors, in the memory that this way uses."""
-    shapes = [replicas[0].shape for replicas in tensors]
-    values = uploaded(placed(mesh, shapes, flat=way == FLAT), tensors)
-    return Reduction(mesh, values, WAYS[way])
+_STUB = (
+    "it was set with a driver that does nothing ({}); CuPy and a real driver take {} us for "
+    "{}, and the host of the H100 is slower"
+)
+GPU_FLOORS = (
+    Floor("co-located all-reduce, of the line", ONE.format(LARGE[-1]), times("copy", "cuda"), ">=",
+          0.9, f"0.95; {H100}"),
+    *(
+        Floor(f"{name} step, host us {of}", RESNET_ON_GPU, counted(f"{ONE_PACK}{figure}"), "<=",
+              most, f"{measured}; {H100}", decision=decision)
+        for name, of, figure, most, measured, decision in (
+            ("plain", "a Buffer", ", host us a Buffer", 6, "1.5", None),
+            ("prepared", "of all Buffers", f"{PREPARED}, host us", 30, "20.9 and 22.5",
+             Decision(20, _STUB.format("8.4", "4.6", "each of three launches"))),
+            ("captured", "of all Buffers", ", captured, host us", 20, "12.4 and 13.8",
+             Decision(10, _STUB.format("5.5", "1.8", "the graph"))),
+        )
+    ),
+    Floor("NCCL, host us over a raw call", RANKS, counted("us over raw"), "<=", 10, NOT_YET),
+    *(
+        Floor(f"{nbytes // MIB} MiB, of raw NCCL", SEVERAL.format(nbytes),
+              times(RAW, IN_PLACE), ">=", 0.97, NOT_YET)
+        for nbytes in LARGE
+    ),
+)  # fmt: skip
 
 
-def plain(mesh: Mesh, tensors: Tensors, way: str) -> Call:
-    """Returns a plain call, after a first one that is checked."""
-    call = reduction(mesh, tensors, way).plain()
-    check(way, [[each.numpy() for each in value.values] for value in call()], tensors)
-    return call
+def hosts(shapes: Shapes) -> list[list[np.ndarray]]:
+    """Returns the replicas of each tensor, as ``placed`` makes them."""
+    return [
+        [integers(math.prod(shape), replica).reshape(shape) for replica in range(NUM_DEVICES)]
+        for shape in shapes
+    ]
 
 
-def of_numpy(mesh: Mesh, tensors: Tensors, way: str) -> Call:
+def reduction(mesh: Mesh, shapes: Shapes, way: str) -> Reduction:
+    """Returns the reduction of tensors in the memory that this way uses."""
+    return Reduction(mesh, placed(mesh, shapes, flat=way == FLAT), WAYS[way])
+
+
+def plain(mesh: Mesh, shapes: Shapes, way: str) -> Call:
+    made = reduction(mesh, shapes, way)
+    return made.checked(made.plain)
+
+
+def of_numpy(mesh: Mesh, shapes: Shapes, way: str) -> Call:
     """Returns a call with a user's own NumPy arrays, whose times include wrapping them."""
     cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", WAYS[way], mesh=mesh)
-    grads = [list(column) for column in zip(*tensors, strict=True)]
+    grads = [list(column) for column in zip(*hosts(shapes), strict=True)]
     call = partial(cross_device_ops.all_reduce, grads)
-    check(f"{way}, NumPy", list(zip(*call(), strict=True)), tensors)
+    check(zip(*call(), strict=True), grads[0])
     return call
 
 
 def resnet(bench: Bench) -> None:
-    """Reduces the gradients of a model."""
-    tensors = hosts(resnet50(bench.quick))
-    calls = find_all_reduce_peers(bench, tensors)
+    shapes = resnet50(bench.quick)
+    calls = find_all_reduce_peers(bench, hosts(shapes))
     for name, mesh in bench.meshes.items():
         ours = OURS + name
         for way in WAYS:
-            calls[f"{ours}, {way}"] = plain(mesh, tensors, way)
-        alone = reduction(mesh, tensors, NO_PACKS)
+            calls[f"{ours}, {way}"] = plain(mesh, shapes, way)
+        alone = reduction(mesh, shapes, NO_PACKS)
         calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
         for way in (NO_PACKS, ONE_PACK):
-            calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, way)
+            calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, shapes, way)
     compare(bench, RESNET, alone, calls)
 
 
 def tiny(bench: Bench) -> None:
-    """Measures the host time per tensor with tiny tensors."""
-    tensors = hosts([(TINY_SIZE,)] * len(resnet50(bench.quick)))
+    tensors: Shapes = [(TINY_SIZE,)] * len(resnet50(bench.quick))
     calls: dict[str, Call] = {}
     for name, mesh in bench.meshes.items():
         for way in WAYS:
             calls[f"{name}, {way}"] = plain(mesh, tensors, way)
             calls[f"{name}, {way}{PREPARED}"] = reduction(mesh, tensors, way).prepared()
         calls[f"{name}, {ONE_PACK}{OWN_ARRAYS}"] = of_numpy(mesh, tensors, ONE_PACK)
-    us = bench.host_us(calls, bench.pick(10, 1))
-    figures = named({name: taken / len(tensors) for name, taken in us.items()})
+    figures = bench.host_us(calls, bench.pick(10, 1), divisor=len(tensors))
     words = f"{len(tensors)} x {TINY_SIZE} float32 on {NUM_DEVICES} devices, us for a tensor"
-    bench.keep(Case(TINY, words, figures=figures))
+    bench.note(TINY, words, figures)
 
 
-def one(bench: Bench, nbytes: int) -> None:
-    """Reduces one tensor, from sizes bound by the call to sizes bound by memory."""
-    tensors = hosts([(nbytes // 4,)])
+def gpu_cases(bench: Bench) -> None:
+    """Runs all cases; the devices of the benchmark are logical ones of one GPU."""
+    peers = find_peers(bench)
+    for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
+        reduction = one_tensor(bench.meshes["cuda"], nbytes)
+        calls = {f"{OURS}cuda": reduction.plain(), f"{OURS}cuda{PREPARED}": reduction.prepared()}
+        if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
+            operands = [normals(nbytes // 4)] * NUM_LOGICAL
+            calls |= peer_calls(peers, "all_sum", operands, operands)
+        compare(bench, ONE.format(nbytes), reduction, calls)
+    resnet_on_gpu(bench)
+    ranks(bench)
+    all_gpus(bench)
+
+
+def one_tensor(mesh: Mesh, nbytes: int, **options: Any) -> Reduction:
+    """Returns the reduction of one tensor, after a first call."""
+    reduction = Reduction(mesh, placed(mesh, [(nbytes // 4,)]), 0, **options)
+    reduction.plain()()
+    return reduction
+
+
+def resnet_on_gpu(bench: Bench) -> None:
+    mesh, shapes = bench.meshes["cuda"], resnet50(bench.quick)
+    own, flat = (placed(mesh, shapes, flat=each) for each in (False, True))
     calls: dict[str, Call] = {}
-    for name, mesh in bench.meshes.items():
-        calls[f"{OURS}{name}, {NO_PACKS}"] = plain(mesh, tensors, NO_PACKS)
-        alone = reduction(mesh, tensors, NO_PACKS)
-        calls[f"{OURS}{name}, {NO_PACKS}{PREPARED}"] = alone.prepared()
-    compare(bench, f"{ONE}, {nbytes} bytes", alone, calls)
+    for way, num_packs in WAYS.items():
+        reduction = Reduction(mesh, flat if way == FLAT else own, num_packs)
+        calls[way] = reduction.plain()
+        calls[f"{way}{PREPARED}"] = reduction.prepared()
+        calls[f"{way}, captured"] = reduction.captured()
+    figures = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS), "host us")
+    # A plain call looks at every Buffer; a prepared or captured one at none.
+    num_buffers = NUM_LOGICAL * len(shapes)
+    for way in WAYS:
+        figures[f"{way}, host us a Buffer"] = figures[f"{way}, host us"] / num_buffers
+    ours = {f"{OURS}cuda, {name}": call for name, call in calls.items()}
+    compare(bench, RESNET_ON_GPU, reduction, ours, figures)
+
+
+def ranks(bench: Bench) -> None:
+    """Measures two NCCL ranks on one GPU, in a child process with a deadline."""
+    import cupy
+    from cupy.cuda import nccl
+
+    if not nccl.available or nccl.get_version() < FIRST_TO_SHARE:
+        bench.absent["ranks on one GPU"] = f"they need NCCL {FIRST_TO_SHARE} or newer"
+        return
+    launcher = python(fake=getattr(cupy, "FAKE", False))
+    try:
+        figures = figures_of("gpu_check.ranks:cost", bench.quick, 2, launcher=launcher,
+                             seconds=RANKS_SECONDS, **SHARED_GPU)  # fmt: skip
+        bench.note(RANKS, "host us of a call", figures)
+    except subprocess.SubprocessError as error:
+        bench.absent["ranks on one GPU"] = str(error)
+
+
+def all_gpus(bench: Bench) -> None:
+    """Measures NCCL with one replica per GPU, compared with direct calls of NCCL."""
+    import cupy
+    from cupy.cuda import nccl
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count < 2:
+        bench.absent["several GPUs"] = f"there is {count}"
+        return
+    with gr.open_mesh(count, backend="cuda") as mesh:
+        communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
+        for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
+            reduction = one_tensor(mesh, nbytes, algorithm="nccl", op=gr.ReduceOp.SUM)
+            calls: dict[str, Call] = {
+                RAW: raw_all_reduce(communicators, reduction.values[0].buffers),
+                f"{OURS}cuda": reduction.plain(),
+                f"{OURS}cuda{PREPARED}": reduction.prepared(),
+                OURS + IN_PLACE: reduction.plain(in_place=True),
+            }
+            took = back_to_back(mesh, calls, bench.pick(CALLS, QUICK_CALLS), reduction.values[0])
+            words = f"{nbytes / 1e6:.3f} MB of float32"
+            bench.keep(Case(SEVERAL.format(nbytes), words, 0, took))
+
+
+def back_to_back(mesh: Mesh, calls: Calls, number: int, value: gr.PerReplica) -> dict[str, Took]:
+    """Returns the median times of calls in a row, until the GPUs are done.
+
+    Writes random numbers before each loop: sums in place would become infinite.
+    """
+
+    def before() -> None:
+        for buffer in value.buffers:
+            fill(buffer)
+        mesh.synchronize()
+
+    def loop(call: Call) -> None:
+        for _ in range(number):
+            call()
+        mesh.synchronize()
+
+    turns = [timed(name, After(before, partial(loop, call))) for name, call in calls.items()]
+    taken = in_turns(turns, ROUNDS if number > QUICK_CALLS else 1)
+    return took_of({name: statistics.median(each) / number for name, each in taken.items()})
 
 
 def cases(bench: Bench) -> None:
     """Runs all cases: on four simulated devices with peer access, or on GPUs."""
     if bench.on_gpu:
         gpu_cases(bench)
-        return
-    resnet(bench)
-    tiny(bench)
-    for nbytes in bench.pick(SWEEP_BYTES, QUICK_SWEEP_BYTES):
-        one(bench, nbytes)
+    else:
+        resnet(bench)
+        tiny(bench)
 
 
 BENCHMARK = Benchmark(

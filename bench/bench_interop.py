@@ -1,10 +1,4 @@
-"""Measures the conversion of one array in and out, compared with the library's own conversion.
-
-Floors: 5 us per array, in and out, for NumPy and PyTorch; for JAX 1.2 times JAX's own conversion.
-Reports libraries that are not installed. Exit status 1 if a floor is violated.
-
-    python bench/bench_interop.py [--json FILE] [--quick]
-"""
+"""Measures the conversion of one array in and out, compared with the library's own conversion."""
 
 from __future__ import annotations
 
@@ -13,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import took_of
-from measure.floors import Floor, counted, over_the_peer
+from measure.case import OURS, Floor, counted, over
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -28,12 +20,11 @@ BOTH_WAYS, OWN = "in and out", "own conversion"
 FLOORS = (
     Floor("numpy, us in and out", "numpy", counted("us in and out"), "<=", 5, "3.3"),
     Floor("torch, us in and out", "torch", counted("us in and out"), "<=", 5, "3.9", ("torch",)),
-    Floor("jax, over its own", "jax", over_the_peer(OWN, BOTH_WAYS), "<=", 1.2, "1.13", ("jax",)),
+    Floor("jax, over its own", "jax", over(OWN, BOTH_WAYS), "<=", 1.2, "1.13", ("jax",)),
 )
 
 
 def microseconds(call: Callable[[], Any], number: int) -> float:
-    """Returns the time of a call, the best of several loops."""
     return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
 
 
@@ -47,13 +38,12 @@ def case(
     ours = microseconds(lambda: to_buffer(array, device), number)
     ours += microseconds(lambda: from_buffer(result, kind), number)
     theirs = microseconds(lambda: own(array), number)
-    took = took_of({f"{OURS}{BOTH_WAYS}": ours / 1e6, OWN: theirs / 1e6})
     figures = {"us in and out": ours, "us, own conversion": theirs}
-    bench.keep(Case(kind, "100 float32", 0, took, figures))
+    seconds = {f"{OURS}{BOTH_WAYS}": ours / 1e6, OWN: theirs / 1e6}
+    bench.note(kind, "100 float32", figures, seconds)
 
 
 def cases(bench: Bench) -> None:
-    """Measures each library that is installed."""
     host = np.zeros(100, np.float32)
     case(bench, "numpy", host, np.asarray)
     if bench.has("torch"):

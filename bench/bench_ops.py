@@ -1,39 +1,22 @@
-"""Measures sums, packing and merging on one device, compared with a copy and peers.
-
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. Every line
-gives the time of the operation and its rate relative to a plain copy (bytes read plus bytes
-written, measured in the same rounds). Reports peers that are not installed. Exit status 1 if a
-floor is violated.
-
-    python bench/bench_ops.py [--json FILE] [--quick]
-"""
+"""Measures sums, packing and merging on one device, compared with a copy and peers."""
 
 from __future__ import annotations
 
+import math
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from measure.case import OURS, Case
+from measure.case import H100, OURS, Case, Decision, Floor, counted, over, times
 from measure.clock import Call
-from measure.floors import (
-    Decision,
-    Floor,
-    counted,
-    of_the_copy,
-    over_the_copy,
-    over_the_peer,
-    times_the_peer,
-)
-from measure.peers import SPLIT, Peer, find_peers, peer_calls
-from measure.random_values import fill, normals
-from measure.resnet50 import resnet50
-from measure.runner import Bench, Benchmark, named
+from measure.operands import fill, normals, resnet50
+from measure.peers import Peer, find_peers, peer_calls
+from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, flat_layout
+from gradreduce.device import Device, flat_layout
 
 NUM_TERMS = 8
 MANY, MANY_SIZE = 10_000, 256  # tensors of 1 KB
@@ -43,55 +26,55 @@ QUICK_SIZE, QUICK_MANY, QUICK_ROWS = 2**10, 10, 100
 
 ADD_32, ADD_16 = f"add_n {NUM_TERMS} float32", f"add_n {NUM_TERMS} bfloat16"
 ADD_INTO = "add_n 2 into"
-ACCUMULATE, ALL_SUM, SEGMENTS = "accumulate_n", "all_sum", "segment_sum"
-PACK, UNPACK, SCALE = "pack ResNet-50", "unpack ResNet-50", "scale ResNet-50"
-PACK_OFF, ADD_OFF = "pack, unaligned", "add_n 2, unaligned"
+ACCUMULATE, SEGMENTS, PACK = "accumulate_n", "segment_sum", "pack ResNet-50"
 PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
 SMALL, MEMORY = "small", "memory"
 
-CHAIN = "numpy chain"
-H100 = "H100, 2026-11"
+CHAIN, OF_COPY, COPIES = "numpy chain", times("copy", "cuda"), over("copy", "cuda")
 AGAINST_NUMPY = (
     "it was a promise over the fastest peer, which TensorFlow's AddN is where it is installed: it "
     "reads 8 inputs in one pass too, and both are limited by memory; over NumPy's additions runs "
     "measured {}"
 )
+TWO_CORES = "2 cores, 2026-11"
 CPU_FLOORS = (
-    Floor("numpy over NumPy's additions", ADD_32, times_the_peer(CHAIN, "numpy"), ">=", 1.1,
-          "1.2 to 1.69; 2 cores, 2026-11",
-          decision=Decision(1.2, AGAINST_NUMPY.format("1.2 to 1.69"))),
-    Floor("compiled over NumPy's additions", ADD_32, times_the_peer(CHAIN, "compiled"), ">=", 1.35,
-          "1.5 to 1.78; 2 cores, 2026-11",
-          decision=Decision(1.6, AGAINST_NUMPY.format("1.5 to 1.78"))),
+    *(
+        Floor(f"{implementation} over NumPy's additions", ADD_32, times(CHAIN, implementation),
+              ">=", least, f"{measured}; {TWO_CORES}",
+              decision=Decision(was, AGAINST_NUMPY.format(measured)))
+        for implementation, least, measured, was in (
+            ("numpy", 1.1, "1.2 to 1.69", 1.2), ("compiled", 1.35, "1.5 to 1.78", 1.6),
+        )
+    ),
     Floor("compiled, add_n of 2 into memory, over PyTorch", ADD_INTO,
-          over_the_peer("torch copy_ + add_", "compiled"), "<=", 1.1,
-          "0.65 to 0.70; 2 cores, 2026-11", ("torch",)),
-    Floor("numpy: MiB besides the output", MEMORY, counted("numpy MiB"), "<=", 4,
-          "0.07; 2 cores, 2026-11"),
-    Floor("compiled: MiB besides the output", MEMORY, counted("compiled MiB"), "<=", 4,
-          "0.02; 2 cores, 2026-11"),
+          over("torch copy_ + add_", "compiled"), "<=", 1.1, f"0.65 to 0.70; {TWO_CORES}",
+          ("torch",)),
+    *(
+        Floor(f"{implementation}: MiB besides the output", MEMORY,
+              counted(f"{implementation} MiB"), "<=", 4, f"{measured}; {TWO_CORES}")
+        for implementation, measured in (("numpy", "0.07"), ("compiled", "0.02"))
+    ),
     Floor("us over the NumPy calls, 3 x 100", SMALL, counted("us over the peer"), "<=", 15,
-          "7.0; 2 cores, 2026-11"),
+          f"7.0; {TWO_CORES}"),
 )  # fmt: skip
-GPU_FLOORS = (
-    Floor("add_n float32, of the copy", ADD_32, of_the_copy("cuda"), ">=", 0.95, f"1.01; {H100}"),
-    Floor("add_n bfloat16, of the copy", ADD_16, of_the_copy("cuda"), ">=", 0.90, f"1.01; {H100}"),
-    Floor("add_n float32 over the CuPy chain", ADD_32, times_the_peer("cupy chain", "cuda"),
-          ">=", 2.2, f"2.83; {H100}", ("cupy",)),
-    Floor("accumulate_n, of the copy", ACCUMULATE, of_the_copy("cuda"), ">=", 0.93,
-          f"0.99; {H100}"),
-    Floor("pack ResNet-50, launches", PACK, counted("launches"), "<=", 1, f"1; {H100}"),
-    Floor("pack ResNet-50, copies' time", PACK, over_the_copy("cuda"), "<=", 1.25,
-          f"0.99; {H100}"),
-    Floor("pack 10,000 x 1 KB, GPU us", PACK_MANY, counted("us"), "<=", 20,
-          f"15.0 and 16.0; {H100}", decision=Decision(
-              15, "it was set before there was a GPU; an H100 needs 15 to 16, and a floor leaves "
-              "room"
-          )),
-    Floor("add_n 8 x (10,000 x 1 KB), copies' time", ADD_MANY, over_the_copy("cuda"),
-          "<=", 1.5, f"1.07; {H100}"),
-    Floor("segment_sum, of the copy", SEGMENTS, of_the_copy("cuda"), ">=", 0.8,
-          f"0.92; {H100}"),
+OLD_PACK = Decision(
+    15, "it was set before there was a GPU; an H100 needs 15 to 16, and a floor leaves room"
+)
+GPU_FLOORS = tuple(
+    Floor(name, case, figure, sign, bound, f"{measured}; {H100}", *more)
+    for name, case, figure, sign, bound, measured, *more in (
+        ("add_n float32, of the copy", ADD_32, OF_COPY, ">=", 0.95, "1.01"),
+        ("add_n bfloat16, of the copy", ADD_16, OF_COPY, ">=", 0.90, "1.01"),
+        ("add_n float32 over the CuPy chain", ADD_32, times("cupy chain", "cuda"), ">=", 2.2,
+         "2.83", ("cupy",)),
+        ("accumulate_n, of the copy", ACCUMULATE, OF_COPY, ">=", 0.93, "0.99"),
+        ("pack ResNet-50, launches", PACK, counted("launches"), "<=", 1, "1"),
+        ("pack ResNet-50, copies' time", PACK, COPIES, "<=", 1.25, "0.99"),
+        ("pack 10,000 x 1 KB, GPU us", PACK_MANY, counted("us"), "<=", 20, "15.0 and 16.0", (),
+         OLD_PACK),
+        ("add_n 8 x (10,000 x 1 KB), copies' time", ADD_MANY, COPIES, "<=", 1.5, "1.07"),
+        ("segment_sum, of the copy", SEGMENTS, OF_COPY, ">=", 0.8, "0.92"),
+    )
 )  # fmt: skip
 
 
@@ -101,24 +84,16 @@ def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
 
 
 class Ops:
-    """The cases of one device.
-
-    Args:
-        bench: measures them.
-    """
-
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.peers: list[Peer] = find_peers(bench)
 
-    def case(self, name: str, size: str, nbytes: int, make: Callable[[Device], Call],
+    def case(self, name: str, size: str, nbytes: int, ours: Mapping[str, Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """Measures our candidates, the peers' and a copy of the same size, in turns."""
-        self.compare(name, size, nbytes, self.bench.ours(make), operation, *operands)
+        """Measures our candidates, the peers' and a copy of the same size, in turns.
 
-    def compare(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
-                operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """See ``case``; on a GPU also counts the launches of a call."""
+        On a GPU also counts the launches of a call.
+        """
         calls = {**ours, **peer_calls(self.peers, operation, *operands)}
         took = self.bench.clock.measure(calls, nbytes)
         figures = {}
@@ -128,114 +103,47 @@ class Ops:
         self.bench.keep(Case(name, size, nbytes, took, figures))
 
     def add_n(self, name: str, size: int, dtype: str) -> None:
-        """Adds large arrays out of place."""
         arrays = hosts(NUM_TERMS, size, dtype)
+        ours = self.bench.ours(lambda device: partial(gr.add_n, list(map(device.put, arrays))))
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
-        self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes,
-                  lambda device: partial(gr.add_n, list(map(device.put, arrays))),
-                  "add_n", arrays)  # fmt: skip
+        self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
     def add_into(self, size: int) -> None:
-        """Adds two large arrays into existing memory."""
         terms, outs = hosts(2, size), hosts(1, size)
 
         def make(device: Device) -> Call:
             out, *mine = map(device.upload, (*outs, *terms))
             return partial(ops.add_n, [out], [mine])
 
-        words = f"2 x {size} float32"
-        self.case(ADD_INTO, words, 3 * outs[0].nbytes, make, "add_into", outs, terms)
-
-    def unaligned(self, size: int, dtype: str) -> None:
-        """Packs and adds arrays that begin an element after a vector; the output begins at one.
-
-        Views of a flat buffer are such arrays, such as those in the buckets of PyTorch's DDP.
-        """
-        arrays = hosts(2, size, dtype)
-
-        def off(device: Device, array: np.ndarray) -> Buffer:
-            whole = device.upload(np.append(array[:1], array))
-            return whole.view(1, array.shape)
-
-        def pack(device: Device) -> Call:
-            out = device.empty(arrays[0].shape, arrays[0].dtype)
-            return partial(ops.pack, [out], [off(device, arrays[0])])
-
-        def add(device: Device) -> Call:
-            out = device.empty(arrays[0].shape, arrays[0].dtype)
-            return partial(ops.add_n, [out], [[off(device, array) for array in arrays]])
-
-        nbytes, words = arrays[0].nbytes, f"{size} {dtype}, off by {arrays[0].itemsize} bytes"
-        self.case(f"{PACK_OFF} {dtype}", words, 2 * nbytes, pack, "unaligned", arrays)
-        self.case(f"{ADD_OFF} {dtype}", f"2 x {words}", 3 * nbytes, add, "unaligned", arrays)
+        words, nbytes = f"2 x {size} float32", 3 * outs[0].nbytes
+        self.case(ADD_INTO, words, nbytes, self.bench.ours(make), "add_into", outs, terms)
 
     def accumulate_n(self, size: int) -> None:
-        """Adds one term to a sum in place."""
         arrays = hosts(2, size)
 
         def make(device: Device) -> Call:
             total, term = map(device.put, arrays)
             return partial(ops.accumulate_n, [total], [[term]])
 
-        nbytes = 3 * arrays[0].nbytes
-        self.case(ACCUMULATE, f"{size} float32", nbytes, make, "accumulate", arrays)
-
-    def all_sum(self, size: int) -> None:
-        """Adds all inputs into all outputs, in two groups."""
-        inputs, outs = hosts(NUM_TERMS, size), hosts(NUM_TERMS, size)
-
-        def make(device: Device) -> Call:
-            mine = [list(map(device.put, arrays)) for arrays in (outs, inputs)]
-            return partial(ops.all_sum, mine[:1], mine[1:], SPLIT)
-
-        nbytes = 2 * NUM_TERMS * inputs[0].nbytes
-        words = f"{NUM_TERMS} x {size} float32, split {SPLIT}"
-        self.case(ALL_SUM, words, nbytes, make, "all_sum", outs, inputs)
-
-    def moved(self, name: str, operation: str, sizes: Sequence[int],
-              make: Callable[[list[Buffer], list[Buffer]], Call]) -> None:  # fmt: skip
-        """Reads and writes many tensors once by one launch.
-
-        Args:
-            name: of the case.
-            operation: of the peers: ``pack``, ``unpack`` or ``scale``.
-            sizes: of the tensors, float32.
-            make: returns our call, for the views of a flat buffer and the tensors for them.
-        """
-        arrays = [hosts(1, size)[0] for size in sizes]
-        flat = [] if operation == "scale" else [hosts(1, sum(sizes))]
-        layout = flat_layout(sizes, 4)
-
-        def make_on(device: Device) -> Call:
-            buffer = fill(device.empty((layout.size,), "float32"))
-            places = zip(layout.offsets, layout.spans, strict=True)
-            parts = [buffer.view(offset, (span,)) for offset, span in places]
-            return make(parts, list(map(device.put, arrays)))
-
-        words = f"{len(sizes)} tensors, {sum(sizes)} float32"
-        self.case(name, words, 2 * 4 * sum(sizes), make_on, operation, *flat, arrays)
+        words, nbytes = f"{size} float32", 3 * arrays[0].nbytes
+        self.case(ACCUMULATE, words, nbytes, self.bench.ours(make), "accumulate", arrays)
 
     def pack(self, name: str, sizes: Sequence[int]) -> None:
         """Packs many tensors into a flat buffer by one launch."""
-        self.moved(name, "pack", sizes, lambda parts, tensors: partial(ops.pack, parts, tensors))
+        arrays = [hosts(1, size)[0] for size in sizes]
+        layout = flat_layout(sizes, 4)
 
-    def unpack(self, sizes: Sequence[int]) -> None:
-        """Unpacks a flat buffer into tensors by one launch."""
+        def make(device: Device) -> Call:
+            buffer = fill(device.empty((layout.size,), "float32"))
+            places = zip(layout.offsets, layout.spans, strict=True)
+            parts = [buffer.view(offset, (span,)) for offset, span in places]
+            return partial(ops.pack, parts, list(map(device.put, arrays)))
 
-        def make(parts: list[Buffer], tensors: list[Buffer]) -> Call:
-            inputs = [part.view(0, (size,)) for part, size in zip(parts, sizes, strict=True)]
-            return partial(ops.pack, tensors, inputs)
-
-        self.moved(UNPACK, "unpack", sizes, make)
-
-    def scale(self, sizes: Sequence[int]) -> None:
-        """Scales every tensor in place by one launch."""
-        self.moved(SCALE, "scale", sizes, lambda _, tensors: partial(
-            ops.pack, tensors, tensors, divisor=-1.0
-        ))  # fmt: skip
+        words, flat = f"{len(sizes)} tensors, {sum(sizes)} float32", hosts(1, sum(sizes))
+        nbytes = 2 * flat[0].nbytes
+        self.case(name, words, nbytes, self.bench.ours(make), "pack", flat, arrays)
 
     def many(self, count: int) -> None:
-        """Adds many small tensors by one launch."""
         columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
 
         def make(device: Device) -> Call:
@@ -245,7 +153,7 @@ class Ops:
 
         nbytes = (NUM_TERMS + 1) * 4 * count * MANY_SIZE
         words = f"{NUM_TERMS} x ({count} x {4 * MANY_SIZE} bytes)"
-        self.case(ADD_MANY, words, nbytes, make, "many", *columns)
+        self.case(ADD_MANY, words, nbytes, self.bench.ours(make), "many", *columns)
 
     def segment_sum(self, rows: int) -> None:
         """Adds rows of the same index of a sparse gradient: the launch, and the whole call."""
@@ -263,24 +171,22 @@ class Ops:
             ours[f"{OURS}{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes
         words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
-        self.compare(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
+        self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
 
     def small(self) -> None:
-        """Measures the host time of a call with tiny arrays."""
+        """Measures the host time of a call with tiny arrays, on the default mesh and on ours."""
         arrays = hosts(3, 100)
         peer = self.peers[0] if self.peers else None
-        calls: dict[str, Call] = peer.calls("add_n", arrays) if peer else {}
+        calls: dict[str, Call] = peer_calls(self.peers[:1], "add_n", arrays)
         theirs = list(calls)[:1]
-        mine = list(map(peer.take, arrays)) if peer else arrays
-        calls[OURS + "arrays"] = partial(gr.add_n, mine)  # on the default mesh
+        calls[OURS + "arrays"] = partial(gr.add_n, list(map(peer.take, arrays)) if peer else arrays)
         for implementation, device in self.bench.devices():
             buffers = list(map(device.put, arrays))
             calls[f"{OURS}{implementation}, Buffers"] = partial(gr.add_n, buffers)
-        us = self.bench.host_us(calls, self.bench.pick(2000, 10))
-        figures = named(us)
+        figures = self.bench.host_us(calls, self.bench.pick(2000, 10))
         for name in theirs:
-            figures["us over the peer"] = us[OURS + "arrays"] - us[name]
-        self.bench.keep(Case(SMALL, "add_n 3 x 100 float32", figures=figures))
+            figures["us over the peer"] = figures[f"{OURS}arrays, us"] - figures[f"{name}, us"]
+        self.bench.note(SMALL, "add_n 3 x 100 float32", figures)
 
     def memory(self, size: int) -> None:
         """Measures the extra memory of a sum on the host, in MiB."""
@@ -295,26 +201,19 @@ class Ops:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             figures[f"{implementation} MiB"] = (peak - total.nbytes) / 2**20
-        self.bench.keep(Case(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures=figures))
+        self.bench.note(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures)
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
     of = Ops(bench)
-    large, half = bench.pick(CPU_SIZE, QUICK_SIZE, GPU_SIZE), bench.pick(CPU_SIZE, QUICK_SIZE)
+    large = bench.pick(CPU_SIZE, QUICK_SIZE, GPU_SIZE)
     count = bench.pick(MANY, QUICK_MANY)
-    sizes = [min(int(np.prod(shape)), large) for shape in resnet50()]
     of.add_n(ADD_32, large, "float32")
     if bench.on_gpu:
         of.add_n(ADD_16, 2 * large, "bfloat16")
-        of.unaligned(2 * large, "bfloat16")
     of.add_into(large)
-    of.unaligned(large, "float32")
     of.accumulate_n(large)
-    of.all_sum(half)
-    of.pack(PACK, sizes)
-    of.unpack(sizes)
-    of.scale(sizes)
+    of.pack(PACK, [min(math.prod(shape), large) for shape in resnet50()])
     of.pack(PACK_MANY, [MANY_SIZE] * count)
     of.many(count)
     of.segment_sum(bench.pick(ROWS, QUICK_ROWS))

@@ -1,54 +1,38 @@
 """Measures an optimizer's step over all variables of a model, compared with PyTorch's optimizers.
 
-On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. 16 M
-parameters in 50 variables (64 M on a GPU), float32, gradients on the device; compared with
-PyTorch's loop, foreach and fused optimizers, NumPy's passes in blocks and a copy of as many bytes,
-in the same rounds. Also the host's time of a step with 161 tiny variables. Reports libraries that
-are not installed. Exit status 1 if a floor is violated.
-
-    python bench/bench_optim.py [--json FILE] [--quick]
+Also the host's time of a step whose variables are tiny.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from measure import model_steps as model
-from measure.case import Case
+from measure.case import BESIDE, H100, NOT_YET, Decision, Floor, counted, over, times
 from measure.clock import Call
-from measure.floors import Decision, Floor, counted, of_the_copy, over_the_peer, times_the_peer
-from measure.random_values import GRADIENTS, VALUES, normals
+from measure.operands import GRADIENTS, VALUES, normals
 from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.device import Device
 
-ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
-SPARSE = "sparse adam, lazy"
-
-NOT_YET = "not yet measured on a GPU"
-H100 = "H100, 2026-11"
-BESIDE = "docs/benchmarks.md, 2026-11"
-PROMISED = ("sgd", "momentum", "adam")
 IN_PLACE = (
     "both are limited by memory and faster than a copy of the bytes; C++ loops with AVX2 or "
     "AVX-512, prefetching or huge pages took 0.95 to 1.1 of the time (bench/README.md); runs "
     "measured {}"
 )
 CPU_FLOORS = (
-    Floor("numpy, sgd over NumPy in blocks", "sgd", over_the_peer(model.BLOCKS, "numpy"), "<=", 1.2,
-          BESIDE),
-    Floor("numpy, adam, times torch foreach", "adam", times_the_peer("torch foreach", "numpy"),
-          ">=", 2, BESIDE, ("torch",)),
-    Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
-          ">=", 0.85, BESIDE, ("torch",), Decision(1, IN_PLACE.format("0.95 to 1.03"))),
-    Floor("compiled, sgd, over torch fused", "sgd", over_the_peer("torch fused", "compiled"),
-          "<=", 1.25, BESIDE, ("torch",), Decision(1.1, IN_PLACE.format("1.13 to 1.15"))),
-    Floor("compiled, momentum, over torch fused", "momentum",
-          over_the_peer("torch fused", "compiled"), "<=", 1.1, BESIDE, ("torch",)),
+    Floor("numpy, sgd over NumPy in blocks", "sgd", over(model.BLOCKS, "numpy"), "<=", 1.2, BESIDE),
+    Floor("numpy, adam, times torch foreach", "adam", times("torch foreach", "numpy"), ">=", 2,
+          BESIDE, ("torch",)),
+    Floor("compiled, adam, times torch fused", "adam", times("torch fused", "compiled"), ">=",
+          0.85, BESIDE, ("torch",), Decision(1, IN_PLACE.format("0.95 to 1.03"))),
+    Floor("compiled, sgd, over torch fused", "sgd", over("torch fused", "compiled"), "<=", 1.25,
+          BESIDE, ("torch",), Decision(1.1, IN_PLACE.format("1.13 to 1.15"))),
+    Floor("compiled, momentum, over torch fused", "momentum", over("torch fused", "compiled"),
+          "<=", 1.1, BESIDE, ("torch",)),
     *(
         Floor(f"{implementation}, sgd{of}, us of a step", model.TINY,
               counted(f"{implementation}, sgd{of}, us"), "<=", 400, BESIDE)
@@ -61,32 +45,25 @@ CPU_FLOORS = (
         for implementation in IMPLEMENTATIONS
     ),
 )  # fmt: skip
-BEFORE_THE_GPU = "it was set before there was a GPU; PyTorch's loop moves "
-SGD_LOOP = Decision(
-    2, BEFORE_THE_GPU + "as many bytes, and loses only time between its 50 launches"
+BEFORE_THE_GPU = "it was set before there was a GPU; PyTorch's loop moves {}"
+SGD_LOOP = BEFORE_THE_GPU.format("as many bytes, and loses only time between its 50 launches")
+MOMENTUM_LOOP = BEFORE_THE_GPU.format(
+    "8 units instead of 5, 1.6 times as many; the rest was the time of the H100's host"
 )
-MOMENTUM_LOOP = Decision(
-    2,
-    BEFORE_THE_GPU + "8 units instead of 5, 1.6 times as many; the rest was the time of the H100's "
-    "host",
-)
-# rule -> measured of the copy; the promise and the measured gain over PyTorch's fused optimizer,
-# and over its loop
-ON_GPU = {
-    "sgd": ("0.98", (1, "1.25", None), (1.4, "1.56", SGD_LOOP)),
-    "momentum": ("0.98", (1, "1.17", None), (1.6, "1.99", MOMENTUM_LOOP)),
-    "adam": ("0.97", (1, "1.22", None), (2, "5.2", None)),
-}
 GPU_FLOORS = (
     *(
-        Floor(f"{rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, f"{measured}; {H100}")
-        for rule, (measured, *_) in ON_GPU.items()
+        Floor(f"{rule}, of the copy", rule, times("copy", "cuda"), ">=", 0.9, f"{measured}; {H100}")
+        for rule, measured in (("sgd", "0.98"), ("momentum", "0.98"), ("adam", "0.97"))
     ),
     *(
-        Floor(f"{rule}, times torch {way}", rule, times_the_peer(f"torch {way}", "cuda"), ">=",
-              least, f"{measured}; {H100}", ("torch",), decision)
-        for rule, (_, *times) in ON_GPU.items()
-        for way, (least, measured, decision) in zip(("fused", "loop"), times, strict=True)
+        Floor(f"{rule}, times torch {way}", rule, times(f"torch {way}", "cuda"), ">=", least,
+              f"{measured}; {H100}", ("torch",), Decision(2, why) if why else None)
+        for rule, way, least, measured, why in (
+            ("sgd", "fused", 1, "1.25", ""), ("sgd", "loop", 1.4, "1.56", SGD_LOOP),
+            ("momentum", "fused", 1, "1.17", ""),
+            ("momentum", "loop", 1.6, "1.99", MOMENTUM_LOOP),
+            ("adam", "fused", 1, "1.22", ""), ("adam", "loop", 2, "5.2", ""),
+        )
     ),
     Floor("launches of a step", model.TINY, counted("cuda, launches"), "<=", 1, NOT_YET),
 )  # fmt: skip
@@ -107,66 +84,29 @@ class Step:
         self._optimizer.apply_gradients(self._pairs)
 
     def updated(self) -> list[np.ndarray]:
-        """Returns the values of the variables after a step."""
         self()
         return [variable.numpy() for variable in self.variables]
 
 
-def step_of_rule(bench: Bench, rule: str) -> None:
-    """Measures a step over a whole model."""
-    make, units = model.RULES[rule]
-    sizes = model.sizes(bench)
-    peers = model.torch_steps(bench, rule, sizes) if rule in PROMISED else {}
-    if rule == "sgd" and not bench.on_gpu:
-        peers[model.BLOCKS] = model.sgd_in_blocks(sizes)
-    steps = bench.ours(partial(Step, make, sizes))
-    model.check_updates(rule, [step.updated() for step in steps.values()])
-    words = f"{sum(sizes)} float32 in {len(sizes)} variables"
-    bench.compare(rule, words, units * 4 * sum(sizes), {**steps, **peers})
-
-
 def tiny(bench: Bench) -> None:
-    """Measures the host time of a step with tiny variables."""
     sizes = model.tiny_sizes(bench)
     calls: dict[str, Call] = {}
-    figures: dict[str, float] = {}
+    launches: dict[str, float] = {}
     for implementation, device in bench.devices():
-        for rule in PROMISED:
+        for rule in model.PROMISED:
             calls[f"{implementation}, {rule}"] = step = Step(model.RULES[rule][0], sizes, device)
             step()
         arrays = Step(model.RULES["sgd"][0], sizes, device, on_host=True)
         arrays()
         calls[f"{implementation}, sgd of NumPy arrays"] = arrays
-        figures[f"{implementation}, launches"] = bench.launches(implementation, step)
-    words = f"{len(sizes)} x {sizes[0]} float32, host us of a step"
-    bench.keep(Case(model.TINY, words, figures=figures | model.tiny_us(bench, calls)))
-
-
-def sparse(bench: Bench) -> None:
-    """Measures a sparse update of a table: merge, gather, update, scatter."""
-    rows = bench.pick(ROWS, QUICK_ROWS)
-    shape = (NUM_ROWS * rows // ROWS, WIDTH)
-    indices = np.random.default_rng(0).integers(0, shape[0], rows)
-
-    def make(device: Device) -> Call:
-        values = normals(math.prod(shape), seed=VALUES).reshape(shape)
-        gradients = normals(rows * WIDTH, seed=GRADIENTS).reshape(rows, WIDTH)
-        pair = (
-            gr.IndexedSlices(device.put(gradients), indices, shape),
-            gr.Variable(values, device=device),
-        )
-        return partial(gr.AdamOptimizer(0.001, lazy=True).apply_gradients, [pair])
-
-    words = f"{rows} rows of {shape[0]} x {WIDTH} float32"
-    bench.compare(SPARSE, words, 7 * 4 * rows * WIDTH, bench.ours(make))
+        launches[f"{implementation}, launches"] = bench.launches(implementation, step)
+    model.note_tiny(bench, calls, launches, " of a step")
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases."""
-    for rule in model.RULES:
-        step_of_rule(bench, rule)
+    for rule, (make, units) in model.RULES.items():
+        model.compare_steps(bench, rule, partial(Step, make, model.sizes(bench)), units)
     tiny(bench)
-    sparse(bench)
 
 
 BENCHMARK = Benchmark(

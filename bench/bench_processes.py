@@ -1,13 +1,4 @@
-"""Measures all-reduce over two processes of this machine, compared with their library's own.
-
-Starts two processes by torchrun (gloo), and two by mpiexec, where PyTorch and mpi4py are installed.
-Each process has one simulated device. The line is one raw all-reduce of that library, with as many
-bytes, in the same rounds. The cases are ResNet-50's gradients in a flat buffer, prepared; the same
-gradients packed, beside NumPy's copy of them into one array; and 161 tiny tensors, prepared and
-plain. Exit status 1 if a floor is violated.
-
-    python bench/bench_processes.py [--json FILE] [--quick]
-"""
+"""Measures all-reduce over two processes of this machine, compared with their library's own."""
 
 from __future__ import annotations
 
@@ -15,17 +6,15 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import After, Call, each, in_turns, timed, took_of
-from measure.floors import Floor, counted, over_the_peer
+from measure.case import OURS, Floor, counted, over
+from measure.clock import After, Call, Calls, each, in_turns, timed
 from measure.in_processes import figures_of, torchrun
-from measure.reductions import Reduction, placed, uploaded
-from measure.resnet50 import resnet50
+from measure.operands import Shapes, resnet50
+from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -36,6 +25,7 @@ SIZE = 2  # processes
 LAUNCHERS = {"torchrun": "torch", "mpi": "mpi4py"}  # and the library that sends
 RAW, FLAT, PACKED, PLAIN, ALONE = "raw all-reduce", "flat", "packed", "plain", "one process"
 PREPARED = ", prepared"
+RESNET, TINY = f"ResNet-50, {SIZE} processes, {{}}", f"tiny tensors, {SIZE} processes, {{}}"
 TINY_SIZE = 16
 ROUNDS, TINY_ROUNDS, QUICK_ROUNDS, WARM_UPS = 25, 1000, 2, 3
 SECONDS = 600.0  # for all rounds of one launcher
@@ -43,37 +33,21 @@ OVER_RAW, PLAIN_OVER = "prepared, us over raw", "plain, us over raw and one proc
 PASS, OVER_PASS = "one pack pass", "packed, prepared, over raw and one pack pass"
 
 
-def resnet_of(launcher: str) -> str:
-    """Returns the case name of a model's gradients."""
-    return f"ResNet-50, {SIZE} processes, {launcher}"
-
-
-def tiny_of(launcher: str) -> str:
-    """Returns the case name of tiny tensors."""
-    return f"tiny tensors, {SIZE} processes, {launcher}"
-
-
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11, load average 4 to 9.
 FLOORS = tuple(
-    floor
-    for launcher, flat, packed, over_raw, plain_over in (
+    Floor(f"{launcher}, {name}", case.format(launcher), figure, "<=", most, measured,
+          (LAUNCHERS[launcher],))
+    for launcher, *found in (
         ("torchrun", "0.99 to 1.09", "0.94", "34 to 101", "19 to 131"),
         ("mpi", "0.30 to 0.41", "0.32", "56 to 78", "57 to 80"),
     )
-    for floor in (
-        Floor(f"{launcher}, flat, prepared, over raw", resnet_of(launcher),
-              over_the_peer(RAW, FLAT + PREPARED), "<=", 1.1, flat, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, {OVER_PASS}", resnet_of(launcher), counted(OVER_PASS), "<=", 1.1,
-              packed, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, tiny tensors, {OVER_RAW}", tiny_of(launcher), counted(OVER_RAW), "<=",
-              200, over_raw, (LAUNCHERS[launcher],)),
-        Floor(f"{launcher}, tiny tensors, {PLAIN_OVER}", tiny_of(launcher), counted(PLAIN_OVER),
-              "<=", 100, plain_over, (LAUNCHERS[launcher],)),
-    )
+    for (name, case, figure, most), measured in zip((
+        ("flat, prepared, over raw", RESNET, over(RAW, FLAT + PREPARED), 1.1),
+        (OVER_PASS, RESNET, counted(OVER_PASS), 1.1),
+        (f"tiny tensors, {OVER_RAW}", TINY, counted(OVER_RAW), 200),
+        (f"tiny tensors, {PLAIN_OVER}", TINY, counted(PLAIN_OVER), 100),
+    ), found, strict=True)
 )  # fmt: skip
-
-
-# -- in each process -------------------------------------------------------------------------------
 
 
 def raw_calls(launcher: str, size: int) -> tuple[Call, Call]:
@@ -91,22 +65,11 @@ def raw_calls(launcher: str, size: int) -> tuple[Call, Call]:
     return dist.barrier, partial(dist.all_reduce, tensor)
 
 
-def calls_of(mesh: Mesh, shapes: Sequence[tuple[int, ...]], name: str) -> dict[str, Call]:
+def calls_of(mesh: Mesh, shapes: Shapes, name: str) -> dict[str, Call]:
     """Returns prepared and plain calls that sum tensors of these shapes."""
-    ones = [[np.ones(shape, np.float32)] for shape in shapes]
-    reduction = Reduction(mesh, uploaded(placed(mesh, shapes, flat=name == FLAT), ones))
-    call = reduction.plain()
-    for mean in call():
-        if not (mean.values[0].numpy() == 1).all():
-            raise AssertionError(f"{name}: a result is not the mean")
+    reduction = Reduction(mesh, placed(mesh, shapes, flat=name == FLAT))
+    call = reduction.checked(reduction.plain)  # all processes have the same tensors
     return {f"{OURS}{name}{PREPARED}": reduction.prepared(), f"{OURS}{name}, {PLAIN}": call}
-
-
-def pack_pass(shapes: Sequence[tuple[int, ...]]) -> Call:
-    """Returns NumPy's copy of tensors of these shapes into one array."""
-    tensors = [np.ones(math.prod(shape), np.float32) for shape in shapes]
-    packed = np.empty(sum(tensor.size for tensor in tensors), np.float32)
-    return partial(np.concatenate, tensors, out=packed)
 
 
 def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | None:
@@ -115,21 +78,21 @@ def in_each(launcher: Launcher, quick: bool) -> dict[str, dict[str, float]] | No
     tiny = [(TINY_SIZE,)] * len(shapes)
     with gr.open_mesh(1, backend="sim", processes=launcher) as mesh:
         calls = {**calls_of(mesh, shapes, FLAT), **calls_of(mesh, shapes, PACKED)}
-        calls[PASS] = pack_pass(shapes)
+        tensors = [np.ones(math.prod(shape), np.float32) for shape in shapes]
+        packed = np.empty(sum(tensor.size for tensor in tensors), np.float32)
+        calls[PASS] = partial(np.concatenate, tensors, out=packed)
         taken = turns(launcher, shapes, calls, QUICK_ROUNDS if quick else ROUNDS)
-        found = {resnet_of(launcher): each(statistics.median, taken)}
+        found = {RESNET.format(launcher): each(statistics.median, taken)}
         with gr.open_mesh(1, backend="sim", processes="none") as alone:
             name = f"{OURS}{ALONE}, {PLAIN}"
             calls = {**calls_of(mesh, tiny, PACKED), name: calls_of(alone, tiny, ALONE)[name]}
             taken = turns(launcher, tiny, calls, QUICK_ROUNDS if quick else TINY_ROUNDS)
         # The best round, because other work on the machine doubles microseconds.
-        found[tiny_of(launcher)] = each(min, taken)
+        found[TINY.format(launcher)] = each(min, taken)
         return found if mesh.process_index == 0 else None
 
 
-def turns(
-    launcher: str, shapes: Sequence[tuple[int, ...]], calls: Mapping[str, Call], rounds: int
-) -> dict[str, list[float]]:
+def turns(launcher: str, shapes: Shapes, calls: Calls, rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of each call and of the raw one; all processes begin a call together."""
     barrier, raw = raw_calls(launcher, sum(map(math.prod, shapes)))
     candidates = {RAW: raw, **calls}
@@ -137,41 +100,30 @@ def turns(
     return in_turns(measured, rounds, warm_ups=WARM_UPS)
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
 def cases(bench: Bench) -> None:
-    """Runs all launchers that are installed."""
+    """Runs all launchers that are installed, and adds the figures that the floors need."""
     os.environ.pop("PRTE_MCA_rmaps_default_mapping_policy", None)  # a core for each
+    prepared, plain = f"{OURS}{PACKED}{PREPARED}", f"{OURS}{PACKED}, {PLAIN}"
     for launcher, library in LAUNCHERS.items():
-        if bench.has(library):
-            found = figures_of(
-                "bench_processes:in_each", launcher, bench.quick, launcher=command_of(launcher),
-                seconds=SECONDS, OMP_NUM_THREADS="1",
-            )  # fmt: skip
-            for name, seconds in found.items():
-                bench.keep(case_of(name, seconds))
-
-
-def case_of(name: str, seconds: Mapping[str, float]) -> Case:
-    """Returns a case with the figures that its floors need."""
-    figures = {}
-    prepared, plain = (f"{OURS}{PACKED}{PREPARED}", f"{OURS}{PACKED}, {PLAIN}")
-    alone = seconds.get(f"{OURS}{ALONE}, {PLAIN}")
-    if PASS in seconds:
-        figures[OVER_PASS] = seconds[prepared] / (seconds[RAW] + seconds[PASS])
-    if alone is not None:
-        figures[OVER_RAW] = (seconds[prepared] - seconds[RAW]) * 1e6
-        figures[PLAIN_OVER] = (seconds[plain] - seconds[RAW] - alone) * 1e6
-    return Case(name, f"{SIZE} processes, float32", 0, took_of(seconds), figures)
-
-
-def command_of(launcher: str) -> list[str]:
-    """Returns the command that starts Python in the processes."""
-    if launcher != "mpi":
-        return torchrun(SIZE)
-    beside = Path(sys.executable).with_name("mpiexec")
-    return [str(beside if beside.exists() else "mpiexec"), "-n", str(SIZE), sys.executable]
+        if not bench.has(library):
+            continue
+        beside = Path(sys.executable).with_name("mpiexec")
+        by_mpi = [str(beside if beside.exists() else "mpiexec"), "-n", str(SIZE), sys.executable]
+        found = figures_of(
+            "bench_processes:in_each", launcher, bench.quick,
+            launcher=by_mpi if launcher == "mpi" else torchrun(SIZE),
+            seconds=SECONDS, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        for name, took in found.items():
+            if PASS in took:
+                figures = {OVER_PASS: took[prepared] / (took[RAW] + took[PASS])}
+            else:
+                alone = took[f"{OURS}{ALONE}, {PLAIN}"]
+                figures = {
+                    OVER_RAW: (took[prepared] - took[RAW]) * 1e6,
+                    PLAIN_OVER: (took[plain] - took[RAW] - alone) * 1e6,
+                }
+            bench.note(name, f"{SIZE} processes, float32", figures, took)
 
 
 BENCHMARK = Benchmark(__doc__, cases, FLOORS)

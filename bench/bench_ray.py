@@ -1,28 +1,20 @@
-"""Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray.
-
-Starts a cluster with a small object store, so that the warm-up uses all of its pages. The peer is
-an actor that adds an array in place and returns it, synchronous or asynchronous; for small
-variables it is a round trip of Ray with a small argument. All candidates run in turns. Exit status
-1 if a floor is violated.
-
-    python bench/bench_ray.py [--json FILE] [--quick]
-"""
+"""Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray."""
 
 from __future__ import annotations
 
-import statistics
+import operator
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from statistics import median
 from typing import Any
 
 import numpy as np
-from measure.case import OURS, Case
-from measure.clock import Turn, each, garbage_kept, in_turns, timed, took_of
-from measure.floors import Floor, counted
-from measure.resnet50 import resnet50
+from measure.case import OURS, Floor, counted
+from measure.clock import Turn, each, garbage_kept, in_turns, timed
+from measure.operands import Shapes, resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -66,36 +58,39 @@ def median_of(turn: Turn, number: int) -> Turn:
 
     def run() -> dict[str, float]:
         found = [turn() for _ in range(number)]
-        return {name: statistics.median([each[name] for each in found]) for name in found[0]}
+        return {name: median([each[name] for each in found]) for name in found[0]}
 
     return run
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Returns the median of the ratios of the turns."""
-    return statistics.median([one / other for one, other in zip(ours, theirs, strict=True)])
+    return float(median(map(operator.truediv, ours, theirs)))
 
 
 def more_ms(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Returns the median of the differences of the turns, in milliseconds."""
-    return statistics.median([one - other for one, other in zip(ours, theirs, strict=True)]) * 1e3
+    return float(median(map(operator.sub, ours, theirs))) * 1e3
+
+
+def ones(shapes: Shapes) -> list[np.ndarray]:
+    return [np.ones(shape, np.float32) for shape in shapes]
 
 
 class Worker:
     """A worker of an AGN center in actors, with a sum of gradients that it can push again."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
+    def __init__(self, shapes: Shapes, **options: Any) -> None:
         self.center = gr.ray.AGNCenter(f"bench-{uuid.uuid4().hex}", **options)
         getter = gr.AGNCustomGetter(gr.default_mesh().devices[0], center=self.center)
-        variables = [
+        self._variables = [
             gr.get_variable(f"v{place}", np.zeros(shape, np.float32), custom_getter=getter)
             for place, shape in enumerate(shapes)
         ]
         self._optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5), 1, getter, 2)
-        gradients = [np.ones(shape, np.float32) for shape in shapes]
-        self._optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
-        self._variables, self._num_pushes = variables, 0
-        self._write, self._exchanged = self.center._shared._write, 0.0
+        self._optimizer.apply_gradients(list(zip(ones(shapes), self._variables, strict=True)))
+        self._num_pushes, self._exchanged = 0, 0.0
+        self._write = self.center._shared._write
         setattr(self.center._shared, "_write", self._note_and_write)  # noqa: B010  # mypy
 
     def _note_and_write(self, *arguments: Any) -> int:
@@ -124,14 +119,14 @@ class Worker:
                 raise AssertionError(f"{variable} is not what {self._num_pushes} pushes make")
 
 
-class Peers:
-    """Two actors that add arrays in place and return the sums, one of them asynchronous."""
-
-    def __init__(self) -> None:
+class Cases:
+    def __init__(self, bench: Bench) -> None:
         import ray
 
         class Adder:
-            def reset(self, shapes: Sequence[tuple[int, ...]]) -> None:
+            """Adds arrays in place and returns the sums."""
+
+            def reset(self, shapes: Shapes) -> None:
                 self.values = [np.zeros(shape, np.float32) for shape in shapes]
 
             def push(self, gradients: Any) -> Any:
@@ -152,46 +147,16 @@ class Peers:
         kinds = {ACTOR: Adder, ASYNC: AsyncAdder}
         self._actors = {name: ray.remote(num_cpus=0)(kind).remote() for name, kind in kinds.items()}
         self._get = ray.get
-
-    def calls(self, shapes: Sequence[tuple[int, ...]]) -> list[Turn]:
-        """Returns calls that push gradients and get the sums, and one that does nothing."""
-        gradients = [np.ones(shape, np.float32) for shape in shapes]
-        given = gradients[0] if len(shapes) == 1 else gradients
-        self._get([actor.reset.remote(shapes) for actor in self._actors.values()])
-
-        def call_of(method: Any, argument: Any) -> Callable[[], Any]:
-            return lambda: self._get(method.remote(argument))
-
-        calls = [timed(name, call_of(actor.push, given)) for name, actor in self._actors.items()]
-        return [*calls, timed(TRIP, call_of(self._actors[ACTOR].trip, 1))]
-
-
-def fastest(taken: Seconds, names: Sequence[str]) -> Sequence[float]:
-    """Returns the times of the candidate with the lowest median."""
-    return min([taken[name] for name in names], key=statistics.median)
-
-
-class Cases:
-    """The cases, on the cluster of this process.
-
-    Args:
-        bench: keeps them.
-    """
-
-    def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.peers = Peers()
         self.big = bench.pick(MB, QUICK_MB) * 250_000  # elements
         self.small = [(SMALL_SIZE,)] * bench.pick(NUM_SMALL, 5)
 
     def with_floors(self) -> None:
-        """Runs the cases that have floors."""
         self.agn(COMPILED, [(self.big,)], kernels="compiled")
         self.agn(BIG, [(self.big,)])
         self.agn(SMALL, self.small)
 
     def run(self) -> None:
-        """Runs all cases."""
         self.with_floors()
         self.agn(RESNET, self.bench.pick(resnet50(), [*self.small]))
         self.agn(SHARDS, [(self.big // 2,)] * 2, num_shards=2)
@@ -201,49 +166,48 @@ class Cases:
         self.accumulators(SUMS, self.small)
         self.accumulators(PARTS, [(self.big // 2,)] * 2, num_shards=2)
 
-    def agn(self, name: str, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
+    def agn(self, name: str, shapes: Shapes, **options: Any) -> None:
         """Measures pushes of all variables to a center, each with the pull behind it."""
         worker = Worker(shapes, **options)
         with closing(worker.center):
             taken = self._taken(worker.push, shapes)
             worker.check()
-        peer, trip = fastest(taken, [ACTOR, ASYNC]), taken[TRIP]
-        self._keep(name, shapes, taken, {
+        peer, trip = fastest(taken), taken[TRIP]
+        self._note(name, shapes, taken, {
             RATIO: ratio(taken[PUSH], peer),
             EXCHANGE_RATIO: ratio(taken[EXCHANGE], peer),
             OVER: more_ms(taken[PUSH], trip),
             EXCHANGE_OVER: more_ms(taken[EXCHANGE], trip),
         })  # fmt: skip
 
-    def accumulators(self, name: str, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
+    def accumulators(self, name: str, shapes: Shapes, **options: Any) -> None:
         """Measures that all accumulators of a set get a gradient, and give it."""
         specs = [("float32", list(shape)) for shape in shapes]
-        gradients = [np.ones(shape, np.float32) for shape in shapes]
+        gradients = ones(shapes)
         with gr.ray.AccumulatorSet(specs, f"bench-{uuid.uuid4().hex}", **options) as shared:
-
-            def apply() -> None:
-                shared.apply_grads(gradients, local_step=2**40)
+            apply = timed(APPLY, lambda: shared.apply_grads(gradients, local_step=2**40))
 
             def take() -> None:
-                for taken in shared.take_grads(1):
-                    if taken[0] != 1:
-                        raise AssertionError("a gradient is not the mean")
+                if any(taken[0] != 1 for taken in shared.take_grads(1)):
+                    raise AssertionError("a gradient is not the mean")
 
-            def both() -> Mapping[str, float]:
-                return {**timed(APPLY, apply)(), **timed(TAKE, take)()}
-
-            taken = self._taken(both, shapes)
-        sums = [sum(times) for times in zip(taken[APPLY], taken[TAKE], strict=True)]
+            taken = self._taken(lambda: {**apply(), **timed(TAKE, take)()}, shapes)
+        sums = list(map(operator.add, taken[APPLY], taken[TAKE]))
         two_trips = [2 * seconds for seconds in taken[TRIP]]
-        self._keep(name, shapes, taken, {
-            SUM_RATIO: ratio(sums, fastest(taken, [ACTOR, ASYNC])),
-            SUM_OVER: more_ms(sums, two_trips),
-        })  # fmt: skip
+        figures = {SUM_RATIO: ratio(sums, fastest(taken)), SUM_OVER: more_ms(sums, two_trips)}
+        self._note(name, shapes, taken, figures)
 
-    def _taken(self, ours: Turn, shapes: Sequence[tuple[int, ...]]) -> Seconds:
+    def _taken(self, ours: Turn, shapes: Shapes) -> Seconds:
         """Returns the seconds of ours and of the peers, for tensors of some shapes."""
-        turns = [ours, *self.peers.calls(shapes)]
-        is_small = shapes == self.small
+        is_small, gradients = shapes == self.small, ones(shapes)
+        given = gradients[0] if len(shapes) == 1 else gradients
+        self._get([actor.reset.remote(shapes) for actor in self._actors.values()])
+
+        def turn_of(name: str, method: Any, argument: Any) -> Turn:
+            return timed(name, lambda: self._get(method.remote(argument)))
+
+        turns = [ours, *(turn_of(name, each.push, given) for name, each in self._actors.items())]
+        turns.append(turn_of(TRIP, self._actors[ACTOR].trip, 1))
         if is_small and not self.bench.quick:
             turns = [median_of(turn, IN_A_ROW) for turn in turns]
         pause = 0.0 if is_small or self.bench.quick else PAUSE_SECONDS
@@ -251,18 +215,14 @@ class Cases:
             rounds = self.bench.pick(ROUNDS, QUICK_ROUNDS)
             return in_turns(turns, rounds, pause=pause, warm_ups=WARM_UPS)
 
-    def _keep(
-        self,
-        name: str,
-        shapes: Sequence[tuple[int, ...]],
-        taken: Seconds,
-        figures: Mapping[str, float],
-    ) -> None:
-        """Prints and stores a case."""
-        took = took_of(each(statistics.median, taken))
-        least = {f"{candidate}, least, ms": min(times) * 1e3 for candidate, times in taken.items()}
-        size = f"{len(shapes)} float32 tensors"
-        self.bench.keep(Case(name, size, 0, took, {**figures, **least}))
+    def _note(self, name: str, shapes: Shapes, taken: Seconds,
+              figures: Mapping[str, float]) -> None:  # fmt: skip
+        self.bench.note(name, f"{len(shapes)} float32 tensors", figures, each(median, taken))
+
+
+def fastest(taken: Seconds) -> Sequence[float]:
+    """Returns the times of the actor with the lower median."""
+    return min(taken[ACTOR], taken[ASYNC], key=median)
 
 
 @contextmanager

@@ -1,27 +1,21 @@
-"""Measures how an all-reduce scales with the number of tensors, replicas and bytes.
-
-Mean of replicas in flat buffers by ``hierarchical_copy``, prepared in place and as a plain call: on
-logical devices of GPU 0 if CuPy finds one, otherwise on simulated devices with compiled kernels.
-The copy reads and writes as many bytes as the all-reduce must, on a CPU in one thread. A size that
-needs more than a quarter of the free memory is left out, and the report says so. Our Python's time
-is measured separately, with a driver that does nothing (``measure/many_tensors.py``).
-
-    python bench/bench_scaling.py [--json FILE] [--quick]
-"""
+"""Measures how an all-reduce scales with the number of tensors, replicas and bytes."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import time
+import timeit
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from measure.all_reduce_peers import NUMPY, numpy_sum_and_copies
-from measure.case import OURS, Case, Reduced
+from measure import stub_cupy
+from measure.case import OURS, Case, Floor, counted, over
 from measure.clock import Call, HostClock
-from measure.floors import Floor, counted, over_the_copy
 from measure.in_processes import figures_of
-from measure.random_values import integers
+from measure.peers import NUMPY, numpy_sum_and_copies
 from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
 
@@ -36,7 +30,8 @@ MOST_TENSORS, MOST_BYTES = 10_000, 2**28  # of plain calls, which would take sec
 MOST_PEER_BYTES = 2**30  # of peers, which have arrays of their own
 QUICK_MOST_TENSORS, QUICK_MOST_REPLICAS, QUICK_MOST_BYTES, QUICK_SIZE = 10, 2, 2**10, 2**8
 ROUNDS = 5
-PREPARED, PLAIN = "prepared", "plain"
+LOOPS, CALLS = 20, 200  # of the host
+PREPARED = "prepared"
 
 LARGEST_FLOOR = "bytes, 1,073,741,824 in all"
 MANY_TENSORS = f"host, {HOST_TENSORS[-1]:,} tensors"
@@ -56,14 +51,13 @@ HOST_FLOORS = tuple(
 )
 CPU_FLOORS = (
     Floor("compiled, prepared, over the copy at 1 GiB", LARGEST_FLOOR,
-          over_the_copy(f"compiled, {PREPARED}"), "<=", 1.1, "docs/benchmarks.md"),
+          over("copy", f"compiled, {PREPARED}"), "<=", 1.1, "docs/benchmarks.md"),
     *HOST_FLOORS,
 )  # fmt: skip
 GPU_FLOORS = HOST_FLOORS
 
 
 def free_bytes() -> int:
-    """Returns how much memory of the host is free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -73,58 +67,94 @@ def up_to(bench: Bench, values: Sequence[int], most: int) -> list[int]:
 
 
 def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int) -> None:
-    """Reduces tensors of one size on some devices."""
     replica = 4 * num_tensors * size
     nbytes = num_devices * replica
     ours = OURS + ("cuda" if bench.on_gpu else "compiled")
     calls: dict[str, Call] = {}
-    with open_mesh(bench, num_devices) as mesh:
-        calls[f"{ours}, {PREPARED}"] = prepared(mesh, num_tensors, size)
+    if bench.on_gpu:
+        opened = gr.open_mesh([0] * num_devices, backend="cuda")
+    else:
+        opened = gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
+    with opened as mesh:
+        reduction = Reduction(mesh, placed(mesh, [(size,)] * num_tensors, flat=True))
         if num_tensors <= MOST_TENSORS and nbytes <= MOST_BYTES:
-            calls[f"{ours}, {PLAIN}"] = Reduction(mesh, values_of(mesh, num_tensors, size)).plain()
+            calls[f"{ours}, plain"] = reduction.plain()
+        calls[f"{ours}, {PREPARED}"] = reduction.checked(partial(reduction.prepared, in_place=True))
         if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not bench.on_gpu:
             rows = np.ones((num_tensors, num_devices, size), np.float32)
             calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
         moved = 2 * num_devices * replica
         took = bench.clock_of(mesh).measure(calls, moved)
     words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"
-    bench.keep(Reduced(name, words, moved, took, {}, replica, num_devices))
+    bench.keep(Case(name, words, moved, took))
 
 
-def open_mesh(bench: Bench, num_devices: int) -> gr.Mesh:
-    """Opens logical devices of GPU 0, or simulated devices."""
-    if bench.on_gpu:
-        return gr.open_mesh([0] * num_devices, backend="cuda")
-    return gr.open_mesh(num_devices, backend="sim", kernels="compiled", strict=False)
+def host_figures(counts: Sequence[int]) -> list[dict[str, float]]:
+    """Returns what steps over each number of tensors take, on a driver that does nothing.
+
+    Must run in a process of its own, where ``stub_cupy`` becomes CuPy.
+    """
+    stub_cupy.install()
+    gc.disable()  # which would look at all tensors again and again; ``capture`` pauses it anyway
+    return [host_figures_of(count) for count in counts]
 
 
-def values_of(mesh: gr.Mesh, num_tensors: int, size: int) -> Sequence[gr.PerReplica]:
-    """Returns values in flat buffers; the first tensor has small integers."""
-    values = placed(mesh, [(size,)] * num_tensors, flat=True)
-    for replica, device in enumerate(mesh):
-        device.upload(integers(size) + np.float32(replica), out=values[0].buffers[replica])
-    return values
+def host_figures_of(count: int) -> dict[str, float]:
+    """Returns times and counts of one all-reduce, one update and one joint apply of all tensors.
+
+    The tensors of the all-reduce are reduced where they lie, without packs.
+    """
+    mesh = gr.open_mesh([0] * NUM_DEVICES, backend="cuda")
+    first, shape = mesh.devices[0], (TENSOR_SIZE,)
+    values = [
+        gr.PerReplica([device.empty(shape, "float32") for device in mesh], mesh)
+        for _ in range(count)
+    ]
+    reduction = Reduction(mesh, values, 0)
+    start = time.process_time()
+    captured = reduction.captured()
+    found = {"first plan, s": time.process_time() - start}
+    captured()
+    found |= logged(mesh, "captured step", captured)
+    for name, step in (("captured", captured), ("prepared", reduction.prepared())):
+        step()
+        # The best of several loops.
+        taken = timeit.repeat(step, repeat=LOOPS, number=CALLS, timer=time.process_time)
+        found[f"{name} step, us"] = min(taken) / CALLS * 1e6
+        found[f"{name} step, Python calls"] = python_calls(step)
+    grads = [value.buffers[0] for value in values]
+    variables = [gr.Variable(np.zeros(shape, np.float32), device=first) for _ in range(count)]
+    sums = [gr.ConditionalAccumulator("float32", shape, device=first) for _ in range(count)]
+    update = gr.GradientDescentOptimizer(0.5).apply_gradients
+    pairs = list(zip(grads, variables, strict=True))
+    found |= logged(mesh, "apply_gradients", partial(update, pairs))
+    found |= logged(mesh, "apply_grads", partial(gr.apply_grads, sums, grads, 0))
+    return found
 
 
-def prepared(mesh: gr.Mesh, num_tensors: int, size: int) -> Call:
-    """Returns a prepared step in place, after a first one that is checked."""
-    values = values_of(mesh, num_tensors, size)
-    step = Reduction(mesh, values).prepared(in_place=True)
-    step()
-    for buffer in values[0].buffers:
-        if not np.array_equal(buffer.numpy(), integers(size) + np.float32((len(mesh) - 1) / 2)):
-            raise AssertionError("the result is not the mean")
-    return step
+def python_calls(call: Call) -> int:
+    """Returns how many functions of Python and C a call calls."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+def logged(mesh: gr.Mesh, name: str, call: Call) -> dict[str, float]:
+    """Returns the launches and uploads of a call; a pointer table that is built is an upload."""
+    with mesh.journal() as journal:
+        call()
+    return {f"{name}, launches": journal.launches, f"{name}, uploads": journal.uploads}
 
 
 def cases(bench: Bench) -> None:
-    """Runs all cases; each frees its memory when it ends."""
     for count in up_to(bench, TENSORS, QUICK_MOST_TENSORS):
         case(bench, f"tensors, {count:,}", NUM_DEVICES, count, TENSOR_SIZE)
     counts = up_to(bench, HOST_TENSORS, QUICK_MOST_TENSORS)
-    found = figures_of("measure.many_tensors:figures", counts)
+    found = figures_of("bench_scaling:host_figures", counts)
     for count, figures in zip(counts, found, strict=True):
-        bench.keep(Case(f"host, {count:,} tensors", figures=figures))
+        bench.note(f"host, {count:,} tensors", "", figures)
     for count in up_to(bench, REPLICAS, QUICK_MOST_REPLICAS):
         case(bench, f"replicas, {count}", count, 1, bench.pick(REPLICA_SIZE, QUICK_SIZE))
     for nbytes in up_to(bench, BYTES, QUICK_MOST_BYTES):

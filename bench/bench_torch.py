@@ -1,12 +1,4 @@
-"""Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own.
-
-Starts two processes by torchrun (gloo), with one simulated device and one thread of PyTorch each.
-Measures the host time of a step on tiny gradients, in one process and in two; memory; how much of
-the reductions of ResNet-18 runs beside its backward; and DDP with our hook beside plain DDP, on the
-gradients of ResNet-50. All candidates run in turns. Exit status 1 if a floor is violated.
-
-    python bench/bench_torch.py [--json FILE] [--quick]
-"""
+"""Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own."""
 
 from __future__ import annotations
 
@@ -15,13 +7,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from measure.case import OURS, Case
-from measure.clock import Call, each, garbage_kept, in_turns, took_of
-from measure.floors import Decision, Floor, counted
+from measure.case import OURS, Decision, Floor, counted
+from measure.clock import After, Call, Calls, Now, each, garbage_kept, in_turns, timed
 from measure.in_processes import figures_of, torchrun
-from measure.resnet50 import resnet50
+from measure.operands import resnet50
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -63,43 +56,41 @@ FLOORS = (
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
 )  # fmt: skip
-Steps = Mapping[str, Callable[[], Call]]  # prepares a step, which is returned
-Found = dict[str, dict[str, float]]  # "took": seconds by candidate; "figures"
+Found = tuple[dict[str, float], dict[str, float]]  # seconds by candidate; figures
 
 
-def seconds_of(steps: Steps, rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
-    """Returns the seconds of each step, in turns; what comes before a step is not counted."""
-
-    def timed(name: str, prepare: Callable[[], Call]) -> Callable[[], dict[str, float]]:
-        def turn() -> dict[str, float]:
-            step = prepare()
-            start = now()
-            step()
-            return {name: now() - start}
-
-        return turn
-
+def seconds_of(steps: Calls, rounds: int, now: Now) -> dict[str, list[float]]:
+    """Returns the seconds of each step, in turns."""
+    turns = [timed(name, step, now=now) for name, step in steps.items()]
     with garbage_kept():
-        return in_turns([timed(*each) for each in steps.items()], rounds, warm_ups=WARM_UPS)
+        return in_turns(turns, rounds, warm_ups=WARM_UPS)
 
 
-def backward_of(modules: Sequence[Any], after: Call = lambda: None) -> Callable[[], Call]:
-    """Returns what prepares a backward of all modules, with zeroed gradients."""
+def backward_of(
+    loss_of: Callable[[], Any], then: Call = lambda: None, around: Call = nullcontext
+) -> After:
+    """Returns a backward and what follows it; the loss is computed before, and is not measured."""
+    losses: list[Any] = []
+
+    def before() -> None:
+        losses[:] = [loss_of()]
+
+    def call() -> None:
+        with around():
+            losses[0].backward()
+        then()
+
+    return After(before, call)
+
+
+def loss_of_all(modules: Sequence[Any]) -> Any:
+    """Returns the loss of all modules, with zeroed gradients."""
     import torch
 
-    def prepare() -> Call:
-        for module in modules:
-            module.zero_grad(set_to_none=False)
-        x = torch.ones(1, requires_grad=True)
-        loss = torch.stack([module(x) for module in modules]).sum()
-
-        def step() -> None:
-            loss.backward()
-            after()
-
-        return step
-
-    return prepare
+    for module in modules:
+        module.zero_grad(set_to_none=False)
+    x = torch.ones(1, requires_grad=True)
+    return torch.stack([module(x) for module in modules]).sum()
 
 
 def tiny_modules(number: int, count: int) -> list[Any]:
@@ -107,9 +98,6 @@ def tiny_modules(number: int, count: int) -> list[Any]:
     from measure.torch_modules import Given
 
     return [Given([(TINY_SIZE,)] * count, count) for _ in range(number)]
-
-
-# -- one process -----------------------------------------------------------------------------------
 
 
 def average_by_loop(modules: Sequence[Any]) -> None:
@@ -137,17 +125,16 @@ def tiny_in_one_process(quick: bool) -> Found:
                 parameter.register_post_accumulate_grad_hook(lambda _: None)
         dp = gr.torch.DataParallel(tiny_modules(REPLICAS, count), mesh)
         steps = {
-            PLAIN: backward_of(alone),
-            HOOKS: backward_of(hooked),
-            PARALLEL: backward_of(list(dp.replicas)),
-            LOOP: backward_of(looped, lambda: average_by_loop(looped)),
+            PLAIN: backward_of(partial(loss_of_all, alone)),
+            HOOKS: backward_of(partial(loss_of_all, hooked)),
+            PARALLEL: backward_of(partial(loss_of_all, list(dp.replicas))),
+            LOOP: backward_of(partial(loss_of_all, looped), partial(average_by_loop, looped)),
         }
         rounds = QUICK_ROUNDS if quick else TINY_ROUNDS
         took = each(min, seconds_of(steps, rounds, time.process_time))
     torch.set_num_threads(threads)
-    figures = added(took)
     share = (took[PARALLEL] - took[PLAIN]) / (took[LOOP] - took[PLAIN])
-    return {"took": took, "figures": figures | {ADDED_SHARE: share}}
+    return took, {**added(took), ADDED_SHARE: share}
 
 
 def added(took: Mapping[str, float]) -> dict[str, float]:
@@ -156,52 +143,53 @@ def added(took: Mapping[str, float]) -> dict[str, float]:
     return {text: (took[name] - took[PLAIN]) * 1e3 for name, text in words.items() if name in took}
 
 
-# -- in each of two processes ----------------------------------------------------------------------
-
-
 def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     """Measures the processor time of the thread that calls ``backward``."""
     count = 12 if quick else NUM_TINY
-    dp = gr.torch.DataParallel(tiny_modules(1, count)[0], mesh)
-    steps = {PLAIN: backward_of(tiny_modules(1, count)), PARALLEL: backward_of([dp])}
+    modules = tiny_modules(2, count)
+    modules[1] = gr.torch.DataParallel(modules[1], mesh)
+    steps = {
+        name: backward_of(partial(loss_of_all, [module]))
+        for name, module in zip((PLAIN, PARALLEL), modules, strict=True)
+    }
     took = each(min, seconds_of(steps, QUICK_ROUNDS if quick else TINY_ROUNDS, time.thread_time))
-    return {"took": took, "figures": added(took)}
+    return took, added(took)
+
+
+def shapes_of(quick: bool) -> list[tuple[int, ...]]:
+    """Returns the shapes of ResNet-50's gradients, or a few."""
+    return [(2**12,)] * 12 if quick else resnet50()
 
 
 def held(mesh: Mesh, quick: bool) -> Found:
     """Counts the memory that the mesh holds for the gradients of ResNet-50."""
     from measure.torch_modules import Given
 
-    gc.collect()
-    before = bytes_of(mesh)
-    dp: Any = gr.torch.DataParallel(
-        Given(shapes_of(quick=quick)), mesh, bucket_mb=0.1 if quick else 25
-    )
+    def bytes_held() -> int:
+        gc.collect()
+        blocks = [each for each in gc.get_objects() if type(each) is Block]
+        return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
+
+    before = bytes_held()
+    dp: Any = gr.torch.DataParallel(Given(shapes_of(quick)), mesh, bucket_mb=0.1 if quick else 25)
     for _ in range(2):
-        backward_of([dp])()()
-    gc.collect()
+        loss_of_all([dp]).backward()
     nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
     sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
-    more = bytes_of(mesh) - before - sum(sizes)
-    figures = {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
-               "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
-    return {"took": {}, "figures": figures}
+    more = bytes_held() - before - sum(sizes)
+    return {}, {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
+                "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
 
 
-def bytes_of(mesh: Mesh) -> int:
-    """Returns the bytes of all live blocks from the pool of a mesh."""
-    blocks = [each for each in gc.get_objects() if type(each) is Block]
-    return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
+def wait_for_others() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
 
 
 class Overlap:
-    """Prepares steps of ResNet-18, and notes what happens at the end of each backward.
-
-    Attributes:
-        launched: how many buckets were launched when backward had computed all gradients.
-        waited: the seconds from there to the end.
-    """
+    """Computes losses of ResNet-18, and notes what happens at the end of each backward."""
 
     def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
         import torch
@@ -209,92 +197,56 @@ class Overlap:
         from torch.nn.parallel import DistributedDataParallel
 
         torch.manual_seed(0)
-        self.dp = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
-        self._ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
-        self.launched: list[int] = []
-        self.waited: list[float] = []
+        self.dp: Any = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
+        self.ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
+        self.waited: list[float] = []  # seconds, after backward had computed all gradients
+        self.launched = 0  # buckets, when the last one had
         self._images = torch.randn(*shape)
 
-    @property
-    def buckets(self) -> Sequence[Any]:
-        """The buckets of the DataParallel, after the first step."""
-        return self.dp._reducer._buckets
-
-    def step(self) -> Call:
-        """Returns a backward that reduces."""
-        loss = self._loss()
-
-        def run() -> None:
-            loss.backward()
-            self.waited.append(time.perf_counter() - self._computed)
-
-        return run
-
-    def backward(self) -> Call:
-        """Returns a backward that reduces nothing."""
-        loss = self._loss()
-
-        def run() -> None:
-            with self.dp.no_sync():
-                loss.backward()
-
-        return run
-
-    def peer(self) -> Call:
-        """Returns a backward of plain DDP."""
-        self._ddp.zero_grad(set_to_none=False)
-        loss = self._ddp(self._images.clone().requires_grad_()).square().mean()
-        wait_for_others()
-        step: Call = loss.backward
-        return step
-
-    def reductions(self) -> Call:
-        """Returns the reductions of a step alone."""
-        wait_for_others()
-        return lambda: [bucket.step() for bucket in self.buckets]
-
-    def _loss(self) -> Any:
-        self.dp.zero_grad()
+    def loss(self, module: Any) -> Any:
+        module.zero_grad(set_to_none=False)
         x = self._images.clone().requires_grad_()  # its gradient is computed last
         x.register_hook(self._note)
-        loss = self.dp(x).square().mean()
+        loss = module(x).square().mean()
         wait_for_others()
         return loss
 
     def _note(self, _: Any) -> None:
-        self.launched.append(len(self.dp._reducer._tasks))
-        self._computed = time.perf_counter()
+        self._launched, self._computed = len(self.dp._reducer._tasks), time.perf_counter()
 
+    def note_wait(self) -> None:
+        self.waited.append(time.perf_counter() - self._computed)
+        self.launched = self._launched
 
-def wait_for_others() -> None:
-    """Waits for the other process."""
-    import torch.distributed as dist
-
-    dist.barrier()
+    def reductions(self) -> None:
+        """Makes the reductions of a step alone."""
+        for bucket in self.dp._reducer._buckets:
+            bucket.step()
 
 
 def overlap(mesh: Mesh, quick: bool) -> Found:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
-    made.step()()  # makes the buckets
-    steps = {PLAIN: made.backward, PARALLEL: made.step, REDUCTIONS: made.reductions, DDP: made.peer}
+    loss = partial(made.loss, made.dp)
+    loss().backward()  # makes the buckets
+    steps = {
+        PLAIN: backward_of(loss, around=made.dp.no_sync),
+        PARALLEL: backward_of(loss, made.note_wait),
+        REDUCTIONS: After(wait_for_others, made.reductions),
+        DDP: backward_of(partial(made.loss, made.ddp)),
+    }
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = each(statistics.median, taken)
-    share, peer = (
-        statistics.median(
-            (both - alone) / reductions
-            for both, alone, reductions in zip(
-                taken[name], taken[PLAIN], taken[REDUCTIONS], strict=True
-            )
-        )
-        for name in (PARALLEL, DDP)
-    )
+    rounds = list(zip(*(taken[name] for name in steps), strict=True))
+    share = statistics.median((ours - alone) / after for alone, ours, after, _ in rounds)
+    peer = statistics.median((theirs - alone) / after for alone, _, after, theirs in rounds)
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
-    figures = {"buckets": float(len(made.buckets)), WAIT: waited / took[REDUCTIONS], SHARE: share,
-               PEER_SHARE: peer, LATE: float(len(made.buckets) - made.launched[-1])}  # fmt: skip
+    buckets = len(made.dp._reducer._buckets)
+    figures = {"buckets": float(buckets), WAIT: waited / took[REDUCTIONS], SHARE: share,
+               PEER_SHARE: peer, LATE: float(buckets - made.launched)}  # fmt: skip
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
-    return {"took": took, "figures": figures}
+    return took, figures
 
 
 def has_cores() -> bool:
@@ -309,36 +261,23 @@ def hook(mesh: Mesh, quick: bool) -> Found:
     from torch.nn.parallel import DistributedDataParallel
 
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-    shapes = shapes_of(quick=quick)
-    modules = {name: DistributedDataParallel(Given(shapes)) for name in (DDP, OUR_HOOK)}
+    modules = {name: DistributedDataParallel(Given(shapes_of(quick))) for name in (DDP, OUR_HOOK)}
     modules[OUR_HOOK].register_comm_hook(None, gr.torch.comm_hook(ops))
 
-    def prepare_of(module: Any) -> Callable[[], Call]:
-        def prepare() -> Call:
-            module.zero_grad()
-            loss = module(torch.ones(1, requires_grad=True))
-            wait_for_others()
-            step: Call = loss.backward
-            return step
+    def loss_of(module: Any) -> Any:
+        module.zero_grad()
+        loss = module(torch.ones(1, requires_grad=True))
+        wait_for_others()
+        return loss
 
-        return prepare
-
-    steps = {name: prepare_of(module) for name, module in modules.items()}
+    steps = {name: backward_of(partial(loss_of, module)) for name, module in modules.items()}
     taken = seconds_of(steps, QUICK_ROUNDS if quick else PAIRS, time.perf_counter)
     for module in modules.values():
         for parameter in module.parameters():
             if not (parameter.grad == 1).all():
                 raise AssertionError("a gradient is not the mean")
     ratios = [ours / theirs for ours, theirs in zip(taken[OUR_HOOK], taken[DDP], strict=True)]
-    return {"took": each(statistics.median, taken), "figures": {RATIO: statistics.median(ratios)}}
-
-
-def shapes_of(*, quick: bool) -> list[tuple[int, ...]]:
-    """Returns the shapes of ResNet-50's gradients; of a few with ``quick``."""
-    return [(2**12,)] * 12 if quick else resnet50()
-
-
-IN_TWO = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
+    return each(statistics.median, taken), {RATIO: statistics.median(ratios)}
 
 
 def in_each(quick: bool) -> dict[str, Found] | None:
@@ -349,13 +288,11 @@ def in_each(quick: bool) -> dict[str, Found] | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
-        found = {name: measure(mesh, quick) for name, measure in IN_TWO.items()}
+        in_two = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
+        found = {name: measure(mesh, quick) for name, measure in in_two.items()}
         is_first = mesh.process_index == 0
     dist.destroy_process_group()
     return found if is_first else None
-
-
-# -- the run ---------------------------------------------------------------------------------------
 
 
 def cases(bench: Bench) -> None:
@@ -377,9 +314,9 @@ def cases(bench: Bench) -> None:
 
 
 def keep(bench: Bench, name: str, found: Found) -> None:
-    """Prints and stores a case."""
+    took, figures = found
     where = "" if name == TINY_ALONE else f"{SIZE} processes of torchrun, "
-    bench.keep(Case(name, f"{where}float32", 0, took_of(found["took"]), found["figures"]))
+    bench.note(name, f"{where}float32", figures, took)
 
 
 BENCHMARK = Benchmark(__doc__, cases, FLOORS)

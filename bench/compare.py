@@ -12,20 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 OURS = "gradreduce "
-
-LIMIT = 1.1
 Times = dict[tuple[str, str, str], float]
 
 
-def times(report: Mapping[str, Any]) -> Times:
+def times(path: str) -> Times:
     """Returns the time of each of our candidates, by case, candidate and unit."""
     found: Times = {}
-    for case in report["cases"]:
+    for case in json.loads(Path(path).read_text("utf-8"))["cases"]:
         seconds = {name: took["seconds"] for name, took in case["took"].items()}
         copy = seconds.get("copy")
         unit = "of the copy" if copy else "seconds"
@@ -35,32 +32,24 @@ def times(report: Mapping[str, Any]) -> Times:
     return found
 
 
-def only_in_one(before: Times, now: Times) -> Iterator[str]:
-    """Yields what cannot be compared, because one of the reports lacks it."""
-    for name, ours, others in (("old", before, now), ("new", now, before)):
-        for key in ours:
-            if key not in others:
-                yield f"only in the {name} report: {', '.join(key)}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--limit", type=float, default=LIMIT, help="the ratio that is too slow")
+    parser.add_argument("old", type=times)
+    parser.add_argument("new", type=times)
+    parser.add_argument("--limit", type=float, default=1.1, help="the ratio that is too slow")
     options = parser.parse_args(arguments)
-    before, now = (
-        times(json.loads(path.read_text("utf-8"))) for path in (options.old, options.new)
-    )
+    before, now = options.old, options.new
     slower = 0
-    for case, candidate, unit in (key for key in now if key in before):
-        old, new = before[case, candidate, unit], now[case, candidate, unit]
+    for key in (key for key in now if key in before):
+        case, candidate, unit = key
+        old, new = before[key], now[key]
         word = "SLOWER" if new / old > options.limit else ""
         slower += bool(word)
         words = f"{new / old:6.2f}  {old:10.4g} -> {new:10.4g} {unit:11} {case}: {candidate} {word}"
         print(words.rstrip())
-    for line in only_in_one(before, now):
-        print(line)
+    for name, ours, others in (("old", before, now), ("new", now, before)):
+        for key in (key for key in ours if key not in others):
+            print(f"only in the {name} report: {', '.join(key)}")
     if slower:
         sys.exit(f"{slower} slower by more than {options.limit:g} times")
 

@@ -1,11 +1,10 @@
 """Compares our Python's time per CUDA call in two checkouts, on a driver that does nothing.
 
-    python bench/cuda_host_time.py OLD [NEW] [--json FILE] [--quick]
+    python bench/cuda_host_time.py OLD [NEW]
 
 OLD and NEW (default: this one) are checkouts. Each runs in its own process, with
 ``measure/stub_cupy.py`` instead of CuPy. The two take turns, so that load affects both, and are
-compared by processor time. The gradients are ResNet-50's 161 tensors on eight logical devices of
-one GPU. Needs neither a GPU nor CuPy.
+compared by processor time. Needs neither a GPU nor CuPy.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-NUM_LOGICAL = 8
-ROUNDS, QUICK_ROUNDS = 25, 1
+NUM_LOGICAL, ROUNDS = 8, 25
 # Case -> calls in a round.
 CASES = {
     "plain": 4,
@@ -35,11 +31,14 @@ CASES = {
 }
 
 
-def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
-    """Returns a mesh and the calls, of the checkout whose ``src`` comes first in ``sys.path``."""
+def work() -> None:
+    """Measures the checkout whose ``src`` comes first in ``sys.path``.
+
+    Reads lines with a case and a number of calls from the parent.
+    """
     from measure import stub_cupy
+    from measure.operands import resnet50
     from measure.reductions import Reduction
-    from measure.resnet50 import resnet50
 
     stub_cupy.install()
     import cupy
@@ -57,12 +56,6 @@ def calls_of() -> tuple[Any, dict[str, Callable[[], Any]]]:
         calls[f"plain{kind}"] = reduction.plain()
         calls[f"prepared{kind}"] = reduction.prepared()
         calls[f"captured{kind}"] = reduction.captured()
-    return mesh, calls
-
-
-def work() -> None:
-    """Reads lines with a case and a number of calls from the parent; measures each."""
-    mesh, calls = calls_of()
     for call in calls.values():
         for _ in range(3):  # fills caches
             call()
@@ -80,7 +73,6 @@ def work() -> None:
 
 
 def started(checkout: Path) -> subprocess.Popen[str]:
-    """Starts a process that measures one checkout."""
     code = "import sys; sys.path[:0] = sys.argv[1:]; import cuda_host_time; cuda_host_time.work()"
     paths = [str(checkout.resolve() / "src"), str(Path(__file__).resolve().parent)]
     return subprocess.Popen(
@@ -90,44 +82,25 @@ def started(checkout: Path) -> subprocess.Popen[str]:
 
 
 def seconds_of(process: subprocess.Popen[str], name: str, number: int) -> float:
-    """Returns the time of one of so many calls, as a process measures it."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps([name, number]) + "\n")
     process.stdin.flush()
     return float(process.stdout.readline())
 
 
-def measured(old: Path, new: Path, *, quick: bool) -> dict[str, dict[str, float]]:
-    """Returns the medians of each case in microseconds, and of the ratios of each round."""
-    workers = [started(old), started(new)]
-    figures = {}
-    for name, number in CASES.items():
-        pairs: list[list[float]] = []
-        for index in range(QUICK_ROUNDS if quick else ROUNDS):
-            turn = 1 if index % 2 else -1  # who is first
-            taken = [seconds_of(each, name, 1 if quick else number) for each in workers[::turn]]
-            pairs.append(taken[::turn])
-        before, after = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
-        ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
-        figures[name] = {"old_us": before, "new_us": after, "ratio": ratio}
-        print(f"{name:24} old {before:9.2f} us   new {after:9.2f} us   ratio {ratio:5.3f}")
-    for worker in workers:
-        worker.communicate()
-    return figures
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the measurement of the command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", type=Path, help="a checkout")
     parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="one call each: shows that it runs")
-    options = parser.parse_args(arguments)
-    figures = measured(options.old, options.new, quick=options.quick)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    options = parser.parse_args()
+    workers = [started(options.old), started(options.new)]
+    for name, number in CASES.items():
+        pairs: list[list[float]] = []
+        for index in range(ROUNDS):
+            turn = 1 if index % 2 else -1  # who is first
+            pairs.append([seconds_of(each, name, number) for each in workers[::turn]][::turn])
+        before, after = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
+        ratio = statistics.median(new / old for old, new in pairs)
+        print(f"{name:24} old {before:9.2f} us   new {after:9.2f} us   ratio {ratio:5.3f}")
+    for worker in workers:
+        worker.communicate()

@@ -13,15 +13,14 @@ import argparse
 import ast
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from measure.case import OURS, Case
+from measure.case import OURS, Case, Figure, Floor, counted, over
 from measure.clock import took_of
-from measure.floors import Figure, Floor, counted, over_the_copy, over_the_peer
-from measure.runner import IMPLEMENTATIONS, Benchmark
+from measure.runner import Benchmark
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
@@ -65,99 +64,143 @@ as a fraction of it: it holds from 1 on.
 
 Report = Mapping[str, Any]
 
-
-# A line about each benchmark, with a figure of a case for each {}.
-SUMMARY: dict[str, tuple[str, list[tuple[str, Figure]]]] = {
+# A line about each benchmark, and a figure of a case for each {}.
+SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
     "accumulator": (
         "**Accumulators**: an apply of 64 MiB takes {} of the time of NumPy's `+=`; a dropped "
         "gradient takes {} us.",
-        [
-            ("apply", over_the_peer("numpy +=", "numpy")),
-            ("one element", counted("numpy, drop, us")),
-        ],
+        ("apply", over("numpy +=", "numpy")),
+        ("one element", counted("numpy, drop, us")),
     ),
     "agn": (
         "**AGN**: a local step of SGD over 16 M parameters takes {} (compiled kernels) of the time "
         "of PyTorch's fused SGD and an addition.",
-        [("sgd", over_the_peer("torch fused and add", "compiled"))],
+        ("sgd", over("torch fused and add", "compiled")),
     ),
     "all_reduce": (
         "**All-reduce**: the mean of ResNet-50's gradients on 4 devices takes {} (NumPy) and {} "
         "(compiled kernels) of the time of a copy of the bytes.",
-        [("ResNet-50, MEAN", over_the_copy(f"{each}, num_packs=0")) for each in IMPLEMENTATIONS],
+        ("ResNet-50, MEAN", over("copy", "numpy, num_packs=0")),
+        ("ResNet-50, MEAN", over("copy", "compiled, num_packs=0")),
     ),
     "interop": (
         "**Arrays**: a small array becomes a Buffer, and a Buffer an array, in {} us for NumPy and "
         "{} us for PyTorch.",
-        [(library, counted("us in and out")) for library in ("numpy", "torch")],
+        ("numpy", counted("us in and out")),
+        ("torch", counted("us in and out")),
     ),
     "ops": (
         "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
         "time of NumPy's additions.",
-        [("add_n 8 float32", over_the_peer("numpy chain", each)) for each in IMPLEMENTATIONS],
+        ("add_n 8 float32", over("numpy chain", "numpy")),
+        ("add_n 8 float32", over("numpy chain", "compiled")),
     ),
     "optim": (
         "**Optimizers**: a step over 16 M parameters by compiled kernels takes {} (Adam) and {} "
         "(SGD) of the time of PyTorch's fused optimizers.",
-        [(rule, over_the_peer("torch fused", "compiled")) for rule in ("adam", "sgd")],
+        ("adam", over("torch fused", "compiled")),
+        ("sgd", over("torch fused", "compiled")),
     ),
     "processes": (
         "**Processes**: an all-reduce of ResNet-50's gradients over two processes takes {} of the "
         "time of gloo's own, and {} of that of MPI's.",
-        [
-            (f"ResNet-50, 2 processes, {each}", over_the_peer("raw all-reduce", "flat, prepared"))
-            for each in ("torchrun", "mpi")
-        ],
+        ("ResNet-50, 2 processes, torchrun", over("raw all-reduce", "flat, prepared")),
+        ("ResNet-50, 2 processes, mpi", over("raw all-reduce", "flat, prepared")),
     ),
     "ray": (
         "**Ray**: an AGN worker exchanges 64 MB in {} (NumPy) and {} (compiled kernels) of the "
         "time of an actor that adds an array.",
-        [
-            (f"AGN, 64 MB{kernels}", counted("exchange over the actor"))
-            for kernels in ("", ", compiled kernels")
-        ],
+        ("AGN, 64 MB", counted("exchange over the actor")),
+        ("AGN, 64 MB, compiled kernels", counted("exchange over the actor")),
     ),
     "scaling": (
         "**Scaling**: replicas of 1 GiB together are reduced in {} of the time of a copy; a "
         "prepared step over 100,000 tensors takes the host {} us.",
-        [
-            ("bytes, 1,073,741,824 in all", over_the_copy("compiled, prepared")),
-            ("host, 100,000 tensors", counted("prepared step, us")),
-        ],
+        ("bytes, 1,073,741,824 in all", over("copy", "compiled, prepared")),
+        ("host, 100,000 tensors", counted("prepared step, us")),
     ),
     "torch": (
         "**PyTorch**: a backward of DDP with our hook takes {} of the time of a plain one; "
         "`DataParallel` adds {} of the time that a loop of PyTorch adds.",
-        [
-            ("hook of DDP, ResNet-50", counted("comm_hook over plain DDP, median of pairs")),
-            ("tiny gradients, 8 replicas", counted("DataParallel adds, over a loop of torch")),
-        ],
+        ("hook of DDP, ResNet-50", counted("comm_hook over plain DDP, median of pairs")),
+        ("tiny gradients, 8 replicas", counted("DataParallel adds, over a loop of torch")),
     ),
 }
 
 
 def reports(kind: str) -> dict[str, Report]:
-    """Returns the results of a kind of machine, by benchmark."""
     paths = sorted((RESULTS / kind).glob("*.json"))
     return {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
 
 
 def names() -> list[str]:
-    """Returns the names of all benchmarks."""
     return sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py"))
 
 
+def cases_of(report: Report) -> dict[str, Case]:
+    found = {}
+    for each in report["cases"]:
+        seconds = {name: took["seconds"] for name, took in each["took"].items()}
+        found[each["name"]] = Case(
+            each["name"], each["size"], took=took_of(seconds), figures=each["figures"]
+        )
+    return found
+
+
+def every_floor(
+    chosen: str = "", kinds: Sequence[str] = ("cpu", "gpu")
+) -> Iterator[tuple[str, Floor, dict[str, Any]]]:
+    """Yields each floor for which there are figures, its benchmark's name, and its check."""
+    for kind in kinds:
+        for name, report in reports(kind).items():
+            if chosen in ("", name):
+                benchmark: Benchmark = import_module(f"bench_{name}").BENCHMARK
+                for floor in benchmark.floors_of(on_gpu=kind == "gpu"):
+                    yield name, floor, floor.check(cases_of(report), report["absent"])
+
+
+def missed() -> list[str]:
+    return [
+        f"{name}: {floor.name}" for name, floor, found in every_floor() if found["holds"] is False
+    ]
+
+
+def figure(value: float | None) -> str:
+    """Returns a number with three digits, never in exponents."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def table(head: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table, whose head has words between bars; nothing without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if lines:
+        yield from (f"| {head} |", f"|{' --- |' * (1 + head.count('|'))}", *lines, "")
+
+
 def summary_page() -> str:
-    """Returns the page with the summary."""
     found = reports("cpu")
-    lines = [summary(name, report) for name, report in found.items() if name in SUMMARY]
-    parts = [HEAD.format(machines=machines(found)), "\n".join(lines), ""]
+    parts = [HEAD.format(machines=machines(found))]
+    lines = []
+    for name, report in found.items():
+        words, *figures = SUMMARY[name]
+        cases = cases_of(report)
+        values = [of_case(cases[case]) if case in cases else None for case, of_case in figures]
+        lines.append(f"- {words.format(*map(figure, values))}")
+    parts += ["\n".join(lines), ""]
     if "scaling" in found:
         parts += [
             f"![time by {words}]({PICTURE.format(sweep)})\n" for sweep, words in SWEEPS.items()
         ]
     left = f"These are missed: {'; '.join(missed())}." if missed() else ALL_HOLD
-    return "\n".join([*parts, CHANGED.format(verdict=left), *decisions(), AGAIN])
+    rows = [
+        (f"{name}: {floor.name}", f"{floor.sign} {floor.decision.was:g}",
+         f"{floor.sign} {floor.bound:g}", figure(found["figure"]), floor.decision.why)
+        for name, floor, found in every_floor() if floor.decision is not None
+    ]  # fmt: skip
+    decisions = table("floor | before | now | measured | why", rows)
+    return "\n".join([*parts, CHANGED.format(verdict=left), *decisions, AGAIN])
 
 
 def machines(found: Mapping[str, Report]) -> str:
@@ -168,77 +211,38 @@ def machines(found: Mapping[str, Report]) -> str:
     }
     kind = "Measured on CPUs, as fractions of the time of a peer or of a plain copy"
     gpus = sorted({each["machine"]["gpu"] for each in reports("gpu").values()})
-    gpu = (
-        f"figures of {' and '.join(gpus)} are in the tables, each of the version of its date"
-        if gpus
-        else "no GPU was available"
-    )
+    gpu = "no GPU was available"
+    if gpus:
+        gpu = f"figures of {' and '.join(gpus)} are in the tables, each of the version of its date"
     return f"{kind} ({'; '.join(sorted(places))}); {gpu}."
 
 
-def summary(name: str, report: Report) -> str:
-    """Returns the line about one benchmark."""
-    words, figures = SUMMARY[name]
-    found = cases_of(report)
-    values = [of_case(found[case]) if case in found else None for case, of_case in figures]
-    return f"- {words.format(*[NOT_MEASURED if x is None else figure(x) for x in values])}"
-
-
-def decisions() -> Iterator[str]:
-    """Yields the table of the floors whose bounds were changed."""
-    rows = []
-    for name, floor, found in every_floor():
-        if floor.decision is not None:
-            shown = NOT_MEASURED if found["figure"] is None else figure(found["figure"])
-            bounds = f"{floor.sign} {floor.decision.was:g}", f"{floor.sign} {floor.bound:g}"
-            rows.append([f"{name}: {floor.name}", *bounds, shown, floor.decision.why])
-    yield from table(("floor", "before", "now", "measured", "why"), rows)
-
-
 def tables_page() -> str:
-    """Returns the page with the tables."""
-    cpu, gpu = reports("cpu"), reports("gpu")
-    sections = ["\n".join(section(name, cpu.get(name), gpu.get(name))) for name in names()]
-    return "\n".join([TABLES_HEAD, *sections])
+    return "\n".join([TABLES_HEAD, *("\n".join(section(name)) for name in names())])
 
 
-def cases_of(report: Report) -> dict[str, Case]:
-    """Returns the cases of a report, by name."""
-    return {
-        each["name"]: Case(
-            each["name"],
-            took=took_of({name: took["seconds"] for name, took in each["took"].items()}),
-            figures=each["figures"],
-        )
-        for each in report["cases"]
-    }
-
-
-def floors_of(name: str, *, on_gpu: bool) -> Sequence[Floor]:
-    """Returns the floors of a benchmark for a kind of machine."""
-    benchmark: Benchmark = import_module(f"bench_{name}").BENCHMARK
-    return benchmark.floors_of(on_gpu=on_gpu)
-
-
-def section(name: str, cpu: Report | None, gpu: Report | None) -> Iterator[str]:
-    """Yields the lines about one benchmark."""
-    script = f"bench_{name}.py"
-    doc = ast.get_docstring(ast.parse((BENCH / script).read_text("utf-8"))) or ""
-    yield f"## {script}\n"
-    yield doc.splitlines()[0] + "\n"
-    if cpu is None:
-        yield f"CPU: {NOT_MEASURED}.\n"
-    for report in (cpu, gpu):
+def section(name: str) -> Iterator[str]:
+    text = (BENCH / f"bench_{name}.py").read_text("utf-8")
+    yield f"## bench_{name}.py\n"
+    yield (ast.get_docstring(ast.parse(text)) or "").splitlines()[0] + "\n"
+    for kind in ("cpu", "gpu"):
+        report = reports(kind).get(name)
         if report is not None:
+            cases = cases_of(report).values()
             yield about(report) + "\n"
-            yield from cases(report)
-            yield from counts(report)
-            of_kind = floors_of(name, on_gpu=report is gpu)
-            checked = [floor.check(cases_of(report), report["absent"]) for floor in of_kind]
-            yield from floors(checked)
+            timed = [row_of(case) for case in cases if case.took]
+            yield from table("case | copy | ours (of the copy) | peers", timed)
+            yield from table(f"figure | {kind.upper()}", (
+                (f"{case.name}: {what}", figure(value))
+                for case in cases for what, value in case.figures.items()
+            ))  # fmt: skip
+            checked = (found for _, _, found in every_floor(name, [kind]))
+            yield from table("floor | bound | measured | reached | ", map(reached, checked))
             left_out = [f"{what} ({why})" for what, why in report["absent"].items()]
             if left_out:
                 yield f"Left out: {'; '.join(left_out)}.\n"
+        elif kind == "cpu":
+            yield f"CPU: {NOT_MEASURED}.\n"
 
 
 def about(report: Report) -> str:
@@ -247,147 +251,74 @@ def about(report: Report) -> str:
     gpu = f"**{machine['gpu']}**; " if "gpu" in machine else ""
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     busy = "**the machine was busy with other work**" if report["busy"] else "nothing else ran"
-    note = f"; {report['note']}" if "note" in report else ""
     load = f"; load average {report['load_average']:.1f}" if "load_average" in report else ""
     return (
         f"{gpu}`{report['command']}`, {report['date']}; {machine['processor']}, {machine['cores']} "
-        f"cores, {machine['memory_gib']} GiB; Python {machine['python']}, {versions}; {busy}{load}"
-        f"{note}."
+        f"cores, {machine['memory_gib']} GiB; Python {machine['python']}, {versions}; {busy}{load}."
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table."""
-    yield f"| {' | '.join(head)} |"
-    yield f"|{' --- |' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
+def row_of(case: Case) -> tuple[str, str, str, str]:
+    """Returns the row of a case: the time of the copy, ours and the peers', fastest first."""
+    copy = case.seconds("copy")
+    ours, peers = [], []
+    for name, took in sorted(case.took.items(), key=lambda each: each[1].seconds):
+        words = f"{name.removeprefix(OURS)} {figure(took.seconds * 1e3)}"
+        if name.startswith(OURS):
+            ours.append(f"{words} ({copy / took.seconds:.2g})" if copy else words)
+        elif name != "copy":
+            peers.append(words)
+    name = ": ".join(each for each in (case.name, case.size) if each)
+    return name, figure(copy * 1e3) if copy else "", "<br>".join(ours), "<br>".join(peers)
 
 
-def cases(report: Report) -> Iterator[str]:
-    """Yields the table of the times: ours and the peers' of each case."""
-    rows = []
-    for case in report["cases"]:
-        seconds = {name: took["seconds"] for name, took in case["took"].items()}
-        if not seconds:
-            continue
-        copy = seconds.pop("copy", None)
-        words = [each for each in (case["name"], case["size"]) if each]
-        rows.append([
-            ": ".join(words),
-            "" if copy is None else figure(copy * 1e3),
-            listed(seconds, copy, ours=True),
-            listed(seconds, None, ours=False),
-        ])  # fmt: skip
-    if rows:
-        yield from table(("case", "copy", "ours (of the copy)", "peers"), rows)
-
-
-def listed(seconds: Mapping[str, float], copy: float | None, *, ours: bool) -> str:
-    """Returns candidates with their times, fastest first."""
-    chosen = [each for each in seconds.items() if each[0].startswith(OURS) is ours]
-    words = []
-    for name, taken in sorted(chosen, key=lambda item: item[1]):
-        part = "" if copy is None else f" ({copy / taken:.2g})"
-        words.append(f"{name.removeprefix(OURS)} {figure(taken * 1e3)}{part}")
-    return "<br>".join(words)
-
-
-def figure(value: float) -> str:
-    """Returns a number with three digits, never in exponents."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def counts(report: Report) -> Iterator[str]:
-    """Yields the table of what was counted besides times."""
-    rows = [
-        [f"{case['name']}: {name}", figure(value)]
-        for case in report["cases"]
-        for name, value in case["figures"].items()
-    ]
-    if rows:
-        head = ("figure", "GPU" if "gpu" in report["machine"] else "CPU")
-        yield from table(head, rows)
-
-
-def floors(checked: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the table of the floors, with the fraction that was reached."""
-    rows = []
-    for each in checked:
-        holds = {True: "holds", False: "**missed**", None: "not checked"}[each["holds"]]
-        without = "".join(f" (without {why})" for why in each["without"])
-        bound = f"{each['sign']} {each['bound']:g}"
-        found = each["figure"]
-        shown = "" if found is None else figure(found)
-        rows.append([each["floor"], bound, shown, reached(each), holds + without])
-    if rows:
-        yield from table(("floor", "bound", "measured", "reached", ""), rows)
-
-
-def reached(floor: Mapping[str, Any]) -> str:
-    """Returns the fraction of a floor that was reached: 1 or more holds."""
+def reached(floor: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the row of a floor, with the fraction that was reached: 1 or more holds."""
     found, bound = floor["figure"], floor["bound"]
-    if not found or not bound:
-        return ""
-    return f"{found / bound if floor['sign'] == '>=' else bound / found:.2g}"
+    fraction = ""
+    if found and bound:
+        fraction = f"{found / bound if floor['sign'] == '>=' else bound / found:.2g}"
+    holds = {True: "holds", False: "**missed**", None: "not checked"}[floor["holds"]]
+    holds += "".join(f" (without {why})" for why in floor["without"])
+    shown = "" if found is None else figure(found)
+    return floor["floor"], f"{floor['sign']} {bound:g}", shown, fraction, holds
 
 
-def plots(report: Report) -> Iterator[tuple[str, Any]]:
-    """Yields the name and figure of each sweep: time by number of tensors, replicas and bytes."""
+def draw(cases: Iterable[Case], sweep: str, path: Path) -> None:
+    """Draws the time by number of tensors, replicas or bytes."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rcParams["svg.fonttype"], rcParams["svg.hashsalt"] = "none", "gradreduce"
-    for sweep, words in SWEEPS.items():
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for case in report["cases"]:
-            what, _, size = case["name"].partition(", ")
-            if what == sweep:
-                x = float(size.removesuffix(" in all").replace(",", ""))
-                for name, took in case["took"].items():
-                    lines.setdefault(name, []).append((x, took["seconds"] * 1e3))
-        picture = Figure(figsize=(5.2, 3.4), layout="constrained")
-        axes = picture.subplots()
-        for name, points in lines.items():
-            style = "--" if name == "copy" else "-"
-            axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
-        axes.set(xscale="log", yscale="log", xlabel=words, ylabel="ms (CPU)")
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize="small")
-        yield sweep, picture
-
-
-def missed() -> list[str]:
-    """Returns the floors that are not met."""
-    return [
-        f"{name}: {floor.name}" for name, floor, found in every_floor() if found["holds"] is False
-    ]
-
-
-def every_floor() -> Iterator[tuple[str, Floor, dict[str, Any]]]:
-    """Yields each floor for which there are figures, its benchmark's name, and its check."""
-    for kind in ("cpu", "gpu"):
-        for name, report in reports(kind).items():
-            found = cases_of(report)
-            for floor in floors_of(name, on_gpu=kind == "gpu"):
-                yield name, floor, floor.check(found, report["absent"])
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for case in cases:
+        what, _, size = case.name.partition(", ")
+        for name, took in case.took.items() if what == sweep else ():
+            x = float(size.removesuffix(" in all").replace(",", ""))
+            lines.setdefault(name, []).append((x, took.seconds * 1e3))
+    picture = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axes = picture.subplots()
+    for name, points in lines.items():
+        style = "--" if name == "copy" else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=SWEEPS[sweep], ylabel="ms (CPU)")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    picture.savefig(path, metadata={"Date": None})
 
 
 def write() -> None:
-    """Writes the pages and their pictures."""
     PAGE.write_text(summary_page(), "utf-8")
     PAGE.with_name(TABLES).write_text(tables_page(), "utf-8")
-    scaling = reports("cpu").get("scaling")
-    for sweep, picture in plots(scaling) if scaling is not None else ():
-        picture.savefig(PAGE.with_name(PICTURE.format(sweep)), metadata={"Date": None})
+    if scaling := reports("cpu").get("scaling"):
+        for sweep in SWEEPS:
+            draw(cases_of(scaling).values(), sweep, PAGE.with_name(PICTURE.format(sweep)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args(arguments)
-    if not options.check:
+    if not parser.parse_args(arguments).check:
         write()
         return
     for path, wanted in ((PAGE, summary_page()), (PAGE.with_name(TABLES), tables_page())):

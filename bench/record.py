@@ -12,7 +12,6 @@ written too; then ``page.py --check`` fails. Run this on a machine without other
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import os
@@ -21,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from measure.runner import gpu_name, has_gpu
 from gradreduce.cli.system_info import processor
 
 BENCH = Path(__file__).resolve().parent
-NAMES = page.names()
 LIBRARIES = ("numpy", "torch", "jax", "tensorflow", "cupy-cuda12x", "cupy-cuda13x", "mpi4py", "ray")
 DIGITS = 4  # that are kept of a figure
 
@@ -40,10 +39,8 @@ def machine() -> dict[str, Any]:
     """Returns processor, GPU, memory and versions, on which the figures depend."""
     versions = {}
     for library in LIBRARIES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         **({"gpu": gpu_name()} if has_gpu() else {}),
         "processor": processor(),
@@ -54,13 +51,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
-    """Returns JSON with fewer digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+def rounded(text: str) -> float:
+    """Returns a number with fewer digits."""
+    return float(f"{float(text):.{DIGITS}g}")
 
 
 def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
@@ -74,11 +67,10 @@ def kept(report: dict[str, Any], name: str, date: str, *, busy: bool) -> str:
     }
     report.pop("floors", None)  # page.py checks them again
     for case in report.get("cases", []):
-        case.pop("rates", None)  # follow from the times
         took = case["took"]
         case["took"] = {key: {"seconds": each["seconds"]} for key, each in took.items()}
     entries = []
-    for key, value in rounded(head | report).items():
+    for key, value in json.loads(json.dumps(head | report), parse_float=rounded).items():
         text = json.dumps(value)
         if isinstance(value, list) and value:
             text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
@@ -105,23 +97,22 @@ def run(name: str, seconds: float) -> dict[str, Any] | None:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    names = page.names()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all of them together")
     parser.add_argument("--busy", action="store_true", help="the machine does other work too")
-    options = parser.parse_args(arguments)
-    for name in options.names:
-        if name not in NAMES:
-            parser.error(f"{name} is not one of {', '.join(NAMES)}")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"{', '.join(unknown)}: not of {', '.join(names)}")
     folder = page.RESULTS / ("gpu" if has_gpu() else "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
-    for name in options.names or NAMES:
+    for name in options.names or names:
         report = run(name, max(1.0, end - time.monotonic()))
         if report is not None:
-            date = datetime.datetime.now(datetime.UTC).date().isoformat()
-            text = kept(report, name, date, busy=options.busy)
+            text = kept(report, name, datetime.now(UTC).date().isoformat(), busy=options.busy)
             (folder / f"{name}.json").write_text(text, "utf-8")
     page.write()
 

@@ -7,17 +7,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .child import Stop
 from .first import FIRST, first, step_of
-from .identify import FAKE, commit, find, sources
-from .record import FAILED, STOPPED, Record
-from .section import Done, Section, run_section
+from .section import FAILED, SKIPPED, STOPPED, Done, Record, Section, run_section
 from .sections import bench, example, nccl, sanitize, tests
-from .setting import ROOT, Gpu, Setting
+from .setting import FAKE, ROOT, Gpu, Setting, commit, find, sources
 
 SECTIONS: Mapping[str, Section] = {
     "first": first,
@@ -31,44 +29,13 @@ LIMIT_SECONDS = 480.0
 FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A section, or a part of one.
-
-    Attributes:
-        section: its name.
-        part: a step of ``first``, a path of ``tests``, a file of ``bench``; empty for all of it.
-    """
-
-    section: str
-    part: str = ""
-
-    @property
-    def name(self) -> str:
-        """The section and part, as on the command line."""
-        return f"{self.section}:{self.part}" if self.part else self.section
-
-    @property
-    def stem(self) -> str:
-        """The name, for use in a file name."""
-        return stem_of(self.name)
-
-
 def stem_of(name: str) -> str:
     """Returns a name without the characters that a file name should not have."""
     return "-".join("".join(c if c.isalnum() else " " for c in name).split())
 
 
-def positive(text: str) -> float:
-    """Parses a positive number of seconds."""
-    seconds = float(text)
-    if not seconds > 0:
-        raise ValueError
-    return seconds
-
-
-def asked_by(word: str, benches: Path) -> list[Asked]:
-    """Parses SECTION[:PART]; ``first`` means all of its steps.
+def asked_by(word: str, benches: Path) -> list[str]:
+    """Returns the sections of SECTION[:PART], with the whole name of a part; ``first`` has steps.
 
     Raises:
         ValueError: there is no such section, or it has no such part.
@@ -76,10 +43,8 @@ def asked_by(word: str, benches: Path) -> list[Asked]:
     section, _, part = word.partition(":")
     if section not in SECTIONS:
         raise ValueError(f"no section {section}; there are {', '.join(SECTIONS)}")
-    if section == "first" and not part:
-        return [Asked(section, step) for step in FIRST]
     if not part:
-        return [Asked(section)]
+        return [f"first:{step}" for step in FIRST] if section == "first" else [section]
     known = {
         "first": step_of(part),
         "tests": part if (ROOT / part).exists() else None,
@@ -89,27 +54,29 @@ def asked_by(word: str, benches: Path) -> list[Asked]:
     if found is None:
         steps = f"; its steps are {', '.join(FIRST)}" if section == "first" else ""
         raise ValueError(f"section {section} has no part {part}{steps}")
-    return [Asked(section, found)]
+    return [f"{section}:{found}"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; exits with status 2 if one is wrong."""
     parser = argparse.ArgumentParser(
-        prog="bench/gpu_check.sh", description="Runs everything that needs a GPU.",
-    )  # fmt: skip
-    every = ", ".join(SECTIONS)
+        prog="bench/gpu_check.sh", description="Runs everything that needs a GPU."
+    )
     own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
+    what = (
+        f"{', '.join(SECTIONS)}; all by default. A part is a step of first ({', '.join(FIRST)}; "
+        "the number will do), a path of tests, or a file of bench"
+    )
     flag = parser.add_argument
-    flag("sections", nargs="*", metavar="SECTION[:PART]", help=f"{every}; all of them by default. "
-         f"A part is a step of first ({', '.join(FIRST)}; the number will do), a path of tests, or "
-         "a file of bench")  # fmt: skip
-    flag("--fake", action="store_true", help="try the command itself, without a GPU, on the "
-         "stand-in for CuPy of the tests")  # fmt: skip
-    flag("--limit", type=positive, metavar="SECONDS", default=own, help="of each section, and of "
-         f"each step of first; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}")  # fmt: skip
-    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench",
-         help="whose bench_*.py the section bench runs; default bench")  # fmt: skip
+    flag("sections", nargs="*", metavar="SECTION[:PART]", help=what)
+    flag("--fake", action="store_true", help="try this without a GPU, on the fake CuPy")
+    limit = f"of each section or step; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}"
+    flag("--limit", type=float, metavar="SECONDS", default=own, help=limit)
+    where = "whose bench_*.py the section bench runs; default bench"
+    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench", help=where)
     options = parser.parse_args(arguments)
+    if not options.limit > 0:
+        parser.error(f"argument --limit: {options.limit:g} is not positive")
     options.asked = []
     for word in options.sections or SECTIONS:
         try:
@@ -119,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record]:
+def opened(asked: Sequence[str], gpu: Gpu, limit: float) -> dict[str, Record]:
     """Creates a record for each section before the first one runs."""
     folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,8 +104,8 @@ def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record
         "limit_seconds": limit,
     }
     return {
-        one: Record(folder / f"{stem}-{one.stem}.json", {"section": one.name, **header})
-        for one in asked
+        name: Record(folder / f"{stem}-{stem_of(name)}.json", {"section": name, **header})
+        for name in asked
     }
 
 
@@ -154,15 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setting = Setting(options.fake, gpu, work, options.benches.resolve(), options.limit)
         print(f"{gpu.name}: {gpu.missing or dict(gpu.versions)}", flush=True)
         done: Done = {}
-        for asked, record in records.items():
-            print(f"\n=== {asked.name}", flush=True)
+        for name, record in records.items():
+            print(f"\n=== {name}", flush=True)
+            section, _, part = name.partition(":")
             if stop.reason:
-                record.finish(f"{stop.reason} before it began")
+                record.save(STOPPED, f"{stop.reason} before it began")
             elif gpu.missing:
-                record.skip(gpu.missing)
+                record.save(SKIPPED, gpu.missing)
             else:
-                mine = replace(setting, part=asked.part)
-                run_section(SECTIONS[asked.section], record, mine, stop, done)
+                run_section(SECTIONS[section], record, replace(setting, part=part), stop, done)
     return summary(records.values(), gpu, stop)
 
 

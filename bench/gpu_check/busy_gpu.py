@@ -2,12 +2,9 @@
 
 CuPy's ``eventQuery``, ``streamQuery`` and ``setDevice`` keep the interpreter's lock. If the driver
 lets one wait for another thread, which launches into a full queue or frees memory, no thread of
-Python runs, and no watchdog notices a deadline. On an H100 ``streamQuery`` waited as long as its
-stream was full. Here a thread does either while another makes the queries of this package, and a
-third does nothing but look at the clock. The longest times are recorded. The program fails if the
-interpreter stood still for longer than ``DEADLINE``.
-
-Then it calls captured steps and drops them at once, before the GPU has begun with them.
+Python runs, and no watchdog notices a deadline. Here a thread does either while another makes the
+queries of this package, and a third looks at the clock. The program fails if the interpreter stood
+still for longer than ``DEADLINE``. Then it drops captured steps before the GPU has begun with them.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy.cuda import runtime
-from measure.random_values import fill, integers
+from measure.operands import fill, integers
+from measure.reductions import Reduction, check, placed
 
 import gradreduce as gr
 from gradreduce import ops
@@ -70,7 +68,6 @@ class SlowWork:
 
 
 def longest_of(call: Callable[[], object], number: int) -> float:
-    """Returns the seconds of the longest of several calls."""
     longest = 0.0
     for _ in range(number):
         start = time.perf_counter()
@@ -90,12 +87,10 @@ def longest_pause(ended: threading.Event) -> float:
 
 
 def watched(event: Any, call: Callable[[], float], query: Callable[[], object]) -> dict[str, float]:
-    """Runs a call in a thread; returns the longest times meanwhile and until an event has passed.
+    """Runs a call in a thread, which returns the seconds that it was blocked.
 
-    Args:
-        event: behind the slow work.
-        call: returns the seconds that it was blocked.
-        query: made again and again.
+    Makes a query again and again until the call and the work before ``event`` have ended. Returns
+    the longest times meanwhile.
     """
     longest, ended, start = 0.0, threading.Event(), time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
@@ -141,42 +136,26 @@ def standstills(mesh: Mesh, slow: SlowWork, *, quick: bool) -> dict[str, float]:
 
 def dropped(mesh: Mesh, slow: SlowWork, number: int) -> int:
     """Calls and drops captured steps; returns how many results were compared."""
-    cross_device_ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
-    compared = 0
     for turn in range(number):
         slow.submit(max(1, slow.copies // number))
-        results = called_and_dropped(mesh, cross_device_ops, turn)
+        results = called_and_dropped(mesh, turn)
         gc.collect()
         for device in mesh:  # takes and writes whatever memory was freed too early
             for size in SIZES:
                 fill(device.empty((size,), "float32"))
-        for size, result in zip(SIZES, results, strict=True):
-            wanted = integers(size) + np.float32(turn + (len(mesh) - 1) / 2)
-            for buffer in result.buffers:
-                if not np.array_equal(buffer.numpy(), wanted):
-                    raise AssertionError(f"step {turn}: {buffer.numpy()[:8]} is not {wanted[:8]}")
-                compared += 1
-    return compared
+        arrays = [[buffer.numpy() for buffer in result.buffers] for result in results]
+        check(arrays, [integers(size, turn) for size in SIZES])
+    return number * len(SIZES) * len(mesh)
 
 
-def called_and_dropped(
-    mesh: Mesh, cross_device_ops: gr.AllReduceCrossDeviceOps, turn: int
-) -> Sequence[Any]:
+def called_and_dropped(mesh: Mesh, turn: int) -> Sequence[Any]:
     """Returns the results of a captured step, which nothing holds any more."""
-    values = [
-        gr.PerReplica(
-            [device.upload(integers(size) + np.float32(turn + device.index)) for device in mesh],
-            mesh,
-        )
-        for size in SIZES
-    ]
-    step = cross_device_ops.capture(gr.ReduceOp.MEAN, [(value, value) for value in values])
-    results: Sequence[Any] = step()
+    values = placed(mesh, [(size,) for size in SIZES], first=turn)
+    results: Sequence[Any] = Reduction(mesh, values).captured()()
     return results
 
 
 def measured(quick: bool) -> dict[str, float]:
-    """Runs both tests, and returns what was measured."""
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         slow = SlowWork(mesh.devices[0], quick=quick)
         figures = standstills(mesh, slow, quick=quick)

@@ -8,9 +8,9 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 LOOK_SECONDS = 0.1  # between two checks of the deadline and the signals
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
@@ -21,13 +21,9 @@ class Stop:
 
     It sets a flag and raises no exception: an exception right after the start of a child, before
     the child is stored, would leave the child running.
-
-    Attributes:
-        number: number of the received signal, or 0.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
+    number = 0  # of the signal
 
     @property
     def reason(self) -> str:
@@ -35,7 +31,7 @@ class Stop:
         return signal.Signals(self.number).name if self.number else ""
 
     def listen(self) -> None:
-        """Installs handlers of SIGTERM, SIGINT and SIGHUP that only set the flag."""
+        """Installs handlers that only set the flag."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._heard)
 
@@ -43,41 +39,19 @@ class Stop:
         self.number = number
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """The result of a command.
-
-    Attributes:
-        status: its exit status; negative if a signal ended it.
-        seconds: its duration.
-        finished: whether it ended by itself.
-        output: its standard output and standard error, together.
-    """
-
-    status: int
+class CommandResult(NamedTuple):
+    status: int  # negative if a signal ended it
     seconds: float
-    finished: bool
-    output: str
+    finished: bool  # it ended by itself
+    output: str  # standard output and standard error, together
 
 
-def run(
-    command: Sequence[str],
-    *,
-    log: Path,
-    cwd: Path,
-    environment: Mapping[str, str],
-    deadline: float,
-    stop: Stop,
-) -> CommandResult:
-    """Runs a command and waits for it.
+def run(command: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str],
+        deadline: float, stop: Stop) -> CommandResult:  # fmt: skip
+    """Runs a command and waits for it, until a time of ``time.monotonic`` or a signal.
 
-    Args:
-        command: the program and its arguments.
-        log: a file for the output. With a pipe this would wait for grandchildren that keep it open.
-        cwd: its current folder.
-        environment: its whole environment.
-        deadline: the time, by ``time.monotonic``, at which it and its children are killed.
-        stop: ends it early.
+    Its output goes to the file ``log``. With a pipe this would wait for grandchildren that keep it
+    open.
     """
     start = time.monotonic()
     with log.open("wb") as output:
@@ -95,12 +69,11 @@ def run(
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Stop) -> bool:
     """Waits; returns whether the command ended by itself, in time."""
-    while True:
+    while not stop.number and time.monotonic() < deadline:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK_SECONDS)
             return True
-        if stop.number or time.monotonic() >= deadline:
-            return False
+    return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

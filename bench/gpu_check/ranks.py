@@ -2,9 +2,8 @@
 
 All calls go through our own ``NcclCollective``, to test its dtypes, counts and calls; only its
 check that each rank has its own GPU is removed. ``apart`` starts a process for each rank; these
-meet by an id that the first writes to a file. ``hang`` does so too, and lets one rank reduce alone
-until its deadline aborts the communicator. ``cost`` measures the host time of a call, and of the
-same calls of NCCL made directly.
+meet by an id that the first writes to a file. ``hanging_rank`` lets one rank reduce alone until its
+deadline aborts the communicator.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from measure.clock import Call, host_seconds
 from measure.in_processes import figures_of_each
+from measure.reductions import raw_all_reduce
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda.nccl import NcclCollective
@@ -33,7 +33,6 @@ DTYPES = (
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
     "int8", "uint8", "int32", "uint32", "int64", "uint64",
 )  # fmt: skip
-NOT_NCCLS = ("int16", "uint16")
 # One element, an odd tail, more than NCCL's buffer of 4 MiB holds.
 SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
 COST_SIZE, COST_CALLS = 256, 20  # so few that the GPU never keeps the host waiting
@@ -47,8 +46,6 @@ APART = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-
-
 Figures = dict[str, Any]
 
 
@@ -60,8 +57,7 @@ def compared_in(count: int, compared: int) -> Figures:
 class SharingCollective(NcclCollective):
     """``NcclCollective`` without its check that each rank has its own GPU.
 
-    Args:
-        communicator: the communicator of this process's only rank; None if it has all ranks.
+    ``communicator`` is that of this process's only rank; None if it has all ranks.
     """
 
     def __init__(self, mesh: Mesh, communicator: Any = None) -> None:
@@ -94,64 +90,28 @@ def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
 def compare(collective: NcclCollective, ours: dict[int, Device], count: int, *, quick: bool) -> int:
     """Tests every collective, dtype and size; returns the number of compared results.
 
-    Args:
-        collective: the tested collective.
-        ours: the ranks of this process, with their devices.
-        count: of all ranks.
-        quick: small sizes only.
+    ``ours`` has the ranks of this process, of ``count`` ranks, with their devices.
     """
     compared, devices = 0, list(ours.values())
     for dtype in DTYPES:
         for size in QUICK_SIZES if quick else SIZES:
             terms = [values(size, dtype, rank) for rank in range(count)]
-            brought = [terms[rank] for rank in ours]
-            total = np.sum(terms, axis=0, dtype=terms[0].dtype)
-            _all_reduce(collective, devices, brought, total)
-            for root in range(count):
-                _broadcast(collective, devices, brought, root, terms[root])
-            _all_gather(collective, devices, brought, np.concatenate(terms))
+            mine = [terms[rank] for rank in ours]
+            one, other = _uploaded(devices, mine), _uploaded(devices, mine)
+            with collective.group():  # as for two packs
+                collective.all_reduce(one)
+                collective.all_reduce(other)
+            _equal(one + other, np.sum(terms, axis=0, dtype=terms[0].dtype), "all_reduce")
+            for root, term in enumerate(terms):
+                buffers = _uploaded(devices, mine)
+                collective.broadcast(buffers, root)
+                _equal(buffers, term, f"broadcast from {root}")
+            gathered = np.concatenate(terms)
+            outputs = [device.zeros(gathered.shape, gathered.dtype) for device in devices]
+            collective.all_gather(outputs, _uploaded(devices, mine))
+            _equal(outputs, gathered, "all_gather")
             compared += (2 + count + 1) * len(ours)
-    _refusals(collective, devices)
     return compared
-
-
-def _all_reduce(
-    collective: NcclCollective, devices: Sequence[Device], brought: Any, total: Any
-) -> None:
-    """Runs two all-reduces in one group, as for two packs."""
-    first, second = (_uploaded(devices, brought) for _ in range(2))
-    with collective.group():
-        collective.all_reduce(first)
-        collective.all_reduce(second)
-    _equal(first + second, total, "all_reduce")
-
-
-def _broadcast(
-    collective: NcclCollective, devices: Sequence[Device], brought: Any, root: int, wanted: Any
-) -> None:
-    buffers = _uploaded(devices, brought)
-    collective.broadcast(buffers, root)
-    _equal(buffers, wanted, f"broadcast from {root}")
-
-
-def _all_gather(
-    collective: NcclCollective, devices: Sequence[Device], brought: Any, wanted: Any
-) -> None:
-    outputs = [device.zeros(wanted.shape, wanted.dtype) for device in devices]
-    collective.all_gather(outputs, _uploaded(devices, brought))
-    _equal(outputs, wanted, "all_gather")
-
-
-def _refusals(collective: NcclCollective, devices: Sequence[Device]) -> None:
-    """Tests that a dtype without NCCL support raises an error with its name."""
-    for dtype in NOT_NCCLS:
-        buffers = _uploaded(devices, [values(4, dtype, 0)] * len(devices))
-        try:
-            collective.all_reduce(buffers)
-        except CollectiveError as error:
-            if dtype in str(error):
-                continue
-        raise AssertionError(f"all_reduce of {dtype} raised no error that names the dtype")
 
 
 def _uploaded(devices: Sequence[Device], arrays: Sequence[Any]) -> list[Buffer]:
@@ -164,9 +124,6 @@ def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
         if not np.array_equal(found, wanted):
             what = f"{name} of {wanted.size} {wanted.dtype}, buffer {place}"
             raise AssertionError(f"{what}: {found[:8]} is not {wanted[:8]}")
-
-
-# The ways -----------------------------------------------------------------------------------------
 
 
 def together(quick: bool, count: int) -> Figures:
@@ -192,11 +149,6 @@ def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
             [{**APART, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)],
         )
     return compared_in(count, sum(each["compared"] for each in found))
-
-
-def hang(quick: bool, count: int) -> Figures:
-    """Starts the ranks of ``hanging_rank``."""
-    return apart(quick, count, "hanging_rank")
 
 
 def one_rank(quick: bool, count: int, rank: int, folder: str) -> Figures:
@@ -267,7 +219,6 @@ def _await(path: Path, what: str) -> None:
 
 
 def version(quick: bool) -> Figures:
-    """Returns the NCCL version that CuPy found."""
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -276,26 +227,12 @@ def version(quick: bool) -> Figures:
 
 
 def cost(quick: bool, count: int) -> Figures:
-    """Measures the host time of a small all-reduce, ours and NCCL's."""
-    from cupy.cuda import nccl
-
+    """Measures the host time of a small all-reduce, ours and the same calls of NCCL."""
     with open_mesh([0] * count, backend="cuda") as mesh:
         collective = SharingCollective(mesh)
         buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * count)
         collective.all_reduce(buffers)
-        communicators = collective._cliques.made[(0,) * count]
-        given = [
-            (each.address, each.address, each.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM,
-             each.device._stream("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice
-            for each in buffers
-        ]  # fmt: skip
-
-        def raw() -> None:
-            nccl.groupStart()
-            for communicator, arguments in zip(communicators, given, strict=True):
-                communicator.allReduce(*arguments)
-            nccl.groupEnd()
-
+        raw = raw_all_reduce(collective._cliques.made[(0,) * count], buffers)
         calls: dict[str, Call] = {"ours": partial(collective.all_reduce, buffers), "raw": raw}
         seconds = host_seconds(calls, 1 if quick else COST_CALLS, quick=quick)
         mesh.synchronize()

@@ -1,71 +1,60 @@
-"""The settings of a section: fake or real, which GPU, how to start Python."""
+"""The settings of a section: fake or real, which GPU and versions, how to start Python."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
 import shutil
+import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from measure.in_processes import words_of
+
+from .child import Stop, run
+
 ROOT = Path(__file__).resolve().parents[2]
-USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
+LOOK_SECONDS = 60.0  # CuPy's first import on a cold disk, and the driver's start
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first GPU, with its software versions.
+    """The first GPU, with its software versions."""
 
-    Attributes:
-        name: the driver's name; ``fake`` for the fake CuPy, ``none`` if there is no GPU.
-        count: how many GPUs there are.
-        missing: why there is none; empty if there is one.
-        details: memory in bytes, compute capability, number of multiprocessors.
-        versions: of driver, runtime, cupy, nccl, numpy and python; None if unknown.
-    """
+    name: str  # the driver's; "fake" for the fake CuPy, "none" if there is no GPU
+    count: int = 1  # of all GPUs
+    missing: str = ""  # why there is none
+    details: Mapping[str, Any] = field(default_factory=dict)  # memory, compute capability, …
+    versions: Mapping[str, Any] = field(default_factory=dict)  # of each library; None if unknown
 
-    name: str
-    count: int = 1
-    missing: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
+
+FAKE = Gpu("fake", versions={"python": platform.python_version()})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a run.
-
-    Attributes:
-        fake: whether ``tests/fake_cupy`` replaces CuPy.
-        gpu: the GPU of the run.
-        work: a folder for files of the checks; it is removed after the run.
-        benches: the folder of the benchmarks.
-        limit: the time limit of a section, in seconds.
-        part: the only part of the section that runs; empty for all of it.
-    """
-
-    fake: bool
+    fake: bool  # tests/fake_cupy replaces CuPy
     gpu: Gpu
-    work: Path
-    benches: Path
-    limit: float = 480.0
-    part: str = ""
+    work: Path  # for files of the checks; it is removed after the run
+    benches: Path  # the folder of the benchmarks
+    limit: float = 480.0  # seconds of a section
+    part: str = ""  # the only part of the section that runs; empty for all of it
 
     def python(self, *arguments: str) -> tuple[str, ...]:
-        """Returns the command of a Python process; see ``python``."""
         return python(*arguments, fake=self.fake)
 
-    @property
-    def mark(self) -> str:
-        """The pytest mark expression of the tests that these GPUs can run."""
-        return "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
-
     def pytest(self, *arguments: str) -> tuple[str, ...]:
-        """Returns the command of a pytest run in which a missing GPU is a failure."""
+        """Returns the command of a run of the tests for these GPUs; without one they fail."""
+        mark = "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
         plugin = ("-p", "fake_cupy.plugin") if self.fake else ()
-        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu", "-m", self.mark)
+        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu", "-m", mark)
         return (sys.executable, "-P", "-m", "pytest", *plugin, *plain, *arguments)
 
     def scratch(self, name: str, suffix: str = ".json") -> Path:
@@ -102,7 +91,78 @@ def environment(*, fake: bool, work: Path) -> dict[str, str]:
 
 
 def find_tool(name: str) -> str | None:
-    """Returns the path of a CUDA tool, also if it is not on PATH."""
-    usual = [path for pattern in USUAL_FOLDERS for path in sorted(Path("/").glob(pattern))]
-    newest_first = map(str, reversed(usual))
-    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *newest_first)))
+    """Returns the path of a CUDA tool, also if it is not on PATH: of the newest CUDA."""
+    usual = sorted(map(str, Path("/").glob("usr/local/cuda*/bin")), reverse=True)
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *usual)))
+
+
+def commit() -> str | None:
+    """Returns the commit of the repository, with ``+`` if files have changed."""
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True,
+                              check=True, timeout=60)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git, or a copy without its history
+    return done.stdout.strip()
+
+
+def sources() -> str:
+    """Returns a hash of ``src`` and ``kernels``, also of a copy without git or with changes."""
+    digest = hashlib.sha256()
+    for folder, pattern in (("kernels", "*.cu*"), ("src", "*.py")):
+        for path in sorted((ROOT / folder).rglob(pattern)):
+            digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find(work: Path, stop: Stop) -> Gpu:
+    """Returns the GPU of this machine, or the reason why there is none.
+
+    A process of its own looks for it, because a broken driver may hang.
+    """
+    report = work / "gpu.json"
+    ended = run(
+        python(*words_of(report, "gpu_check.setting:look"), fake=False),
+        log=work / "gpu.log",
+        cwd=ROOT,
+        environment=environment(fake=False, work=work),
+        deadline=time.monotonic() + LOOK_SECONDS,
+        stop=stop,
+    )
+    if report.is_file():
+        return Gpu(**json.loads(report.read_text(encoding="utf-8")))
+    last = (ended.output.strip().splitlines() or ["no output"])[-1]
+    why = stop.reason or f"looking for one ended with status {ended.status}: {last}"
+    return Gpu("none", 0, why)
+
+
+def look() -> dict[str, Any]:
+    """Returns CuPy's data of GPU 0 as arguments of ``Gpu``."""
+    # CuPy warns of its own install: a library that is not found, a second copy of itself.
+    warnings.simplefilter("ignore")
+    try:
+        import cupy
+        import numpy as np
+        from cupy.cuda import nccl
+
+        from gradreduce.backends.cuda.gpus import cuda_versions, list_gpus
+
+        first, *others = list_gpus()
+    except (ImportError, RuntimeError) as error:  # CUDARuntimeError is a RuntimeError
+        line = (str(error).splitlines() or ["no text"])[0]
+        missing = f"no CUDA device ({type(error).__name__}: {line})"
+        return {"name": "none", "count": 0, "missing": missing}
+    return {
+        "name": first.name,
+        "count": 1 + len(others),
+        "details": {"memory_bytes": first.nbytes, "compute_capability": first.compute_capability},
+        "versions": {
+            **cuda_versions(),
+            "cupy": str(cupy.__version__),
+            "nccl": int(nccl.get_version()) if nccl.available else None,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }

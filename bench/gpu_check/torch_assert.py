@@ -39,11 +39,6 @@ def said_after(fail: Callable[[], None]) -> list[str]:
 
 
 def failure_of(call: Callable[[], object]) -> str:
-    """Returns the error of a call on a failed device.
-
-    Raises:
-        AssertionError: nothing.
-    """
     try:
         call()
     except BackendUnavailableError as error:
@@ -52,5 +47,4 @@ def failure_of(call: Callable[[], object]) -> str:
 
 
 def said(quick: bool) -> dict[str, list[str]]:
-    """Returns the errors after an assertion of PyTorch has failed."""
     return {"said": said_after(fail_assertion)}

@@ -45,12 +45,11 @@ def batch(replica: int, step: int, device: str = "cpu") -> Any:
 
 def means(step: int) -> list[Any]:
     """Returns the means of the gradients of two replicas, computed on the CPU."""
-    found = []
-    for replica in range(2):
-        net = layers("cpu")
+    nets = [layers("cpu") for _ in range(2)]
+    for replica, net in enumerate(nets):
         net(batch(replica, step)).sum().backward()
-        found.append([parameter.grad for parameter in net.parameters()])
-    return [(one + other) / 2 for one, other in zip(*found, strict=True)]
+    pairs = zip(*(net.parameters() for net in nets), strict=True)
+    return [(one.grad + other.grad) / 2 for one, other in pairs]
 
 
 @contextmanager
@@ -70,11 +69,8 @@ def side_stream(device: str) -> Iterator[None]:
 def run_steps(modules: Sequence[Any], first: int, zero: Any, device: str) -> int:
     """Computes gradients of each module, and compares them; returns how many were compared.
 
-    Args:
-        modules: the modules to call, one for each replica of this process.
-        first: the number of its first replica.
-        zero: zeroes all gradients, or drops them where it is called with True.
-        device: of PyTorch.
+    There is a module for each replica of this process, from number ``first`` on. ``zero`` zeroes
+    all gradients, or drops them where it is called with True.
     """
     compared = 0
     for step in range(STEPS):
@@ -97,30 +93,24 @@ def run_steps(modules: Sequence[Any], first: int, zero: Any, device: str) -> int
 
 
 def data_parallel(mesh: Mesh, first: int, device: str) -> int:
-    """Tests DataParallel; see ``run_steps``."""
     replicas = [layers(device) for _ in mesh]
     dp = gr.torch.DataParallel(replicas, mesh, bucket_mb=BUCKET_MB)
     return run_steps(replicas, first, dp.zero_grad, device)
 
 
-def hook(mesh: Mesh, first: int, device: str) -> int:
-    """Tests the hook of DDP; see ``run_steps``."""
-    ddp = nn.parallel.DistributedDataParallel(layers(device), bucket_cap_mb=BUCKET_MB)
-    ddp.register_comm_hook(None, gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
-    return run_steps([ddp], first, ddp.zero_grad, device)
-
-
 def in_one_process(backend: BackendName, device: str) -> int:
-    """Tests two logical devices; returns how many gradients were compared."""
     with gr.open_mesh([0, 0], backend=backend) as mesh:
         return data_parallel(mesh, 0, device)
 
 
 def one_of_two(backend: BackendName, device: str, rank: int, store: str) -> int:
-    """Tests one process of two; returns how many gradients were compared."""
+    """Tests one process of two, also by the hook of DDP."""
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
     with gr.open_mesh([0], backend=backend, process_group=dist.group.WORLD) as mesh:
-        compared = data_parallel(mesh, rank, device) + hook(mesh, rank, device)
+        compared = data_parallel(mesh, rank, device)
+        ddp = nn.parallel.DistributedDataParallel(layers(device), bucket_cap_mb=BUCKET_MB)
+        ddp.register_comm_hook(None, gr.torch.comm_hook(gr.AllReduceCrossDeviceOps(mesh=mesh)))
+        compared += run_steps([ddp], rank, ddp.zero_grad, device)
     dist.destroy_process_group()
     return compared
 
@@ -135,5 +125,4 @@ def in_two_processes(backend: BackendName, device: str) -> int:
 
 
 def trained(quick: bool) -> dict[str, int]:
-    """Runs both, and returns how many gradients were compared."""
     return {"compared": in_one_process("cuda", "cuda") + in_two_processes("cuda", "cuda")}

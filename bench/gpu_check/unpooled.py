@@ -12,20 +12,15 @@ import cupy
 
 
 class Unpooled:
-    """Replacement for ``cupy.cuda.MemoryPool`` without pooling.
-
-    Memory is freed by ``cudaFree``, which waits for work that uses it.
-    """
+    """Replaces ``cupy.cuda.MemoryPool``; ``cudaFree`` waits for work that uses the memory."""
 
     def malloc(self, size: int) -> Any:
-        """Allocates memory of exactly this size on the current GPU."""
         return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
     def free_all_blocks(self) -> None:
-        """Does nothing: there are no cached blocks."""
+        """There are no cached blocks."""
 
     def total_bytes(self) -> int:
-        """The bytes of cached blocks: none."""
         return 0
 
 

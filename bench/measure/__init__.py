@@ -1,11 +1,1 @@
-"""Code that benchmarks share.
-
-* ``runner``: runs a benchmark: devices, cases, floors, the JSON file and the exit status.
-* ``clock``: the time of calls in turns, on the host or on a GPU, and of a copy of as many bytes.
-* ``case``: the measurements of one operation, as a table; ``floors``: the limits that it must keep.
-* ``peers``: the same work by other libraries; ``all_reduce_peers``: all-reduce by them.
-* ``reductions``: our own all-reduces; ``all_reduce_gpu``: the cases of them on GPUs.
-* ``model_steps``: optimizer steps over a model; ``resnet50``, ``torch_modules``: other models.
-* ``in_processes``: calls a function in other processes; ``many_tensors``: one that is called.
-* ``random_values``: operands; ``stub_cupy``: a CuPy whose calls do nothing.
-"""
+"""Code that benchmarks share: ``runner`` runs one, ``clock`` measures time, ``case`` has floors."""

@@ -1,33 +1,30 @@
-"""The measurements of one operation, as a table and as JSON."""
+"""The measurements of one operation, and the floors that they are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .clock import Took
 
 OURS = "gradreduce "  # how the names of our own candidates begin; the implementation follows
 
 
+Figures = Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size.
+    """One operation at one size."""
 
-    Attributes:
-        name: name of the operation; floors refer to it.
-        size: describes the operands.
-        nbytes: bytes that it must read and write, together; 0 if unknown.
-        took: candidate -> its time; ``copy`` is a plain copy that reads and writes ``nbytes``.
-        figures: other measured figures, by name.
-    """
-
-    name: str
-    size: str = ""
-    nbytes: int = 0
+    name: str  # floors refer to it
+    size: str = ""  # describes the operands
+    nbytes: int = 0  # that it must read and write, together; 0 if unknown
+    # Candidate -> its time; "copy" is a plain copy that reads and writes as many bytes.
     took: Mapping[str, Took] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)  # others that were measured
 
     def seconds(self, candidate: str) -> float | None:
         """Returns the time of a candidate; None if it was left out."""
@@ -35,53 +32,101 @@ class Case:
         return None if took is None else took.seconds
 
     def show(self) -> None:
-        """Prints the table, fastest first."""
+        """Prints the table, fastest first: times, rates, and the host's time if it differs."""
         moved = f", {self.nbytes / 1e6:.1f} MB to move" if self.nbytes else ""
         print(f"\n{self.name}: {self.size}{moved}", flush=True)
+        copy = self.seconds("copy")
         for name, took in sorted(self.took.items(), key=lambda item: item[1].seconds):
-            print(f"  {name:46} {took.seconds * 1e3:10.4f} ms {self.rates(name, took)}")
+            words = f"  {name:46} {took.seconds * 1e3:10.4f} ms"
+            words += f" {self.nbytes / took.seconds / 1e9:8.1f} GB/s" if self.nbytes else ""
+            words += f" {copy / took.seconds:6.2f} of the copy" if copy else ""
+            if took.host_seconds != took.seconds:
+                bound = ", the GPU waited for it" if took.host_bound else ""
+                words += f"   host {took.host_seconds * 1e3:.4f} ms{bound}"
+            print(words)
         for name, figure in self.figures.items():
             print(f"  {name:46} {figure:10.4g}")
 
-    def rates(self, name: str, took: Took) -> str:
-        """Formats the rates of a candidate, and the host's time if it differs."""
-        copy = self.seconds("copy")
-        words = f"{self.nbytes / took.seconds / 1e9:8.1f} GB/s"
-        words += f" {copy / took.seconds:6.2f} of the copy" if copy else ""
-        if took.host_seconds != took.seconds:
-            bound = ", the GPU waited for it" if took.host_bound else ""
-            words += f"   host {took.host_seconds * 1e3:.4f} ms{bound}"
-        return words
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the case for JSON."""
-        return asdict(self)
+Figure = Callable[[Case], float | None]
+# Where floors were measured: with chip and date.
+H100, BESIDE = "H100, 2026-11", "docs/benchmarks.md, 2026-11"
+NOT_YET = "not yet measured on a GPU"
+SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+class Decision(NamedTuple):
+    """Why the bound of a floor was changed; docs/benchmarks.md lists all."""
+
+    was: float
+    why: str
 
 
 @dataclass(frozen=True)
-class Reduced(Case):
-    """One all-reduce at one size; ``nbytes`` is what the baseline copy moves.
+class Floor:
+    """A bound for one figure of one case."""
 
-    Bandwidths are those of nccl-tests: ``algbw`` is the bytes of one replica divided by the time.
-    ``busbw`` is ``algbw * 2 (n - 1) / n``: the rate at which each of n devices sends over its link
-    if all links are used alike. With replicas that share a device it is not the rate of a link.
+    name: str  # describes the promise
+    case: str
+    figure: Figure  # of a case; None if a peer that it needs was left out
+    sign: str  # ">=" or "<="
+    bound: float
+    measured: str  # the measured figure, with chip and date
+    peers: tuple[str, ...] = ()  # the libraries that it is compared with
+    decision: Decision | None = None
 
-    Attributes:
-        replica_nbytes: of one replica, all tensors together.
-        num_replicas: how many there are.
-        line: the candidate that all others are compared with.
-    """
+    def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
+        """Returns a JSON object: the floor, the figure, and whether it ``holds``.
 
-    replica_nbytes: int = 0
-    num_replicas: int = 1
-    line: str = "copy"
+        ``holds`` is None if there is nothing to compare with; ``without`` lists its peers that were
+        left out, with the reasons in ``absent``.
+        """
+        case = cases.get(self.case)
+        figure = None if case is None else self.figure(case)
+        holds = None if figure is None else SIGNS[self.sign](figure, self.bound)
+        return {
+            "floor": self.name, "case": self.case, "figure": figure, "sign": self.sign,
+            "bound": self.bound, "measured": self.measured, "holds": holds,
+            "without": [f"{peer}: {absent[peer]}" for peer in self.peers if peer in absent],
+        }  # fmt: skip
 
-    def rates(self, name: str, took: Took) -> str:
-        """Formats bandwidths, the ratio to the line, and the host's time."""
-        algbw = self.replica_nbytes / took.seconds / 1e9
-        busbw = algbw * 2 * (self.num_replicas - 1) / self.num_replicas
-        words = f"algbw {algbw:7.2f} busbw {busbw:7.2f} GB/s" if name != "copy" else f"{'':32}"
-        line = self.seconds(self.line)
-        words += f" {line / took.seconds:7.2f} of the line" if line else ""
-        late = ", the GPU waited for it" if took.host_bound else ""
-        return f"{words}   host {took.host_seconds * 1e6:.1f} us{late}"
+
+def kept(
+    floors: Sequence[Floor], cases: Mapping[str, Case], absent: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Checks and prints all floors."""
+    print("\nfloors")
+    found = [floor.check(cases, absent) for floor in floors]
+    for one in found:
+        word = {True: "holds", False: "BROKEN", None: "not checked"}[one["holds"]]
+        figure = "nothing" if one["figure"] is None else f"{one['figure']:.3g}"
+        bound = f"{one['sign']} {one['bound']:g}"
+        print(f"  {word:12} {one['floor']}: {figure}, {bound} (measured: {one['measured']})")
+        for text in one["without"]:
+            print(f"  {'':12} without {text}")
+    return found
+
+
+def over(peer: str, implementation: str) -> Figure:
+    """Our time over that of a peer or of the copy."""
+
+    def figure(case: Case) -> float | None:
+        ours, theirs = case.seconds(OURS + implementation), case.seconds(peer)
+        return ours / theirs if ours and theirs else None
+
+    return figure
+
+
+def times(peer: str, implementation: str) -> Figure:
+    """How many times as fast we are as a peer or the copy."""
+
+    def figure(case: Case) -> float | None:
+        share = over(peer, implementation)(case)
+        return 1 / share if share else None
+
+    return figure
+
+
+def counted(name: str) -> Figure:
+    """A figure that the case counted."""
+    return lambda case: case.figures.get(name)

@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from .random_values import fill, normals
+from .operands import fill, normals
 
 Call = Callable[[], Any]
+Calls = Mapping[str, Call]  # by the name of the candidate
+Now = Callable[[], float]  # returns a time in seconds
 OfRounds = Callable[[Sequence[float]], float]
 Turn = Callable[[], Mapping[str, float]]  # runs once; returns seconds by candidate
 
@@ -41,27 +43,14 @@ MARGIN = 1.5  # times the host's own time
 
 @dataclass(frozen=True)
 class Took:
-    """The time of one call.
-
-    Attributes:
-        seconds: time until its work was done, on GPU or CPU.
-        host_seconds: time until it returned.
-        host_bound: the GPU has waited for the host, so ``seconds`` is not the time of the GPU.
-    """
-
-    seconds: float
-    host_seconds: float
-    host_bound: bool = False
+    seconds: float  # until its work was done, on GPU or CPU
+    host_seconds: float  # until it returned
+    host_bound: bool = False  # the GPU has waited for the host: ``seconds`` is not the GPU's time
 
 
 @dataclass(frozen=True)
 class After:
-    """A call with a preparation before each; the host clock excludes the preparation.
-
-    Attributes:
-        before: the preparation.
-        call: the measured call.
-    """
+    """A call with a preparation before each; the host clock excludes the preparation."""
 
     before: Call
     call: Call
@@ -70,24 +59,19 @@ class After:
         self.before()
         return self.call()
 
-    def seconds(self) -> float:
-        """The measured seconds."""
+    def seconds(self, now: Now) -> float:
         self.before()
-        start = time.perf_counter()
+        start = now()
         self.call()
-        return time.perf_counter() - start
+        return now() - start
 
 
 def in_turns(
     turns: Sequence[Turn], rounds: int, *, pause: float = 0.0, warm_ups: int = WARM_UPS
 ) -> dict[str, list[float]]:
-    """Returns the seconds of all candidates, in turns after a warm-up.
+    """Returns the seconds of all candidates, in turns; the warm-up before does not count.
 
-    Args:
-        turns: each measures one candidate, or several of one call.
-        rounds: how many turns of each count.
-        pause: seconds before each turn.
-        warm_ups: how many turns of each come before and do not count.
+    Each turn measures one candidate, or several of one call, after a pause in seconds.
     """
     taken: dict[str, list[float]] = {}
     for number in range(warm_ups + rounds):
@@ -99,27 +83,23 @@ def in_turns(
     return taken
 
 
-def timed(name: str, call: Call, number: int = 1, loops: int = 1) -> Turn:
+def timed(name: str, call: Call, number: int = 1, loops: int = 1, now: Now | None = None) -> Turn:
     """Returns what measures a loop over so many calls: the best of several loops."""
 
     def seconds() -> float:
+        clock = now or time.perf_counter
         if isinstance(call, After):
-            return sum([call.seconds() for _ in range(number)])
-        start = time.perf_counter()
+            return sum([call.seconds(clock) for _ in range(number)])
+        start = clock()
         for _ in range(number):
             call()
-        return time.perf_counter() - start
+        return clock() - start
 
     return lambda: {name: min([seconds() for _ in range(loops)])}
 
 
 def host_seconds(
-    calls: Mapping[str, Call],
-    number: int,
-    *,
-    quick: bool,
-    rounds: int = HOST_ROUNDS,
-    loops: int = 1,
+    calls: Calls, number: int, *, quick: bool, rounds: int = HOST_ROUNDS, loops: int = 1
 ) -> dict[str, float]:
     """Returns the host time of a call of each candidate: the best of several loops.
 
@@ -140,6 +120,11 @@ def each(of_rounds: OfRounds, taken: Mapping[str, Sequence[float]]) -> dict[str,
     return {name: of_rounds(times) for name, times in taken.items()}
 
 
+def took_of(seconds: Mapping[str, float]) -> dict[str, Took]:
+    """Returns the times of calls that are done when they return."""
+    return {name: Took(taken, taken) for name, taken in seconds.items()}
+
+
 @contextmanager
 def garbage_kept() -> Iterator[None]:
     """Context manager: no garbage collection makes one call longer than another."""
@@ -153,45 +138,28 @@ def garbage_kept() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HostClock:
-    """Clock for calls that are done when they return.
+    """Clock for calls that are done when they return."""
 
-    Attributes:
-        quick: few rounds.
-        copy_threads: number of threads that copy; default one for each core.
-        of_rounds: reduces the times of a candidate's rounds to one: use the best (``min``) on a
-            busy machine, where a median depends on the other work.
-        rounds: number of rounds; few with ``quick``.
-    """
-
-    quick: bool
-    copy_threads: int | None = None
+    quick: bool  # few rounds
+    copy_threads: int | None = None  # that copy; default one for each core
+    # Of a candidate's rounds. Use the best (``min``) on a busy machine, where a median depends on
+    # the other work.
     of_rounds: OfRounds = statistics.median
     rounds: int = HOST_ROUNDS
 
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """Measures every candidate and ``copy``, in turns after a warm-up.
-
-        Args:
-            calls: the candidates.
-            nbytes: bytes that the copy reads and writes, together.
-        """
+    def measure(self, calls: Calls, nbytes: int) -> dict[str, Took]:
+        """Measures every candidate, and a ``copy`` that moves as many bytes, in turns."""
         candidates: dict[str, Call] = {**calls, "copy": HostCopy(nbytes, self.copy_threads)}
         turns = [timed(name, call) for name, call in candidates.items()]
         taken = _turns_of_host(turns, self.rounds, quick=self.quick)
         return took_of(each(self.of_rounds, taken))
 
 
-def took_of(seconds: Mapping[str, float]) -> dict[str, Took]:
-    """Returns the times of calls that are done when they return."""
-    return {name: Took(taken, taken) for name, taken in seconds.items()}
-
-
 class HostCopy:
-    """Returns a multi-threaded copy in host memory; half of ``nbytes`` is read."""
+    """A multi-threaded copy in host memory; half of ``nbytes`` is read."""
 
     def __init__(self, nbytes: int, threads: int | None = None) -> None:
-        if threads is None:
-            threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = threads or len(os.sched_getaffinity(0))
         # Both are written: memory that never was is all one page.
         source, target = (normals(max(1, nbytes // 8), seed=seed) for seed in range(2))
         parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)
@@ -221,7 +189,7 @@ class GpuClock:
         self._fill_seconds = max(1e-6, self._batch(self._fill, self._launches, 1).seconds)
         self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
 
-    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+    def measure(self, calls: Calls, nbytes: int) -> dict[str, Took]:
         """Measures in turns; see ``HostClock``."""
         candidates = {**calls, "copy": self._copy_of(nbytes)}
         self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams

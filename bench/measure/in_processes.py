@@ -22,43 +22,24 @@ LOOK_SECONDS = 0.02
 SOURCES = Path(gr.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
 
 
-def figures_of(
-    function: str,
-    *arguments: Any,
-    launcher: Sequence[str] = (sys.executable,),
-    seconds: float = 600.0,
-    **environment: str,
-) -> Any:
+def figures_of(function: str, *arguments: Any, launcher: Sequence[str] = (sys.executable,),
+               seconds: float = 600.0, **environment: str) -> Any:  # fmt: skip
     """Returns what a function returns in another process, or in the first of several.
 
-    Args:
-        function: ``module:function``. Of several processes, all but one return None.
-        arguments: of the function, as JSON can write them.
-        launcher: the command of a Python program, such as ``torchrun(2)``.
-        seconds: the time for all of it.
-        environment: variables to add to the environment.
-
-    Raises:
-        subprocess.SubprocessError: a process has failed, or it did not end in time.
+    ``function`` is ``module:function``, with arguments as JSON can write them; of several
+    processes, all but one return None. ``launcher`` is the command of a Python program, such as
+    ``torchrun(2)``. Raises a ``SubprocessError`` if a process fails or does not end in time.
     """
     return figures_of_each(function, [arguments], launcher, seconds, [environment])[0]
 
 
 def figures_of_each(
-    function: str,
-    arguments: Sequence[Sequence[Any]],
-    launcher: Sequence[str],
-    seconds: float,
+    function: str, arguments: Sequence[Sequence[Any]], launcher: Sequence[str], seconds: float,
     environments: Sequence[Mapping[str, str]],
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Calls a function in several processes at once; if one fails, ends the others.
 
-    Args:
-        function: see ``figures_of``.
-        arguments: of each process.
-        launcher: of each process.
-        seconds: the time for all of it.
-        environments: of each process, variables to add to the environment.
+    Each process has its arguments and environment; see ``figures_of``.
     """
     path = os.pathsep.join([*map(str, SOURCES), os.environ.get("PYTHONPATH", "")])
     end = time.monotonic() + seconds
@@ -66,8 +47,7 @@ def figures_of_each(
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{place}.json" for place in range(len(arguments))]
         try:
-            for each in zip(reports, arguments, environments, strict=True):
-                report, words, changed = each
+            for report, words, changed in zip(reports, arguments, environments, strict=True):
                 started.append(subprocess.Popen(
                     [*launcher, *words_of(report, function, *words)],
                     env={**os.environ, "PYTHONPATH": path, **changed},
@@ -87,13 +67,7 @@ def figures_of_each(
 
 
 def words_of(report: Path, function: str, *arguments: Any) -> tuple[str, ...]:
-    """Returns what comes after Python in the command that calls a function.
-
-    Args:
-        report: the file for its result.
-        function: see ``figures_of``.
-        arguments: as well.
-    """
+    """Returns what comes after Python in the command that writes a function's result to a file."""
     return ("-m", "measure.in_processes", str(report), function, json.dumps(arguments))
 
 

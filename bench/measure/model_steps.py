@@ -6,19 +6,20 @@ A local step of AGN also adds the gradients to sums: ``adds`` says whether a pee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import gradreduce as gr
+from gradreduce.device import Device
 
-from .clock import Call, HostClock
+from .case import Figures
+from .clock import Call, Calls, HostClock
+from .operands import GRADIENTS, VALUES, normals, resnet50
 from .peers import find_torch, in_order, on_current_stream
-from .random_values import GRADIENTS, VALUES, normals
-from .resnet50 import resnet50
-from .runner import Bench, named
+from .runner import Bench
 
 SIZE, GPU_SIZE, QUICK_SIZE = 16_000_000, 64_000_000, 2_000
 NUM_VARIABLES, QUICK_VARIABLES = 50, 5
@@ -35,6 +36,7 @@ RULES: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
     "adagrad": (lambda: gr.AdagradOptimizer(0.1), 5),
     "rmsprop": (lambda: gr.RMSPropOptimizer(0.001, momentum=0.9), 7),
 }
+PROMISED = ("sgd", "momentum", "adam")  # that are compared with PyTorch's
 best_clock = partial(HostClock, of_rounds=min, rounds=ROUNDS)
 
 BLOCKS = "numpy, blocks"
@@ -45,14 +47,7 @@ BLOCK_SIZE = 1 << 15  # elements: 128 KiB of float32, and as much of scratch
 def torch_steps(
     bench: Bench, rule: str, sizes: Sequence[int], *, adds: bool = False
 ) -> dict[str, Call]:
-    """Returns the ``torch.optim`` steps of a rule, with ``_foreach_add_`` if they add.
-
-    Args:
-        bench: notes if PyTorch is missing.
-        rule: ``"sgd"``, ``"momentum"`` or ``"adam"``.
-        sizes: of the parameters, float32.
-        adds: each step also adds all gradients to sums.
-    """
+    """Returns steps of ``torch.optim``, with ``_foreach_add_`` if they add, or notes why not."""
     torch = find_torch(bench)
     if torch is None:
         return {}
@@ -103,19 +98,37 @@ def _stepped(blocks: Sequence[Any], scratch: np.ndarray, rate: np.float32) -> No
 
 
 def sizes(bench: Bench) -> list[int]:
-    """Returns the sizes of the variables of a model."""
     size = bench.pick(SIZE, QUICK_SIZE, GPU_SIZE)
     return sizes_of(size, bench.pick(NUM_VARIABLES, QUICK_VARIABLES))
 
 
+def compare_steps(
+    bench: Bench, rule: str, make: Callable[[Device], Any], units: int, *, adds: bool = False
+) -> None:
+    """Measures our steps over a whole model, which are checked, beside those of the peers."""
+    of_model = sizes(bench)
+    peers = torch_steps(bench, rule, of_model, adds=adds) if rule in PROMISED else {}
+    if rule == "sgd" and not bench.on_gpu:
+        peers[BLOCKS] = sgd_in_blocks(of_model, adds=adds)
+    steps = bench.ours(make)
+    check_updates(rule, [step.updated() for step in steps.values()])
+    compare(bench, rule, {**steps, **peers}, units, f", {units} units" if adds else "")
+
+
+def compare(bench: Bench, name: str, calls: Calls, units: int, words: str = "") -> None:
+    """Measures calls that read or write all variables of a model ``units`` times."""
+    size, number = sum(sizes(bench)), len(sizes(bench))
+    bench.compare(name, f"{size} float32 in {number} variables{words}", units * 4 * size, calls)
+
+
 def tiny_sizes(bench: Bench) -> list[int]:
-    """Returns the sizes of tiny variables."""
     return [TINY_SIZE] * len(resnet50(bench.quick))
 
 
-def tiny_us(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
-    """Returns the host's microseconds of steps with tiny variables, as figures of a case."""
-    return named(bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS))
+def note_tiny(bench: Bench, calls: Calls, launches: Figures, of_step: str = "") -> None:
+    us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=ROUNDS)
+    words = f"{len(tiny_sizes(bench))} x {TINY_SIZE} float32, host us{of_step}"
+    bench.note(TINY, words, {**launches, **us})
 
 
 def sizes_of(size: int, number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The same operations by other libraries (peers), out of place.
+"""The same operations by other libraries (peers), and whole all-reduces by them.
 
 A peer has a function for each operation that it knows, which takes lists of its arrays and returns
 its candidates. Outputs exist before the clock starts, unless the operation allocates them.
@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,40 +21,30 @@ from .runner import Bench
 
 Calls = dict[str, Call]
 Operations = Mapping[str, Callable[..., Calls]]
+Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 SPLIT = 4  # inputs in the first half of an all_sum
+
+ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
+SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library to compare with.
-
-    Attributes:
-        name: how the names of its candidates begin.
-        take: converts a host array to the library's array on the measured device.
-        operations: of ``add_n``, ``add_into``, ``accumulate``, ``many``, ``all_sum``, ``pack``,
-            ``unpack``, ``scale`` and ``segment_sum`` those that it has.
-        without: dtypes that it cannot add, or only slowly.
-    """
-
-    name: str
-    take: Callable[[np.ndarray], Any]
+    name: str  # how the names of its candidates begin
+    take: Callable[[np.ndarray], Any]  # converts a host array to one on the measured device
+    # Of add_n, add_into, accumulate, many, all_sum, pack and segment_sum those that it has.
     operations: Operations
-    without: frozenset[str] = frozenset()
-
-    def calls(self, operation: str, *operands: Sequence[np.ndarray]) -> Calls:
-        """Returns its candidates for an operation on lists of host arrays."""
-        make = self.operations.get(operation)
-        if make is None or operands[0][0].dtype.name in self.without:
-            return {}
-        calls = make(*([self.take(host) for host in hosts] for hosts in operands))
-        return {f"{self.name} {way}": call for way, call in calls.items()}
+    without: frozenset[str] = frozenset()  # dtypes that it cannot add, or only slowly
 
 
 def peer_calls(peers: Sequence[Peer], operation: str, *operands: Sequence[np.ndarray]) -> Calls:
-    """Returns the candidates of all peers for an operation."""
+    """Returns the candidates of all peers for an operation on lists of host arrays."""
     found: Calls = {}
     for peer in peers:
-        found |= peer.calls(operation, *operands)
+        if operation in peer.operations and operands[0][0].dtype.name not in peer.without:
+            taken = ([peer.take(host) for host in hosts] for hosts in operands)
+            calls = peer.operations[operation](*taken)
+            found |= {f"{peer.name} {way}": call for way, call in calls.items()}
     return found
 
 
@@ -71,8 +60,6 @@ def find_peers(bench: Bench) -> list[Peer]:
     if (torch := find_torch(bench)) is not None:
         operations = _of_torch_on_gpu(torch) if bench.on_gpu else _of_torch(torch)
         found.append(Peer("torch", partial(_tensor, torch, bench.place), operations))
-    if not bench.on_gpu and (tf := tensorflow(bench)) is not None:
-        found.append(Peer("tf", tf.constant, _of_tensorflow(tf)))
     return found
 
 
@@ -100,112 +87,56 @@ def on_current_stream(torch: Any, call: Call) -> Any:
         return call()
 
 
-# -- operations ------------------------------------------------------------------------------------
+def _operations(names: str, copy: Any, concatenate: Any, zero: Any, add_rows: Any) -> Operations:
+    """Returns the operations of a library, by its functions and the names of its candidates."""
+    chain, add, pack, rows = names.split(", ")
+    return {
+        "add_n": lambda arrays: {chain: partial(_chain, arrays)},
+        "accumulate": lambda operands: {add: partial(operator.iadd, *operands)},
+        "many": lambda *columns: {"chains": partial(_chains, columns)},
+        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, copy, *lists)},
+        "pack": lambda flat, arrays: {pack: partial(concatenate, arrays, out=flat[0])},
+        "segment_sum": lambda values, indices, out: {
+            rows: partial(
+                in_order, partial(zero, out[0]), partial(add_rows, out[0], indices[0], values[0])
+            )
+        },
+    }
 
 
 def _of_arrays(library: Any) -> Operations:
     """NumPy, or CuPy on the current stream."""
-    is_numpy = library is np
-    scatter = np.add.at if is_numpy else importlib.import_module("cupyx").scatter_add
-
-    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
-        calls = partial(out[0].fill, 0), partial(scatter, out[0], indices[0], values[0])
-        return {"add.at" if is_numpy else "scatter_add": partial(in_order, *calls)}
-
-    return {
-        "add_n": lambda arrays: {
-            "chain": partial(_chain, arrays),
-            **({} if is_numpy else {"stack-sum": lambda: library.stack(arrays).sum(axis=0)}),
-        },
-        "accumulate": lambda operands: {"+=": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
-        "all_sum": lambda outs, inputs: {
-            "chains, copies": partial(_all_sum, library.copyto, outs, inputs)
-        },
-        "pack": lambda flat, arrays: {
-            "concatenate": partial(library.concatenate, arrays, out=flat[0])
-        },
-        "unpack": lambda flat, arrays: {
-            "copyto": partial(_for_each, library.copyto, arrays, _parts(flat[0], arrays))
-        },
-        "scale": lambda arrays: {"*=": partial(_for_each, operator.imul, arrays, repeat(-1.0))},
-        "segment_sum": segment_sum,
-    }
+    functions = library.copyto, library.concatenate, lambda out: out.fill(0)
+    if library is np:
+        return _operations("chain, +=, concatenate, add.at", *functions, np.add.at)
+    scatter = importlib.import_module("cupyx").scatter_add
+    return _operations("chain, +=, concatenate, scatter_add", *functions, scatter)
 
 
 def _of_torch(torch: Any) -> Operations:
     """PyTorch on the CPU."""
+    of, names = torch.Tensor, "add + add_, add_, cat, index_add_"
+
+    def add_rows(out: Any, indices: Any, values: Any) -> None:
+        out.index_add_(0, indices, values)
 
     def add_into(outs: list[Any], tensors: list[Any]) -> Calls:
         calls = [partial(outs[0].copy_, tensors[0])]
         calls += [partial(outs[0].add_, tensor) for tensor in tensors[1:]]
         return {"copy_ + add_": partial(in_order, *calls)}
 
-    def segment_sum(values: list[Any], indices: list[Any], out: list[Any]) -> Calls:
-        add = partial(out[0].index_add_, 0, indices[0], values[0])
-        return {"index_add_": partial(in_order, out[0].zero_, add)}
-
-    copy = torch.Tensor.copy_
-    return {
-        "add_n": lambda tensors: {
-            "copy + add_": lambda: _chain([tensors[0].clone(), *tensors[1:]], operator.iadd),
-            "add + add_": partial(_chain, tensors),
-        },
-        "add_into": add_into,
-        "accumulate": lambda operands: {"add_": partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_for_each, _chain, _rows(columns))},
-        "all_sum": lambda outs, inputs: {"chains, copies": partial(_all_sum, copy, outs, inputs)},
-        "pack": lambda flat, tensors: {"cat": partial(torch.cat, tensors, out=flat[0])},
-        "unpack": lambda flat, tensors: {
-            "copy_": partial(_for_each, copy, tensors, _parts(flat[0], tensors))
-        },
-        "scale": lambda tensors: {"mul_": partial(_for_each, operator.imul, tensors, repeat(-1.0))},
-        "segment_sum": segment_sum,
-    }
+    return {**_operations(names, of.copy_, torch.cat, of.zero_, add_rows), "add_into": add_into}
 
 
 def _of_torch_on_gpu(torch: Any) -> Operations:
-    """PyTorch on a GPU, with its functions for lists of tensors, on CuPy's current stream."""
-
-    def foreach(columns: Sequence[list[Any]]) -> Any:
-        totals = torch._foreach_add(columns[0], columns[1])
-        for column in columns[2:]:
-            torch._foreach_add_(totals, column)
-        return totals
-
-    on_cpu = _of_torch(torch)
-    operations: Operations = {
-        **on_cpu,
-        "add_n": lambda tensors: {
-            **on_cpu["add_n"](tensors),
-            "_foreach": partial(foreach, [[tensor] for tensor in tensors]),
-        },
-        "many": lambda *columns: {"_foreach": partial(foreach, columns)},
-        "unpack": lambda flat, tensors: {
-            "_foreach": partial(torch._foreach_copy_, tensors, _parts(flat[0], tensors))
-        },
-        "scale": lambda tensors: {"_foreach": partial(torch._foreach_mul_, tensors, -1.0)},
-    }
+    """PyTorch on a GPU, on CuPy's current stream."""
 
     def on_stream(make: Callable[..., Calls]) -> Callable[..., Calls]:
         return lambda *operands: {
             way: partial(on_current_stream, torch, call) for way, call in make(*operands).items()
         }
 
-    return {name: on_stream(make) for name, make in operations.items()}
-
-
-def _of_tensorflow(tf: Any) -> Operations:
-    """TensorFlow, eagerly, on the CPU."""
-    return {
-        "add_n": lambda tensors: {"add_n": partial(tf.add_n, tensors)},
-        "pack": lambda flat, tensors: {"concat": partial(tf.concat, tensors, 0)},
-        "segment_sum": lambda values, indices, out: {
-            "unsorted_segment_sum": partial(
-                tf.math.unsorted_segment_sum, values[0], indices[0], out[0].shape[0]
-            )
-        },
-    }
+    return {name: on_stream(make) for name, make in _of_torch(torch).items()}
 
 
 def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
@@ -216,25 +147,20 @@ def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
 
 
 def in_order(*calls: Call) -> None:
-    """Calls functions one after the other."""
     for call in calls:
         call()
 
 
-def _chain(arrays: Sequence[Any], first: Callable[..., Any] = operator.add) -> Any:
-    """Adds arrays one by one; the first sum is a new array."""
-    total = first(arrays[0], arrays[1])
+def _chain(arrays: Sequence[Any]) -> Any:
+    total = arrays[0] + arrays[1]
     for array in arrays[2:]:
         total += array
     return total
 
 
-def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    return list(zip(*columns, strict=True))
-
-
-def _for_each(call: Callable[..., Any], *lists: Iterable[Any]) -> list[Any]:
-    return [call(*operands) for operands in zip(*lists, strict=False)]
+def _chains(columns: Iterable[Sequence[Any]]) -> list[Any]:
+    """Adds the first arrays of all columns, then the second ones, and so on."""
+    return [_chain(row) for row in zip(*columns, strict=True)]
 
 
 def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -245,7 +171,60 @@ def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any
         copy(out, total)
 
 
-def _parts(flat: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Returns consecutive views of a flat array, as long as the arrays."""
-    ends = np.cumsum([len(array) for array in arrays]).tolist()
-    return [flat[end - len(array) : end] for end, array in zip(ends, arrays, strict=True)]
+def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> Calls:
+    """Returns the candidates of installed libraries, and notes missing ones."""
+    found: Calls = {NUMPY: numpy_sum_and_copies(tensors)}
+    if (torch := find_torch(bench)) is not None:
+        taken = [[torch.from_numpy(each) for each in replicas] for replicas in tensors]
+        outs = [[torch.empty_like(each) for each in replicas] for replicas in taken]
+        found[SUM_AND_COPIES] = partial(_means, torch.add, torch.Tensor.copy_, taken, outs)
+    if (tf := tensorflow(bench)) is not None:
+        found |= _tensorflow(tf, tensors)
+    return found
+
+
+def numpy_sum_and_copies(tensors: Tensors) -> Call:
+    """Returns NumPy's mean of each tensor's replicas, copied to all outs."""
+    outs = [[np.empty_like(each) for each in replicas] for replicas in tensors]
+    return partial(_means, np.add, np.copyto, tensors, outs)
+
+
+def _means(add: Any, copy: Callable[..., Any], tensors: Any, outs: Any) -> None:
+    for replicas, into in zip(tensors, outs, strict=True):
+        total = add(replicas[0], replicas[1], out=into[0])
+        for replica in replicas[2:]:
+            total += replica
+        total /= len(replicas)
+        for out in into[1:]:
+            copy(out, total)
+
+
+def _tensorflow(tf: Any, tensors: Tensors) -> Calls:
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in tensors[0]]
+    tf.config.set_logical_device_configuration(cpu, logical)
+    # No public function makes a PerReplica outside the run of a strategy.
+    per_replica = importlib.import_module("tensorflow.python.distribute.values").PerReplica
+    pairs = []
+    for replicas in tensors:
+        placed = []
+        for index, host in enumerate(replicas):
+            with tf.device(f"/cpu:{index}"):
+                placed.append(tf.identity(tf.constant(host)))
+        value = per_replica(placed)
+        pairs.append((value, value))
+    ways = {
+        ONE_DEVICE: tf.distribute.ReductionToOneDevice(),
+        HIERARCHICAL: tf.distribute.HierarchicalCopyAllReduce(num_packs=1),
+    }
+    calls: Calls = {}
+    for name, cross_device_ops in ways.items():
+        reduce = partial(cross_device_ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
+        calls[name] = reduce
+        calls[f"{name} in tf.function"] = tf.function(partial(_values, reduce))
+    return calls
+
+
+def _values(reduce: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Returns a value that a ``tf.function`` can return."""
+    return [mirrored.values for mirrored in reduce()]

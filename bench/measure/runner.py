@@ -1,4 +1,10 @@
-"""Runs a benchmark: opens its devices, measures its cases in turns, checks floors, writes JSON."""
+"""Runs a benchmark: opens its devices, measures its cases in turns, checks floors, writes JSON.
+
+The way of a case: a function of ``bench_*.py`` makes its candidates, ours and the peers'. A method
+of ``Bench`` measures them in turns, prints the ``Case`` and keeps it. ``Benchmark`` checks the
+floors, which name figures of cases, and returns the report. ``main`` writes it as JSON. From the
+JSON and the floors ``page.py`` writes the pages; ``record.py`` calls both.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +15,25 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import gradreduce as gr
 from gradreduce.backends import Kernels
 from gradreduce.device import Device, Mesh
 
-from .case import OURS, Case
-from .clock import Call, GpuClock, HostClock, host_seconds
-from .floors import Floor, kept
+from .case import OURS, Case, Figures, Floor, kept
+from .clock import Call, Calls, GpuClock, HostClock, host_seconds, took_of
 
 T = TypeVar("T")
+NONE: Mapping[str, Any] = MappingProxyType({})
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("numpy", "compiled")
 
 
 def has_gpu() -> bool:
-    """Returns whether CuPy is installed and finds a GPU."""
     if importlib.util.find_spec("cupy") is None:
         return False
     import cupy
@@ -36,55 +42,27 @@ def has_gpu() -> bool:
 
 
 def gpu_name() -> str:
-    """Returns the name of the first GPU."""
     import cupy
 
     return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
 
 
-def simulated(num_devices: int) -> dict[str, Mesh]:
-    """Opens simulated devices with both implementations; close them."""
-    return {
-        name: gr.open_mesh(num_devices, backend="sim", kernels=name, strict=False)
-        for name in IMPLEMENTATIONS
-    }
-
-
-def named(figures: Mapping[str, float], unit: str = "us") -> dict[str, float]:
-    """Returns figures with their unit in their names."""
-    return {f"{name}, {unit}": figure for name, figure in figures.items()}
-
-
 class Bench:
     """The devices of a benchmark, and what it has measured.
 
-    Args:
-        quick: tiny sizes and few rounds.
-        on_gpu: whether GPUs are measured.
-        meshes: implementation -> its devices; ``cuda`` for a GPU.
-        host_clock: makes the clock of a machine without a GPU.
-
-    Attributes:
-        place: where PyTorch's tensors belong: ``"cuda"`` or ``"cpu"``.
-        cases: the measured cases, by name.
-        absent: why a library or device is missing, by its name.
+    ``quick`` means tiny sizes and few rounds. ``meshes`` maps an implementation, ``cuda`` for a
+    GPU, to its devices. ``host_clock`` makes the clock of a machine without a GPU.
     """
 
-    def __init__(
-        self,
-        *,
-        quick: bool,
-        on_gpu: bool = False,
-        meshes: Mapping[str, Mesh] | None = None,
-        host_clock: Callable[[bool], HostClock] = HostClock,
-    ) -> None:
+    def __init__(self, *, quick: bool, on_gpu: bool = False, meshes: Mapping[str, Mesh] = NONE,
+                 host_clock: Callable[[bool], HostClock] = HostClock):  # fmt: skip
         self.quick = quick
         self.on_gpu = on_gpu
-        self.place = "cuda" if on_gpu else "cpu"
-        self.meshes = dict(meshes or {})
+        self.place = "cuda" if on_gpu else "cpu"  # of PyTorch's tensors
+        self.meshes = dict(meshes)
         self._host_clock = host_clock
-        self.cases: dict[str, Case] = {}
-        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}  # by name
+        self.absent: dict[str, str] = {}  # why a library or device is missing
 
     @cached_property
     def clock(self) -> HostClock | GpuClock:
@@ -119,67 +97,64 @@ class Bench:
         return library not in self.absent
 
     def launches(self, implementation: str, call: Call) -> int:
-        """Returns how many kernels a call launches."""
         with self.meshes[implementation].journal() as journal:
             call()
         return journal.launches
 
-    def compare(self, name: str, size: str, nbytes: int, calls: Mapping[str, Call]) -> None:
-        """Measures candidates, and a copy that moves as many bytes, in turns."""
-        self.keep(Case(name, size, nbytes, self.clock.measure(calls, nbytes)))
+    def host_us(
+        self, calls: Calls, number: int, unit: str = "us", divisor: int = 1, **options: Any
+    ) -> dict[str, float]:
+        """Returns the host's microseconds of a call or of a part of it, as figures with their unit.
 
-    def host_us(self, calls: Mapping[str, Call], number: int, **options: Any) -> dict[str, float]:
-        """Returns the host's microseconds of a call, in turns; see ``host_seconds``."""
+        The further options are those of ``host_seconds``.
+        """
         seconds = host_seconds(calls, number, quick=self.quick, **options)
         for mesh in self.meshes.values():
             mesh.synchronize()
-        return {name: taken * 1e6 for name, taken in seconds.items()}
+        return {f"{name}, {unit}": taken * 1e6 / divisor for name, taken in seconds.items()}
+
+    def compare(
+        self, name: str, size: str, nbytes: int, calls: Calls, figures: Figures = NONE
+    ) -> None:
+        """Keeps the times of candidates, and of a copy that moves as many bytes, in turns."""
+        self.keep(Case(name, size, nbytes, self.clock.measure(calls, nbytes), dict(figures)))
+
+    def note(self, name: str, size: str, figures: Figures, seconds: Figures = NONE) -> None:
+        """Keeps figures, and seconds by candidate, that were measured without a copy."""
+        self.keep(Case(name, size, 0, took_of(seconds), figures))
 
     def keep(self, case: Case) -> None:
-        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark and its floors.
-
-    Attributes:
-        doc: describes it.
-        cases: runs all cases; each frees its arrays when it ends.
-        floors: for a machine without GPUs.
-        gpu_floors: for GPUs; None if it does not use them.
-        num_devices: how many simulated devices are opened for it, if there is no GPU.
-        placement: the logical devices that are opened on GPU 0, if ``num_devices`` is not 0.
-        host_clock: see ``Bench``.
-        implementation: of the kernels, if no devices are opened for it.
-    """
-
     doc: str | None
-    cases: Callable[[Bench], None]
-    floors: Sequence[Floor]
-    gpu_floors: Sequence[Floor] | None = None
-    num_devices: int = 0
-    placement: Sequence[int] = (0,)
+    cases: Callable[[Bench], None]  # runs all; each frees its arrays when it ends
+    floors: Sequence[Floor]  # for a machine without GPUs
+    gpu_floors: Sequence[Floor] | None = None  # None if it does not use GPUs
+    num_devices: int = 0  # that are opened for it: simulated devices,
+    placement: Sequence[int] = (0,)  # or these GPUs
     host_clock: Callable[[bool], HostClock] = HostClock
-    implementation: str = "numpy"
+    implementation: str = "numpy"  # of the kernels, if no devices are opened for it
 
     def floors_of(self, *, on_gpu: bool) -> Sequence[Floor]:
         """Returns the floors for a kind of machine."""
         return self.floors if self.gpu_floors is None or not on_gpu else self.gpu_floors
 
     def measured(self, *, quick: bool) -> Bench:
-        """Runs all cases."""
         on_gpu = self.gpu_floors is not None and has_gpu()
         with ExitStack() as stack:
             meshes: dict[str, Mesh] = {}
             if self.num_devices and on_gpu:
-                meshes["cuda"] = gr.open_mesh(self.placement, backend="cuda")
+                meshes["cuda"] = stack.enter_context(gr.open_mesh(self.placement, backend="cuda"))
             elif self.num_devices:
-                meshes = simulated(self.num_devices)
-            for mesh in meshes.values():
-                stack.enter_context(mesh)
+                for kernels in IMPLEMENTATIONS:
+                    mesh = gr.open_mesh(
+                        self.num_devices, backend="sim", kernels=kernels, strict=False
+                    )
+                    meshes[kernels] = stack.enter_context(mesh)
             bench = Bench(quick=quick, on_gpu=on_gpu, meshes=meshes, host_clock=self.host_clock)
             self.cases(bench)
         return bench
@@ -197,31 +172,21 @@ class Benchmark:
             "implementations": ["cuda"] if bench.on_gpu else names,
             "load_average": load,
             "absent": bench.absent,
-            "cases": [case.as_json() for case in bench.cases.values()],
+            "cases": [asdict(case) for case in bench.cases.values()],
             "floors": [] if quick else kept(floors, bench.cases, bench.absent),
         }
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Measures and writes the report; exits with 1 if a floor is broken."""
-        options = options_of(self.doc, arguments)
+        parser = argparse.ArgumentParser(description=(self.doc or "").splitlines()[0])
+        parser.add_argument("--json", type=Path, help="where the figures go")
+        parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
+        options = parser.parse_args(arguments)
         if not has_gpu():
             os.environ.setdefault("GRADREDUCE_BACKEND", "sim")  # of default meshes: no warning
         report = self.report(quick=options.quick)
-        keep(report, options.json)
+        if options.json is not None:
+            options.json.write_text(json.dumps(report), encoding="utf-8")
         broken = [one["floor"] for one in report["floors"] if one["holds"] is False]
         if broken:
             sys.exit(f"broken floors: {', '.join(broken)}")
-
-
-def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses ``--json FILE`` and ``--quick``, the flags of every benchmark."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
-    return parser.parse_args(arguments)
-
-
-def keep(figures: Mapping[str, Any], path: Path | None) -> None:
-    """Writes figures to a file if one was given."""
-    if path is not None:
-        path.write_text(json.dumps(figures), encoding="utf-8")

@@ -20,19 +20,9 @@ _addresses = count(1 << 40, 1 << 30)  # each block has a gigabyte
 _handles = count(1 << 20)
 
 
-def _nothing(*arguments: Any, **options: Any) -> None:
-    """Stands for every driver call without a result."""
-
-
-def _zero(*arguments: Any) -> int:
-    """Stands for every driver call that returns a status or a number."""
+def _nothing(*arguments: Any, **options: Any) -> int:
+    """Stands for every call of the driver, and for its constants; 0 is success."""
     return 0
-
-
-class CUDARuntimeError(RuntimeError):
-    """An error that is never raised."""
-
-    status = 0
 
 
 class Entered:
@@ -46,8 +36,6 @@ class Entered:
 
 
 class Device(Entered):
-    """A GPU."""
-
     compute_capability = "90"
     attributes = types.MappingProxyType({
         "MultiProcessorCount": 132,
@@ -67,33 +55,20 @@ class Stream(Entered):
         self.ptr = next(_handles)
 
     def end_capture(self) -> Self:
-        """Returns the graph."""
         return self
 
     begin_capture = launch = synchronize = upload = wait_event = _nothing
 
 
 class Event:
-    """An event, which has passed."""
-
-    __slots__ = ("ptr",)
-    done = True
+    ptr, done, record = 0, True, _nothing
 
     def __init__(self, *, disable_timing: bool = False) -> None:
-        self.ptr = 0
-
-    record = _nothing
-
-
-class MemoryPointer:
-    """An address."""
-
-    def __init__(self, memory: Any, offset: int) -> None:
-        self.ptr: int = memory.ptr + offset
+        pass
 
 
 class UnownedMemory:
-    """Memory that another library owns."""
+    """Memory of another owner; also a pointer to it."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr = ptr
@@ -114,22 +89,16 @@ class PooledMemory:
 
 
 class MemoryPool:
-    """Allocates ranges of addresses, and reuses freed ones."""
-
     def __init__(self) -> None:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def malloc(self, size: int) -> PooledMemory:
-        """Returns a range of addresses."""
         return PooledMemory(self._free[size])
 
-    free_all_blocks = _nothing
-    total_bytes = _zero
+    free_all_blocks = total_bytes = _nothing
 
 
 class PinnedMemory(bytearray):
-    """Pinned memory."""
-
     ptr = 0
 
 
@@ -158,7 +127,6 @@ class Kernel:
         self.kernel = self
 
     def get_function(self, name: str) -> Self:
-        """Returns the kernel."""
         return self
 
 
@@ -169,52 +137,53 @@ class CNumpyArray:
         self.val = v
 
 
-def compile_using_nvrtc(
-    source: str, options: Any, *, name_expressions: Any, **others: Any
-) -> tuple[bytes, dict[str, str]]:
-    """Returns no code, and the names of the functions."""
-    return b"", {name: name for name in name_expressions}
+class Module(types.ModuleType):
+    """A module in which every other name is a function that does nothing."""
+
+    def __init__(self, name: str, **content: Any) -> None:
+        super().__init__(name)
+        self.__spec__, self.__path__ = ModuleSpec(name, None), []
+        vars(self).update(content)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _nothing)  # the next time it is found as quickly as CuPy's
+        return _nothing
 
 
 def install() -> None:
     """Makes ``import cupy`` import this stub."""
     current = Stream()
     Array.__module__ = "cupy"  # by which our code recognizes its arrays too
-    runtime: dict[str, Any] = {
-        "CUDARuntimeError": CUDARuntimeError,
-        "getDeviceCount": lambda: 1,
-        "is_hip": False,
-        # As quick as CuPy's, which are in C: they are called for each launch.
-        "getDevice": repeat(0).__next__,
-        "setDevice": deque[int](maxlen=0).append,
-        **dict.fromkeys(("eventQuery", "streamIsCapturing", "streamQuery"), _zero),
-        **dict.fromkeys(("eventRecord", "memcpyAsync", "memsetAsync", "streamWaitEvent"), _nothing),
-        **dict.fromkeys(("memcpyDefault", "memcpyDeviceToDevice", "memcpyDeviceToHost"), 0),
-        **dict.fromkeys(("memcpyHostToDevice", "streamCaptureModeThreadLocal"), 0),
-    }
-    modules: dict[str, dict[str, Any]] = {
+    errors = {"CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {"status": 0})}
+    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream, UnownedMemory)}
+    modules = [
         # RawModule: for older checkouts
-        "cupy": {"RawModule": Kernel, "__version__": "14.2.0", "ndarray": Array},
-        "cupy.cuda": {
-            "get_current_stream": lambda device_id=-1: current,
-            "alloc_pinned_memory": PinnedMemory,
-            **{each.__name__: each for each in (Device, Event, MemoryPointer, MemoryPool, Stream)},
-            "UnownedMemory": UnownedMemory,
-        },
-        "cupy.cuda.compiler": {
-            "CompileException": RuntimeError, "compile_using_nvrtc": compile_using_nvrtc,
-        },
-        "cupy.cuda.driver": {"occupancyMaxActiveBlocksPerMultiprocessor": lambda *arguments: 8},
-        "cupy.cuda.function": {"CNumpyArray": CNumpyArray, "Module": Kernel},
+        Module("cupy", RawModule=Kernel, __version__="14.2.0", ndarray=Array),
+        Module(
+            "cupy.cuda", get_current_stream=lambda device_id=-1: current, **classes,
+            alloc_pinned_memory=PinnedMemory, MemoryPointer=lambda memory, offset: memory,
+        ),
+        Module(
+            "cupy.cuda.compiler", CompileException=RuntimeError,
+            compile_using_nvrtc=lambda source, options, *, name_expressions, **others: (
+                b"", {name: name for name in name_expressions}
+            ),
+        ),
+        Module("cupy.cuda.driver", occupancyMaxActiveBlocksPerMultiprocessor=lambda *arguments: 8),
+        Module("cupy.cuda.function", CNumpyArray=CNumpyArray, Module=Kernel),
         # No real version, because the cache on disk keeps what this one compiles.
-        "cupy.cuda.nvrtc": {"getVersion": lambda: (0, 1)},
-        "cupy.cuda.nvtx": {"RangePop": _nothing, "RangePush": _nothing},
-        "cupy.cuda.runtime": runtime,
-    }  # fmt: skip
-    for name, content in modules.items():
-        made = sys.modules[name] = types.ModuleType(name)
-        made.__spec__, made.__path__ = ModuleSpec(name, None), []
-        vars(made).update(content)
-        package, _, last = name.rpartition(".")
+        Module("cupy.cuda.nvrtc", getVersion=lambda: (0, 1)),
+        Module("cupy.cuda.nvtx"),
+        # As quick as CuPy's, which are in C: they are called for each launch.
+        Module(
+            "cupy.cuda.runtime", getDeviceCount=lambda: 1, is_hip=False,
+            getDevice=repeat(0).__next__, setDevice=deque[int](maxlen=0).append, **errors,
+        ),
+    ]  # fmt: skip
+    for module in modules:
+        sys.modules[module.__name__] = module
+        package, _, last = module.__name__.rpartition(".")
         if package:
-            setattr(sys.modules[package], last, made)
+            setattr(sys.modules[package], last, module)

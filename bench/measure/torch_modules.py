@@ -14,22 +14,18 @@ class _Give(torch.autograd.Function):  # type: ignore[misc]  # PyTorch need not 
 
     @staticmethod
     def forward(context: Any, x: Any, gradients: Sequence[Any], *parameters: Any) -> Any:
-        """Returns ``x``."""
         context.gradients = gradients
         return x.clone()
 
     @staticmethod
     def backward(context: Any, *outer: Any) -> Any:
-        """Returns the given gradients."""
         return *outer, None, *context.gradients
 
 
 class Given(nn.Module):  # type: ignore[misc]
     """Parameters of some shapes, whose gradients are given: backward computes nothing.
 
-    Args:
-        shapes: of the parameters, the last of which get their gradients first.
-        at_once: how many gradients a node of backward gives.
+    The last parameters get their gradients first; a node of backward gives ``at_once``.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], at_once: int = 1) -> None:
@@ -48,7 +44,7 @@ class Given(nn.Module):  # type: ignore[misc]
 
 
 class _Block(nn.Module):  # type: ignore[misc]
-    """Two 3 x 3 convolutions and a shortcut."""
+    """Two 3 x 3 convolutions and a shortcut, added before a ReLU."""
 
     def __init__(self, planes_in: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -63,7 +59,6 @@ class _Block(nn.Module):  # type: ignore[misc]
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(planes))
 
     def forward(self, x: Any) -> Any:
-        """Returns the sum of both paths after a ReLU."""
         return (self.main(x) + self.shortcut(x)).relu()
 
 

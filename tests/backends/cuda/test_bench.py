@@ -50,19 +50,20 @@ def test_a_timed_call_recycles_its_results(gpus):
 
 def test_operands_of_a_benchmark_are_random(gpus):
     """Zeros may be quicker to add and to move."""
-    from measure import all_reduce_gpu, random_values
+    import bench_all_reduce
+    from measure import operands
     from measure.clock import GpuClock
 
     gpus(1)
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        size = 2 * random_values.PATTERN_SIZE + 3
+        size = 2 * operands.PATTERN_SIZE + 3
         copy = GpuClock(mesh.devices[0], quick=True)._copy_of(8 * size)
-        (value,) = all_reduce_gpu.one_tensor(mesh, 4 * size).values
+        (value,) = bench_all_reduce.one_tensor(mesh, 4 * size).values
         for buffer in (*copy.args, *value.buffers):
             found = buffer.numpy()
             assert found.size == size
-            assert len(np.unique(found)) > random_values.PATTERN_SIZE / 2
-        assert np.array_equal(found, random_values.normals(size))
+            assert len(np.unique(found)) > operands.PATTERN_SIZE / 2
+        assert np.array_equal(found, operands.integers(size, replica=1))
 
 
 @pytest.fixture
@@ -100,26 +101,27 @@ def test_queries_are_made_while_another_thread_is_blocked(busy):
 def test_a_dropped_step_with_a_wrong_result_is_noticed(busy, monkeypatch):
     make = busy.module.called_and_dropped
     assert busy.module.dropped(busy.mesh, busy.slow, 2) == 8
-    monkeypatch.setattr(busy.module, "called_and_dropped", lambda *given: make(*given[:2], 5))
-    with pytest.raises(AssertionError, match="step 0: "):
+    monkeypatch.setattr(busy.module, "called_and_dropped", lambda mesh, turn: make(mesh, 5))
+    with pytest.raises(AssertionError, match="tensor 0 on device 0 is not the mean"):
         busy.module.dropped(busy.mesh, busy.slow, 2)
 
 
 def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
     """The floor of a plain call is per Buffer, because it looks at each."""
-    from measure import all_reduce_gpu, clock
+    import bench_all_reduce
+    from measure import clock
     from measure.runner import Bench
 
     monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr("measure.resnet50.QUICK_TENSORS", 2)
+    monkeypatch.setattr("measure.operands.QUICK_TENSORS", 2)
     no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
     gpus(1)
-    with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
+    with gr.open_mesh([0] * bench_all_reduce.NUM_LOGICAL, backend="cuda") as mesh:
         bench = Bench(quick=True, on_gpu=True, meshes={"cuda": mesh})
         bench.clock = no_clock
-        all_reduce_gpu.resnet(bench)
+        bench_all_reduce.resnet_on_gpu(bench)
     (case,) = bench.cases.values()
-    of_the_case = [each for each in all_reduce_gpu.GPU_FLOORS if each.case == case.name]
+    of_the_case = [each for each in bench_all_reduce.GPU_FLOORS if each.case == case.name]
     figures = [floor.check({case.name: case}, {})["figure"] for floor in of_the_case]
     assert len(figures) == 3
     assert None not in figures
