@@ -28,7 +28,6 @@ from gradreduce.device import (
     CommandList,
     Device,
     Kernel,
-    LaunchBatch,
     Mesh,
     RepeatedWork,
 )
@@ -101,9 +100,6 @@ class _Writer:
         )
         self._num_threads = pick.choice((1, 1, 2))
         self._steps: list[tuple[int, set[int], set[int]]] = []  # number, slots written, slots read
-        self._batches = [
-            (self._device(), self._distinct(range(len(self._homes)), 2)) for _ in range(2)
-        ]
         # Some programs use one queue of each device only, or hardly any other slots than two.
         self._queues = pick.choice((QUEUES, QUEUES, QUEUES, ("compute",)))
         self._few = self._distinct(range(len(self._homes)), 2)
@@ -156,8 +152,7 @@ class _Writer:
     def _operation(self, *, recorded: str = "") -> Operation | None:
         if not self._mine:
             return ("download", self._device(), self._view(SIZE)) if self._ours else None
-        names = {"launch": 24, "copy": 16, "fill": 6, "renew": 8, "collective": 5, "exchange": 1,
-                 "batch": 5}  # fmt: skip
+        names = {"launch": 29, "copy": 16, "fill": 6, "renew": 8, "collective": 5, "exchange": 1}
         if recorded == "capture":
             del names["exchange"]
         if not recorded:
@@ -229,15 +224,6 @@ class _Writer:
 
     def _host(self) -> Operation:
         return ("host", self._slot(written=True))
-
-    def _batch(self) -> Operation:
-        number = self._random.randrange(len(self._batches))
-        device, slots = self._batches[number]
-        if not set(slots) <= set(self._mine):
-            return self._launch()
-        outs = tuple((slot, 0, SIZE) for slot in slots)
-        terms = tuple(self._view(SIZE) for _ in outs)
-        return ("batch", number, device, outs, terms)
 
     def _record(self) -> Operation:
         pick = self._random
@@ -318,7 +304,6 @@ class OnMesh:
         self._mesh, self._state = mesh, mesh.mesh_state
         self._buffers = [mesh[home].upload(_first(slot)) for slot, home in enumerate(program.homes)]
         self._steps: dict[int, _Step] = {}
-        self._batches: dict[int, tuple[LaunchBatch, list[Buffer]]] = {}
 
     def run(self, operations: Sequence[Operation]) -> list[np.ndarray]:
         """Runs operations; returns what they have downloaded."""
@@ -393,14 +378,6 @@ class OnMesh:
         buffer = self._buffers[slot]
         array = buffer.device.release(buffer)
         array *= 5
-
-    def batch(self, number, device, outs, terms) -> None:
-        if number not in self._batches:
-            buffers = list(map(self._view, outs))
-            made = LaunchBatch(self._device(device), [(each,) for each in buffers])
-            self._batches[number] = made, buffers
-        batch, buffers = self._batches[number]
-        batch.launch(MIX, (), list(zip(buffers, map(self._view, terms), strict=True)), (1,))
 
     def record(self, number, kind, operations) -> None:
         self._steps[number] = _Step(self._mesh, kind, partial(self.run, operations))

@@ -51,7 +51,7 @@ def _of_arrays(mesh: gr.Mesh, buffer: gr.Buffer) -> Calls:
         "read": w.numpy,
         "array": w.array,
         "assign": lambda: w.assign(np.zeros(4, np.float32)),
-        "assign_add": lambda: w.assign_add(np.zeros(4, np.float32)),
+        "assign_add": lambda: w.assign_add([0.0] * 4),
         "variable": lambda: gr.Variable(np.ones(4), device=mesh),
         "assert_mirrored": lambda: gr.assert_mirrored([w]),
         "add_n": lambda: gr.add_n([buffer, buffer]),
