@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,22 +43,63 @@ class AboveLaunch:
                 self.files.add(frame.f_code.co_filename)
 
 
-def test_a_reduction_of_two_tensors_makes_few_python_calls():
-    mesh = gr.open_mesh(4, backend="sim")
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1)
-    values = [gr.PerReplica([np.ones(shape, np.float32)] * 4, mesh) for shape in ((3, 2), (5,))]
-    pairs = [(value, value) for value in values]
+def above_launches(call: Callable[[], object]) -> AboveLaunch:
     for _ in range(3):  # the first compiles and plans
-        ops.batch_reduce(gr.ReduceOp.SUM, pairs)
+        call()
     above = AboveLaunch()
     sys.setprofile(above)
     try:
-        ops.batch_reduce(gr.ReduceOp.SUM, pairs)
+        call()
     finally:
         sys.setprofile(None)
-    assert 0 < above.frames <= 8
+    assert above.calls > 0
+    return above
+
+
+def tensors() -> list[np.ndarray]:
+    return [np.ones(shape, np.float32) for shape in ((3, 2), (5,))]
+
+
+def test_a_reduction_of_two_tensors_makes_few_python_calls():
+    mesh = gr.open_mesh(4, backend="sim")
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1)
+    values = [gr.PerReplica([each] * 4, mesh) for each in tensors()]
+    pairs = [(value, value) for value in values]
+    above = above_launches(lambda: ops.batch_reduce(gr.ReduceOp.SUM, pairs))
+    assert 0 < above.frames <= 9  # with that of the lambda
     assert 0 < len(above.files) <= 18, sorted(above.files)
-    assert 0 < above.calls <= 250
+    assert above.calls <= 250
+
+
+def test_public_calls_make_few_python_calls():
+    mesh = gr.open_mesh(4, backend="sim")
+    grads = [dict(zip("wb", tensors(), strict=True)) for _ in mesh]
+    above = above_launches(lambda: gr.all_reduce(grads, mesh=mesh))
+    assert above.calls <= 610
+    assert len(above.files) <= 32, sorted(above.files)
+    variables = [gr.Variable(each, device=mesh) for each in tensors()]
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1)
+    step = gr.SyncStep(variables, gr.GradientDescentOptimizer(0.1), ops)
+    terms = [[[each] for each in tensors()] for _ in mesh]
+    assert above_launches(lambda: step(terms)).calls <= 765
+    accumulator = gr.ConditionalAccumulator("float32", (3,), device=mesh[0])
+    gradient = np.ones(3, np.float32)
+    assert above_launches(lambda: accumulator.apply_grad(gradient, 0)).calls <= 77
+    center = gr.AGNCenter(mesh)
+    calls: list[int] = []
+
+    def work() -> None:
+        getter = gr.AGNCustomGetter(mesh[0], center=center)
+        w = gr.get_variable("w", np.zeros(2), custom_getter=getter)
+        optimizer = gr.AGNOptimizer(gr.MomentumOptimizer(0.1, 0.5), 1, getter, 1)
+
+        def minimize() -> None:
+            optimizer.minimize(lambda: np.sum((w - 3.0) ** 2), var_list=[w])
+
+        calls.append(above_launches(minimize).calls)
+
+    center.start_worker(0, work).join()
+    assert 0 < calls[0] <= 435
 
 
 def test_dtypes_of_one_element_share_launches():
