@@ -28,6 +28,8 @@ CASES = {
     "prepared, CuPy arrays": 400,
     "captured, CuPy arrays": 1000,
     "plain, CuPy arrays": 3,
+    "gr.all_reduce, CuPy arrays": 2,
+    "SyncStep, CuPy arrays": 1,
 }
 
 
@@ -56,6 +58,13 @@ def work() -> None:
         calls[f"plain{kind}"] = reduction.plain()
         calls[f"prepared{kind}"] = reduction.prepared()
         calls[f"captured{kind}"] = reduction.captured()
+    grads = [[cupy.ndarray(shape, "float32") for shape in resnet50()] for _ in mesh]
+    calls["gr.all_reduce, CuPy arrays"] = lambda: gr.all_reduce(grads, mesh=mesh)
+    variables = [gr.Variable(mesh[0].zeros(shape, "float32"), device=mesh) for shape in resnet50()]
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh)
+    step = gr.SyncStep(variables, gr.GradientDescentOptimizer(0.1), ops)
+    terms = [[[grad] for grad in of_device] for of_device in grads]
+    calls["SyncStep, CuPy arrays"] = lambda: step(terms)
     for call in calls.values():
         for _ in range(3):  # fills caches
             call()
