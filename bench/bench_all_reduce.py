@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import subprocess
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from measure.peers import (
     find_peers,
     peer_calls,
 )  # fmt: skip
-from measure.reductions import Reduction, check, compare, placed, raw_all_reduce
+from measure.reductions import DUMMY, Reduction, check, compare, placed, raw_all_reduce
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -38,7 +39,7 @@ RESNET, TINY = "ResNet-50, MEAN", "tiny tensors"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
-PREPARED = ", prepared"
+PREPARED, PACKING = ", prepared", ", packing alone"
 
 NUM_LOGICAL = 8
 KIB, MIB = 2**10, 2**20
@@ -177,6 +178,7 @@ def resnet(bench: Bench) -> None:
             calls[f"{ours}, {way}"] = plain(mesh, shapes, way)
         alone = reduction(mesh, shapes, NO_PACKS)
         calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
+        calls[f"{ours}, {ONE_PACK}{PACKING}"] = replace(alone, num_packs=1, algorithm=DUMMY).plain()
         for way in (NO_PACKS, ONE_PACK):
             calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, shapes, way)
     compare(bench, RESNET, alone, calls)
@@ -226,6 +228,8 @@ def resnet_on_gpu(bench: Bench) -> None:
         calls[way] = reduction.plain()
         calls[f"{way}{PREPARED}"] = reduction.prepared()
         calls[f"{way}, captured"] = reduction.captured()
+    packing = Reduction(mesh, own, WAYS[ONE_PACK], DUMMY)
+    calls[f"{ONE_PACK}{PACKING}"] = packing.plain()
     figures = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS), "host us")
     # A plain call looks at every Buffer; a prepared or captured one at none.
     num_buffers = NUM_LOGICAL * len(shapes)

@@ -16,7 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 NUM_LOGICAL, ROUNDS = 8, 25
 # Case -> calls in a round.
@@ -33,26 +35,19 @@ CASES = {
 }
 
 
-def work() -> None:
-    """Measures the checkout whose ``src`` comes first in ``sys.path``.
-
-    Reads lines with a case and a number of calls from the parent.
-    """
-    from measure import stub_cupy
+def calls_of(mesh: Any) -> dict[str, Callable[[], object]]:
+    """Returns the calls of the cases."""
+    import cupy
     from measure.operands import resnet50
     from measure.reductions import Reduction
 
-    stub_cupy.install()
-    import cupy
-
     import gradreduce as gr
 
-    mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
     own, of_cupy = [], []
     for shape in resnet50():
         own.append(gr.PerReplica([device.zeros(shape, "float32") for device in mesh], mesh))
         of_cupy.append(gr.PerReplica([cupy.ndarray(shape, "float32") for _ in mesh], mesh))
-    calls = {"plain, one tensor": Reduction(mesh, own[:1]).plain()}
+    calls: dict[str, Callable[[], object]] = {"plain, one tensor": Reduction(mesh, own[:1]).plain()}
     for kind, values in (("", own), (", CuPy arrays", of_cupy)):
         reduction = Reduction(mesh, values)
         calls[f"plain{kind}"] = reduction.plain()
@@ -65,6 +60,21 @@ def work() -> None:
     step = gr.SyncStep(variables, gr.GradientDescentOptimizer(0.1), ops)
     terms = [[[grad] for grad in of_device] for of_device in grads]
     calls["SyncStep, CuPy arrays"] = lambda: step(terms)
+    return calls
+
+
+def work() -> None:
+    """Measures the checkout whose ``src`` comes first in ``sys.path``.
+
+    Reads lines with a case and a number of calls from the parent.
+    """
+    from measure import stub_cupy
+
+    stub_cupy.install()
+    import gradreduce as gr
+
+    mesh = gr.open_mesh([0] * NUM_LOGICAL, backend="cuda")
+    calls = calls_of(mesh)
     for call in calls.values():
         for _ in range(3):  # fills caches
             call()
