@@ -212,9 +212,9 @@ class _Translation:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self._names = {name: f"r{number}" for number, name in enumerate(entry.registers)}
-        self._symbols = {name: ("uint64_t", 64, f"parameters[{number}]")
+        self._symbols = {name: (64, f"parameters[{number}]")
                          for number, name in enumerate(entry.parameters)}  # fmt: skip
-        self._symbols |= {name: ("uint32_t", 32, text) for name, text in SPECIAL.items()}
+        self._symbols |= {name: (32, text) for name, text in SPECIAL.items()}
 
     def lines(self) -> Iterator[str]:
         yield "static void one(const uint64_t* parameters, uint32_t grid, uint32_t threads,"
@@ -254,7 +254,7 @@ class _Translation:
             self._check_width(text, self._entry.registers[text], kind, wider)
             value = f"bits({self._names[text]})"
         elif text in self._symbols:
-            _, width, value = self._symbols[text]
+            width, value = self._symbols[text]
             self._check_width(text, width, kind, False)
         else:
             value = f"{_constant(text, kind)}ull"
