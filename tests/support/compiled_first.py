@@ -1,4 +1,4 @@
-"""Watches which kernels public calls compile: none after a launch, and none a second time."""
+"""Watches which kernels public calls compile: none late, a second time, or with a lock held."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CompileWatch:
 
     Attributes:
         compiled: all of them.
-        late: those that were compiled after the first launch.
+        late: those that were compiled after the first launch, or while an accumulator was locked.
         finds_calls: whether each public call begins with no launch, without ``start``.
     """
 
@@ -48,7 +48,8 @@ class CompileWatch:
         if used not in self._known:
             self._known.add(used)
             self.compiled.append(used)
-            if self._has_launched:
+            accumulators = [key for key, _ in device.mesh.mesh_state.listeners()]
+            if self._has_launched or any(each.lock._is_owned() for each in accumulators):
                 self.late.append(used)
         self._has_launched |= launches
 
