@@ -106,37 +106,26 @@ def test_rows_of_more_columns(host_device):
     tail = random_data((2, BEHIND), "uint8")
     values.reshape(2, SIZE)[:, -BEHIND:] = tail
     plan = plan_segments(np.array([5, 5]))
-    add_segments(host_device, out, values, plan.order, plan.bounds)
+    launch_row(host_device, SEGMENT_SUM, out, values, plan.order, plan.bounds)
     assert same(out[-BEHIND:], tail[0] + tail[1])
     assert not out[:BEHIND].any()
 
 
 @pytest.mark.host
-def test_more_segments(host_device):
-    """Row k belongs to segment k; the last ones are reversed."""
-    values, out = reserved(SIZE, "uint8"), reserved(SIZE, "uint8")
-    order, bounds = reserved(SIZE, "int64"), reserved(SIZE + 1, "int64")
-    values[-BEHIND:] = random_data((BEHIND,), "uint8")
-    order[-BEHIND:] = np.arange(SIZE - 1, SIZE - 1 - BEHIND, -1)
-    near = 2**20  # far more than the pieces that are run
-    bounds[-near:] = np.arange(SIZE + 1 - near, SIZE + 1)
-    add_segments(host_device, out, values, order, bounds)
-    assert same(out[-BEHIND:], values[-BEHIND:][::-1].copy())
-    assert not out[:BEHIND].any()
-
-
-@pytest.mark.host
-def test_more_rows_taken(host_device):
-    """Takes row k as row k; the last ones are reversed."""
+@pytest.mark.parametrize("kernel", [SEGMENT_SUM, TAKE_ROWS], ids=lambda kernel: kernel.name)
+def test_more_rows(host_device, kernel):
+    """Row k is segment k, or is taken as row k; the last ones are reversed."""
     values, out, rows = reserved(SIZE, "uint8"), reserved(SIZE, "uint8"), reserved(SIZE, "int64")
     values[-BEHIND:] = random_data((BEHIND,), "uint8")
     rows[-BEHIND:] = np.arange(SIZE - 1, SIZE - 1 - BEHIND, -1)
-    buffers = [host_device.adopt(array) for array in (out, values, rows)]
-    launch(host_device, TAKE_ROWS, ("uint8",), [buffers], ())
+    bounds, near = reserved(SIZE + 1, "int64"), 2**20  # far more than the pieces that are run
+    bounds[-near:] = np.arange(SIZE + 1 - near, SIZE + 1)
+    launch_row(host_device, kernel, out, values, rows, *[bounds] * (kernel is SEGMENT_SUM))
     assert same(out[-BEHIND:], values[-BEHIND:][::-1].copy())
     assert not out[:BEHIND].any()
 
 
-def add_segments(device: Device, *row: np.ndarray) -> None:
-    buffers = [device.adopt(array) for array in row]
-    launch(device, SEGMENT_SUM, ("uint8", "uint8"), [buffers], (0, 0, 1.0))
+def launch_row(device: Device, kernel: Kernel, *row: np.ndarray) -> None:
+    is_sum = kernel is SEGMENT_SUM
+    template, scalars = ("uint8",) * (1 + is_sum), (0, 0, 1.0) if is_sum else ()
+    launch(device, kernel, template, [[device.adopt(array) for array in row]], scalars)

@@ -102,7 +102,7 @@ def test_a_running_example_listens_nowhere_and_a_port_is_found(tmp_path):
     server.write_text("import socket\nserver = socket.create_server(('127.0.0.1', 0))\n")
     train = f"{example} --steps 3 --output {tmp_path / 'digits.png'}"
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED, train, str(server)], cwd=example.parent, timeout=60,
+        [sys.executable, "-c", WATCHED, train, str(server)], cwd=example.parent, timeout=120,
         env=environment(GRADREDUCE_BACKEND="sim"), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,8 @@ FIRST = 1 << 10  # number of the first segment: below it is space for what no la
 MOST = 10_000_000  # blocks of instructions of a run
 REGISTERS = {1: "bool", 16: "uint16_t", 32: "uint32_t", 64: "uint64_t"}
 SPECIAL = {"%ctaid.x": "block", "%tid.x": "thread", "%nctaid.x": "grid", "%ntid.x": "threads"}
-FLAGS = "-O1 -std=c++17 -shared -fPIC -ffp-contract=off -frounding-math -fwrapv -w".split()
+# Without optimization, which would take longer than the runs and move work over fesetround.
+FLAGS = "-O0 -std=c++17 -shared -fPIC -ffp-contract=off -frounding-math -fwrapv -w".split()
 
 HEADER = f"""
 #include <cstdint>
@@ -211,9 +212,9 @@ class _Translation:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self._names = {name: f"r{number}" for number, name in enumerate(entry.registers)}
-        self._symbols = {name: ("uint64_t", 64, f"parameters[{number}]")
+        self._symbols = {name: (64, f"parameters[{number}]")
                          for number, name in enumerate(entry.parameters)}  # fmt: skip
-        self._symbols |= {name: ("uint32_t", 32, text) for name, text in SPECIAL.items()}
+        self._symbols |= {name: (32, text) for name, text in SPECIAL.items()}
 
     def lines(self) -> Iterator[str]:
         yield "static void one(const uint64_t* parameters, uint32_t grid, uint32_t threads,"
@@ -253,7 +254,7 @@ class _Translation:
             self._check_width(text, self._entry.registers[text], kind, wider)
             value = f"bits({self._names[text]})"
         elif text in self._symbols:
-            _, width, value = self._symbols[text]
+            width, value = self._symbols[text]
             self._check_width(text, width, kind, False)
         else:
             value = f"{_constant(text, kind)}ull"
@@ -275,20 +276,17 @@ class _Translation:
     def _compute(self, operands: Sequence[str], name: str) -> str:
         result, sources, text = TABLE[name]
         to, *texts = operands
-        wider, rounds = name.startswith("cvt."), ".rz." in name
-        const = "volatile " if rounds else ""  # so that it is computed between the two calls
-        reads = "".join(
-            f"{const}{C_TYPES[kind]} {letter} = {self._read(each, kind, wider=wider)}; "
-            for letter, each, kind in zip("abc", texts, sources, strict=False)
-        )
+        wider = name.startswith("cvt.")
         if len(texts) != len(sources):
             raise ValueError(texts)
-        if not rounds:
-            return reads + self._write(to, result, text, wider=wider)
-        return (
-            f"{reads}fesetround(TOWARDS_ZERO); volatile {C_TYPES[result]} found = {text}; "
-            f"fesetround(TO_NEAREST); {self._write(to, result, 'found', wider=wider)}"
+        reads = "".join(
+            f"{C_TYPES[kind]} {letter} = {self._read(each, kind, wider=wider)}; "
+            for letter, each, kind in zip("abc", texts, sources, strict=False)
         )
+        computed = f"{C_TYPES[result]} found = {text};"
+        if ".rz." in name:
+            computed = f"fesetround(TOWARDS_ZERO); {computed} fesetround(TO_NEAREST);"
+        return f"{reads}{computed} {self._write(to, result, 'found', wider=wider)}"
 
     def _move(self, operands: Sequence[str], modifiers: Sequence[str]) -> str:
         """``mov`` of a register from or to its parts; "_" drops a part."""
