@@ -387,7 +387,7 @@ class PackScope:
         self._ranges = self._log.ranges
         if self._ranges is not None:
             self._ranges.push(str(self._pack_info or ""))
-        if self._marks:
+        if self._marks and (thread.pending_call or thread.command_list) is not None:
             self._mark_queues(leaves=False)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -395,7 +395,8 @@ class PackScope:
         thread.label, thread.phase = self._before
         if self._ranges is not None:
             self._ranges.pop()
-        if error is None and self._marks:
+        in_use = self._marks and (thread.pending_call or thread.command_list) is not None
+        if error is None and in_use:
             self._mark_queues(leaves=True)
 
     def _mark_queues(self, *, leaves: bool) -> None:
