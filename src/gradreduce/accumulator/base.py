@@ -77,11 +77,10 @@ class ConditionalAccumulatorBase(NotCopied):
         state = self._state  # read without its lock: a repr must not wait
         shape = "[?]" if state.shape is None else str(list(state.shape)).replace("None", "?")
         names = listed(device.name for device in state.devices)
-        closed = ", closed" if state.closed else ""
         return (
             f"<{type(self).__name__} {self._name!r} {state.dtype}{shape} {state.reduction_type} on "
             f"{names}, global_step {state.step}, {state.count} accumulated, {state.num_dropped} "
-            f"dropped{closed}>"
+            f"dropped{', closed' * state.closed}>"
         )
 
     @property
@@ -352,7 +351,5 @@ def _find_or_register(
 
 def _settings_of(cross_device_ops: CrossDeviceOps) -> object:
     """Returns a key that is equal for CrossDeviceOps that reduce in the same way."""
-    return (
-        type(cross_device_ops).reduce_batch,
-        getattr(cross_device_ops, "settings", cross_device_ops),
-    )
+    settings = getattr(cross_device_ops, "settings", cross_device_ops)
+    return type(cross_device_ops).reduce_batch, settings

@@ -87,10 +87,8 @@ def ready_state(
         saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
     values = own(validate_state(where, saved, _schema(state, is_empty, num_sums)))
     count, shape = values["num_accumulated"], values["sum_shape"]
-    sums = list_of(
-        optional(partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)),
-        len(state.devices),
-    )
+    load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
+    sums = list_of(optional(load_sum), len(state.devices))
     uploads = validate_state(f"{where}['partial_sums']", values["partial_sums"], sums)
     filled = len(uploads) - uploads.count(None)
     if not min(count, 1) <= filled <= count:

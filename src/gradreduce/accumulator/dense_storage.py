@@ -138,9 +138,8 @@ class DenseStorage(Storage):
         for state in states:
             divisor = float(state.count if state.reduction_type == "MEAN" else 1)
             if state.over_mesh:
-                batches.setdefault((state.devices, divisor, state.cross_device_ops), []).append(
-                    state
-                )
+                key = (state.devices, divisor, state.cross_device_ops)
+                batches.setdefault(key, []).append(state)
                 continue
             (out,) = (total,) = state.totals
             if total.dtype != state.dtype:

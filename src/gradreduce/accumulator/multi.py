@@ -254,10 +254,10 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
         seen[state] = index
     if not seen:
         raise ValueError("accumulators is empty; pass at least one")
-    first, *others = states = tuple(seen)
-    first.mesh_state.check_process()
-    for index, state in enumerate(others, 1):
-        if state.mesh_state is not first.mesh_state:
+    states = tuple(seen)
+    states[0].mesh_state.check_process()
+    for index, state in enumerate(states):
+        if state.mesh_state is not states[0].mesh_state:
             raise DeviceMismatchError(
                 f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
                 "for each mesh"

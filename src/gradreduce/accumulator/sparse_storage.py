@@ -98,8 +98,7 @@ class SparseStorage(Storage):
 
     def allocate(self, additions: Sequence[Addition]) -> None:
         """See ``Storage``. Copies the rows of sums that outgrow their memory."""
-        outs: list[Buffer] = []
-        moved: list[Buffer] = []
+        moves: list[tuple[Buffer, Buffer]] = []  # destination and source
         for addition in additions:
             # A gradient without rows launches nothing, so no launch would check the device.
             addition.device.mesh_state.check_usable(addition.device)
@@ -122,14 +121,10 @@ class SparseStorage(Storage):
             )
             addition.total = SparseSum(slots, values)
             if before is not None and before.slots.num_rows:
-                moved.append(before.rows)
-                outs.append(values.view(0, before.rows.shape))
-        for indices in by_physical([out.device for out in outs]).values():
-            ops.pack(
-                [outs[index] for index in indices],
-                [moved[index] for index in indices],
-                device=outs[indices[0]].device,
-            )
+                moves.append((values.view(0, before.rows.shape), before.rows))
+        for indices in by_physical([out.device for out, _ in moves]).values():
+            outs, rows = zip(*[moves[index] for index in indices], strict=True)
+            ops.pack(outs, rows, device=outs[0].device)
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""

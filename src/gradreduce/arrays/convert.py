@@ -67,10 +67,8 @@ def _kind_of_class(cls: type) -> Kind:
         raise TypeError(
             f"{cls.__name__} is of a library that is not supported; convert it by cupy.asarray(x)"
         )
-    raise TypeError(
-        f"{cls.__name__} is not an array, a list of numbers or a Buffer"
-        f"{getattr(cls, '_hint', '')}"  # of traced values of ``autodiff``
-    )
+    hint = getattr(cls, "_hint", "")  # of traced values of ``autodiff``
+    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
 
 def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = None) -> Kind:

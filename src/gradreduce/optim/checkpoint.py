@@ -273,11 +273,8 @@ class OptimizerState(NotCopied):
 
     def _no_attribute(self, name: str) -> AttributeError:
         """Returns the error for setting an unknown attribute."""
-        return no_attribute(
-            type(self).__name__,
-            name,
-            (*self._hyperparameters, *self._settings, "cross_device_ops"),
-        )
+        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
+        return no_attribute(type(self).__name__, name, known)
 
     _rule: ops.UpdateRule | None = None  # names the kernels, used instead of ``_apply``, and slots
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,7 @@ def gradients_of_replicas(
             mirrored on different devices.
     """
     first = devices[0] if devices else None
-    with replica_on(first, 0), on_gpu_of(first) if first else nullcontext():
+    with replica_on(first, 0), on_gpu_of(first):
         results = [gradients()]
     if devices is None:
         devices = _common_devices([variable for _, variable in results[0][1]])

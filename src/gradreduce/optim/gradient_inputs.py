@@ -26,7 +26,6 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-Pair = tuple[Any, Variable]
 GradientValue = Part | PerReplica | Mirrored
 # For each copy of a variable, a gradient on the same physical device.
 Colocated = tuple[Part, ...]
@@ -60,7 +59,9 @@ def ready_count(global_step: Variable | None) -> Callable[[], None]:
     return (lambda: None) if global_step is None else global_step._ready_add(1)
 
 
-def validate_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
+def validate_pairs(
+    grads_and_vars: Iterable[tuple[Any, Variable]],
+) -> tuple[list[Any], list[Variable]]:
     """Validates pairs; returns the gradients that are not None, and their variables.
 
     Raises:

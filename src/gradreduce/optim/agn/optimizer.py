@@ -125,12 +125,8 @@ class AGNOptimizer(Optimizer):
 
     def _no_attribute(self, name: str) -> AttributeError:
         inner = self._inner
-        return no_attribute(
-            type(self).__name__,
-            name,
-            (*inner._hyperparameters, *inner._settings),
-            "its inner optimizer",
-        )
+        known = (*inner._hyperparameters, *inner._settings)
+        return no_attribute(type(self).__name__, name, known, "its inner optimizer")
 
     def __repr__(self) -> str:
         return (
@@ -308,7 +304,8 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
         """
-        return downloader(as_deadline(deadline), output_type)(queue_worker(self._worker))
+        download = downloader(as_deadline(deadline), output_type)
+        return download(queue_worker(self._worker))
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None

@@ -96,9 +96,8 @@ class PushPlan:
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
         self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
         self._mesh_state = pushed[0].written[0].device.mesh_state
-        groups = by_physical([each.written[0].device for each in pushed])
         with self._mesh_state.label_scope(self._label):
-            for indices in groups.values():
+            for indices in by_physical([each.written[0].device for each in pushed]).values():
                 self._plan([pushed[index] for index in indices])
 
     def _plan(self, group: Sequence[PushedVariable]) -> None:

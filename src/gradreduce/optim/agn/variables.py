@@ -61,9 +61,10 @@ class LazyVariable(Variable):
 
 def step_counter(worker: WorkerVariables, device: Device) -> LazyVariable:
     """Returns an int32 Variable that shows ``num_steps``."""
-    int32 = as_dtype("int32")
     return LazyVariable(
-        "local_step", (device,), lambda: (device.upload(numbers(worker.num_steps, int32)),)
+        "local_step",
+        (device,),
+        lambda: (device.upload(numbers(worker.num_steps, as_dtype("int32"))),),
     )
 
 
