@@ -24,7 +24,7 @@ def first(setting: Setting) -> Checks:
     strict = partial(program, PYTHONWARNINGS="error")
     steps = (
         (
-            program("versions", "programs:versions", 60),
+            program("versions", "programs:versions", 90),
             strict("put, add and numpy; warnings are errors", "programs:add", 90),
         ),
         (
