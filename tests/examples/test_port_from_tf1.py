@@ -23,7 +23,7 @@ RENAMED = {
 
 def test_the_four_trainings_learn(capsys, monkeypatch):
     monkeypatch.setenv("GRADREDUCE_BACKEND", "sim")
-    status = port_from_tf1.main(["--steps", "60", "--output", "ported.png"])
+    status = port_from_tf1.main(["--steps", "30", "--output", "ported.png"])
     text = capsys.readouterr().out
     names = ("mirrored", "conditional_accumulators", "sync_replicas", "agn")
     found = {name: float(re.findall(rf"│ {name} +│ (\S+)", text)[0]) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +101,10 @@ class Run:
         self.acknowledged: list[str] = []  # names of applied gradients
         self.taken: list[str] = []
         self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
+
+    def run(self, main: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
+        """Runs a coroutine function of this object to its end."""
+        self.world.run(partial(main, self))
 
     def _maybe_kill(self) -> None:
         if self.world.random.random() < self.kill_chance:
@@ -253,9 +257,7 @@ def test_without_snapshots_a_lost_shard_is_an_error_for_everybody_at_once(
 
 @pytest.mark.parametrize("period", [1, 4])
 def test_a_shard_that_ray_does_not_restart_is_started_again(modules, period):
-    run = Run(modules, 0, 3, period)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         for number in (1, 2, 3, 4):
             await run.apply(lead, "w", number)
@@ -265,19 +267,17 @@ def test_a_shard_that_ray_does_not_restart_is_started_again(modules, period):
         found = (await run.contents())["history"]
         assert found == (run.acknowledged if period == 1 else [*run.acknowledged[:4], "w.6"])
 
-    run.world.run(main)
+    Run(modules, 0, 3, period).run(main)
 
 
 def test_without_snapshots_a_new_lead_clears_the_shards_of_a_killed_one(modules):
-    run = Run(modules, 0, 2, 0)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         await run.apply(run.connect(Process()), "w", 1)
         run.world.kill("a")
         await asyncio.wait_for(run.apply(run.connect(Process()), "v", 1), 60)
         assert (await run.contents())["history"] == ["v.1"]
 
-    run.world.run(main)
+    Run(modules, 0, 2, 0).run(main)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -307,9 +307,7 @@ def test_a_take_whose_answer_is_lost_does_not_take_again(modules, seed):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
-    run = Run(modules, 0, num_shards, 1)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         client, order = Process(), []
         lead = run.connect(client)
 
@@ -325,13 +323,11 @@ def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
         await asyncio.wait_for(asyncio.gather(*takes), 10)
         assert order == [("a", ["w.1", "w.2"]), ("b", ["w.3"]), ("c", ["w.4", "w.5", "w.6"])]
 
-    run.world.run(main)
+    Run(modules, 0, num_shards, 1).run(main)
 
 
 def test_the_take_of_a_killed_client_is_dropped_and_blocks_nobody(modules):
-    run = Run(modules, 0, 2, 1)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         clients = [Process() for _ in range(2)]
         clients[0].run(run.take(run.connect(clients[0]), ("killed", 1), 3))
         await asyncio.sleep(0.1)
@@ -345,7 +341,7 @@ def test_the_take_of_a_killed_client_is_dropped_and_blocks_nobody(modules):
         assert await asyncio.wait_for(second, 8) == ["w.1"]
         assert run.lead._queue == {}
 
-    run.world.run(main)
+    Run(modules, 0, 2, 1).run(main)
 
 
 def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
@@ -371,9 +367,7 @@ def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_shards, failing):
-    run = Run(modules, 0, num_shards, 1)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = True
@@ -385,15 +379,13 @@ def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_sh
         await run.apply(lead, "w", 2)
         assert (await run.contents())["held"] == ["w.1", "w.2"]
 
-    run.world.run(main)
+    Run(modules, 0, num_shards, 1).run(main)
 
 
 @pytest.mark.parametrize("period", [0, 4])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
-    run = Run(modules, 0, 3, period)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
 
@@ -409,13 +401,11 @@ def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
         await run.apply(lead, "w", 5)
         assert (await run.contents())["history"] == ["w.1", "w.5"]  # nothing went back
 
-    run.world.run(main)
+    Run(modules, 0, 3, period).run(main)
 
 
 def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
-    run = Run(modules, 0, 1, 1)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         run.world.kill("a")
@@ -424,14 +414,12 @@ def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
         await answer_of(modules, lambda: lead.call.remote(sent))
         assert run.lead._state.registered == {5}
 
-    run.world.run(main)
+    Run(modules, 0, 1, 1).run(main)
 
 
 @pytest.mark.parametrize("period", [0, 1])
 def test_close_ends_all_shards_and_cancels_waiting_takes(modules, period):
-    run = Run(modules, 0, 3, period)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         client = Process()
         lead = run.connect(client)
         waiting = client.run(run.take(lead, ("t", 1), 1))
@@ -448,13 +436,11 @@ def test_close_ends_all_shards_and_cancels_waiting_takes(modules, period):
         assert not any(run.world.files.get(name) for name in run.names[1:])
         assert run.lead._queue == {}
 
-    run.world.run(main)
+    Run(modules, 0, 3, period).run(main)
 
 
 def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
-    run = Run(modules, 0, 3, 1)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         for place in (0, 1):
@@ -468,14 +454,12 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
         await run.apply(lead, "w", 2)
         assert (await run.contents())["history"] == ["w.1", "w.2"]
 
-    run.world.run(main)
+    Run(modules, 0, 3, 1).run(main)
 
 
 @pytest.mark.parametrize("polls", range(12))
 def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
-    run = Run(modules, 0, 3, 0)
-
-    async def main() -> None:
+    async def main(run: Run) -> None:
         lead = run.connect(Process())
         await run.apply(lead, "w", 1)
         messages = [("w.2", shard) for shard in range(3)]
@@ -490,4 +474,4 @@ def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
             assert run.world.actors[name].instance._staged == {}
         assert not run.lead._running
 
-    run.world.run(main)
+    Run(modules, 0, 3, 0).run(main)

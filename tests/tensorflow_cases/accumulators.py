@@ -76,7 +76,13 @@ class Accumulators:
         """The accumulator that a step is about, in the step's session."""
         key = (step.get("session"), step["on"])
         if key not in self._made:
-            self._made[key] = self._new(self._steps[step["on"]])
+            made_by = self._steps[step["on"]]
+            options = {each: made_by[each] for each in OPTIONS if each in made_by}
+            if options.get("shared_name"):
+                options["shared_name"] = f"{options['shared_name']} of run {self._run}"
+            is_sparse, device = made_by.get("sparse"), self._world.mesh.devices[1]
+            kind = gr.SparseConditionalAccumulator if is_sparse else gr.ConditionalAccumulator
+            self._made[key] = kind(self.dtype(step), made_by.get("shape"), device=device, **options)
         return self._made[key]
 
     def dtype(self, step: dict[str, Any]) -> str:
@@ -87,14 +93,6 @@ class Accumulators:
         for (its, _), accumulator in self._made.items():
             if everywhere or its == session:
                 accumulator.close()
-
-    def _new(self, step: dict[str, Any]) -> Any:
-        options = {key: step[key] for key in OPTIONS if key in step}
-        if options.get("shared_name"):
-            options["shared_name"] = f"{options['shared_name']} of run {self._run}"
-        kind = gr.SparseConditionalAccumulator if step.get("sparse") else gr.ConditionalAccumulator
-        device = self._world.mesh.devices[1]
-        return kind(step.get("dtype", "float32"), step.get("shape"), device=device, **options)
 
 
 def _accumulator(world: World, step: dict[str, Any]) -> Any:
