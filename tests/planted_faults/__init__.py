@@ -7,8 +7,8 @@ Every ``*.toml`` here is a part of one table. An entry is one change of one file
     file = "src/gradreduce/device/device.py"
     old = "for end in (src, dst):"
     new = "for end in (src,):"
-    test = "tests/backends/cuda/test_programs.py::test_a_program_has_no_fault"
-    says = "unordered"
+    test = "tests/device/test_order.py::test_a_program_has_the_values_of_its_order"
+    says = "expected"
 
 ``old`` occurs in ``file`` exactly once (``test_table.py``, in every run). With ``new`` in its place
 ``test`` fails, and what it prints contains ``says``, which may be left out. A key at the top of a

@@ -39,11 +39,15 @@ NUM_PROCESSES = 2
 LIMIT_S = 300  # of one process
 COPIED = ("src", "kernels", "tests", "bench", "examples", "docs", "tools", "pyproject.toml",
           "Dockerfile", "README.md", "CONTRIBUTING.md")  # fmt: skip
-FAKE_CUPY = "tests/backends/cuda/"  # tests that run on the fake CuPy
 OPTIONS = (
     "-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider",
     "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
+
+
+def is_on_the_fake(test: str) -> bool:
+    """Whether a test runs on the fake CuPy."""
+    return test.startswith("tests/backends/cuda/") or test.endswith("[cuda]")
 
 
 @dataclass
@@ -113,7 +117,7 @@ class Tree:
             folders = [str(self.root / name) for name in ("src", "tests")]
             sys.path[:] = [*folders, *(each for each in sys.path if Path(each) != ROOT / "tests")]
             os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-            fake = ["-p", "fake_cupy.plugin"] if tests[0].startswith(FAKE_CUPY) else []
+            fake = ["-p", "fake_cupy.plugin"] if is_on_the_fake(tests[0]) else []
             code = int(pytest.main([*OPTIONS, *fake, *tests]))
         except BaseException:
             traceback.print_exc()
@@ -182,7 +186,7 @@ def main(words: Sequence[str]) -> int:
     faults, say = chosen(words), sys.stdout.write
     say(f"{len(faults)} of {len(read_table())} planted faults\n")
     tests = {fault.test: None for fault in faults}
-    fake = [test for test in tests if test.startswith(FAKE_CUPY)]
+    fake = [test for test in tests if is_on_the_fake(test)]
     sound = [Job(part) for part in (fake, [test for test in tests if test not in fake]) if part]
     num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:

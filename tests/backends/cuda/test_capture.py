@@ -13,6 +13,7 @@ from support.exact_data import same
 from support.reduction_calls import dense
 
 import gradreduce as gr
+from gradreduce import ops
 
 SUM = gr.ReduceOp.SUM
 
@@ -78,8 +79,8 @@ def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
 
         def counted(num_tensors):
             values = [dense(mesh, (6,), "float32", place) for place in range(num_tensors)]
-            ops = gr.HierarchicalCopyAllReduce(num_packs=min(num_tensors, 3), mesh=mesh)
-            step = ops.capture(SUM, [(value, value) for value in values])
+            reducer = gr.HierarchicalCopyAllReduce(num_packs=min(num_tensors, 3), mesh=mesh)
+            step = reducer.capture(SUM, [(value, value) for value in values])
             step()
             return machine.counted(lambda: [step(), step()])
 
@@ -89,3 +90,27 @@ def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
         # On one GPU no queue is marked: the others have no work since the last call.
         fences = {"record", "wait"} if len(set(placement)) > 1 else set()
         assert few.keys() == {"graph_launch", *fences}
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_and_launches_between_gpus_are_captured(seed, gpus):
+    """What a graph writes waits for earlier work on all of its GPUs, and later work for it."""
+    gpus(seed)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        near, far = mesh.devices
+        source, copied = near.upload(np.ones(400)), far.zeros((400,), "float64")
+        total = near.zeros((400,), "float64")
+
+        def work():
+            far.copy(copied, source)
+            ops.accumulate_n([total], [[source]], device=near)
+
+        step = captured(mesh.devices, work)
+        for turn in range(1, 4):
+            far.upload(np.zeros(400), out=copied)
+            near.upload(np.full(400, float(turn)), out=source)
+            step.submit()
+            near.fill_zero(source)
+            assert same(copied.numpy(), np.full(400, float(turn)))
+        assert same(total.numpy(), np.full(400, 1.0 + 1 + 2 + 3))
