@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -141,7 +141,6 @@ class CallThreads:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._end = time.monotonic() + LIMIT_S
 
     def start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
         made = Call(call, args, kwargs)
@@ -164,46 +163,32 @@ class CallThreads:
             )
             return self.waiting(take, *args, timeout=0.2)
 
-    def any_running(self, calls: Sequence[Call]) -> bool:
-        """Whether a call has not ended; fails if one does not end in time.
-
-        It waits a moment, because a loop over it would acquire the locks before any other thread.
-        """
-        assert time.monotonic() < self._end, "deadlock: calls did not end"
-        running = [call.thread for call in calls if call.thread.is_alive()]
-        if running:
-            running[0].join(1e-3)
-        return bool(running)
-
 
 _running = threading.local()
 
 
 @pytest.fixture(autouse=True)
-def limited_takes(monkeypatch) -> None:
-    """A take in the test's own thread has a time limit; otherwise it could hang the whole run."""
-    await_ticket = multi.await_take
+def watched_takes(monkeypatch) -> None:
+    """Notes takes of ``CallThreads``; one in the test's own thread has a time limit.
 
-    def limited(pending_take, timeout):
-        own = threading.current_thread() is threading.main_thread()
-        await_ticket(pending_take, LIMIT_S if own and timeout is None else timeout)
+    Otherwise it could hang the whole run.
+    """
+    await_take = multi.await_take
 
-    monkeypatch.setattr(multi, "await_take", limited)
-
-
-@pytest.fixture
-def call_threads(monkeypatch) -> Iterator[CallThreads]:
-    """Threads, all of which must have ended when the test has."""
-    await_ticket = multi.await_take
-
-    def noted(pending_take, timeout):
+    def watched(pending_take, timeout):
         call = getattr(_running, "call", None)
         if call is not None and call.pending_take is None:
             call.pending_take = pending_take
             call.queued.set()
-        await_ticket(pending_take, timeout)
+        own = threading.current_thread() is threading.main_thread()
+        await_take(pending_take, LIMIT_S if own and timeout is None else timeout)
 
-    monkeypatch.setattr(multi, "await_take", noted)
+    monkeypatch.setattr(multi, "await_take", watched)
+
+
+@pytest.fixture
+def call_threads() -> Iterator[CallThreads]:
+    """Threads, all of which must have ended when the test has."""
     made = CallThreads()
     yield made
     end = time.monotonic() + LIMIT_S

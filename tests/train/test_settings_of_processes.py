@@ -108,7 +108,7 @@ def test_settings_that_each_process_has_used_before_are_compared_at_once(make):
         optimizer.learning_rate = (0.1, 0.2)[group.rank]
         return refused(mesh, variable, call)
 
-    for said in run_processes(2, work, timeout=100.0):  # longer than run_processes waits
+    for said in run_processes(2, work, timeout=150.0):  # longer than run_processes waits
         assert re.search(r"learning_rate is 0\.\d in process \d, 0\.\d in process \d", said)
 
 
