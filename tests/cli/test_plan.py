@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -122,22 +123,19 @@ def test_a_model_that_no_machine_could_hold_is_planned():
     assert {pack["dtype"] for pack in found["packs"]} == {"bfloat16"}
 
 
-def write_safetensors(path, entries, *, size=None):
-    """Writes the header alone: a reader that wants a tensor finds the end of the file."""
+def header(entries, *, size=None) -> bytes:
+    """A safetensors file of its header alone: a reader that wants a tensor finds the end."""
     text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text)
+    return struct.pack("<Q", len(text) if size is None else size) + text
 
 
 def test_of_a_safetensors_file_the_header_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     entry = {"dtype": "BF16", "shape": [1000, 1000], "data_offsets": [0, 2_000_000]}
-    write_safetensors(path, {"__metadata__": {"format": "pt"}, "head.weight": entry})
+    path.write_bytes(header({"__metadata__": {"format": "pt"}, "head.weight": entry}))
     found = planned(str(path))
-    assert (found["num_tensors"], found["nbytes"], found["names"]) == (
-        1,
-        2_000_000,
-        ["head.weight"],
-    )
+    assert (found["num_tensors"], found["nbytes"]) == (1, 2_000_000)
+    assert found["names"] == ["head.weight"]
     assert planned(str(path), "--dtype", "float32")["nbytes"] == 4_000_000
     assert "head.weight" in run(str(path)).output
 
@@ -148,7 +146,7 @@ def test_of_a_safetensors_file_the_header_is_read(tmp_path):
 )
 def test_control_characters_are_escaped(tmp_path, dtype, options, status):
     path = tmp_path / "model.safetensors"
-    write_safetensors(path, {"w\x1b[2J\u202e": {"dtype": dtype, "shape": [2]}})
+    path.write_bytes(header({"w\x1b[2J\u202e": {"dtype": dtype, "shape": [2]}}))
     result = run(str(path), *options)
     assert result.exit_code == status, result.output
     assert not {"\x1b", "\u202e"} & set(result.output)
@@ -167,61 +165,47 @@ def test_of_an_npz_file_the_headers_are_read(tmp_path):
     assert (found["names"], found["nbytes"]) == (["w", "b"], 480)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"w": {"dtype": "F8_E4M3", "shape": [2]}}, "F8_E4M3"),
-        ({"w": {"dtype": "F32", "shape": [-2]}}, "-2 is not a size"),
-        ({"w": {"dtype": "F32"}}, "'shape'"),
-        ({"w": {"dtype": "F32", "shape": [True]}}, "True is not a size"),
-        ({"w": {"dtype": "F32", "shape": [10**4000] * 2}}, "has 2**63 elements or more"),
-        ({"\ud800": {"dtype": "F32", "shape": [2]}}, "surrogates not allowed"),
-        ([], "not a valid .safetensors file"),
-    ],
-)
-def test_a_wrong_file_is_one_line(tmp_path, content, says):
-    path = tmp_path / "wrong.safetensors"
-    write_safetensors(path, content)
-    check_one_line(run(str(path)), says)
+def spoiled_npz(place: int, value: int) -> bytes:
+    """An archive whose headers have another byte at a place."""
+    file = io.BytesIO()
+    np.savez(file, w=np.ones(3))
+    content = bytearray(file.getvalue())
+    for start, offset in ((b"PK\3\4", place), (b"PK\1\2", place + 2)):
+        content[content.index(start) + offset] = value
+    return bytes(content)
 
 
-def check_one_line(result, says):
-    """Checks that a command has printed an error of one line, and has exit status 1."""
+def tensor(**entry: object) -> bytes:
+    return header({"w": {"dtype": "F32", **entry}})
+
+
+WRONG_FILES = {
+    "a dtype": (tensor(dtype="F8_E4M3", shape=[2]), "F8_E4M3"),
+    "a size": (tensor(shape=[-2]), "-2 is not a size"),
+    "no shape": (tensor(), "'shape'"),
+    "a boolean": (tensor(shape=[True]), "True is not a size"),
+    "too large": (tensor(shape=[10**4000] * 2), "has 2**63 elements or more"),
+    "a surrogate": (header({"\ud800": {"dtype": "F32", "shape": [2]}}), "surrogates not allowed"),
+    "a list": (header([]), "not a valid .safetensors file"),
+    "nested": (struct.pack("<Q", 20_000) + b"[" * 20_000, "not a valid .safetensors file"),
+    "a large header": (header({}, size=1 << 60), "the size of its header would be"),
+    "an early end": (header({}, size=4096), "ends inside its header"),
+    "encrypted": (spoiled_npz(6, 1), "password required"),
+    "a method": (spoiled_npz(8, 99), "compression method is not supported"),
+    "a folder": (None, "Is a directory"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_wrong_file_is_one_line(tmp_path, name):
+    content, says = WRONG_FILES[name]
+    path = tmp_path / ("w.npz" if content is None or content[:2] == b"PK" else "w.safetensors")
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    result = run(str(path))
     assert (result.exit_code, says in result.output) == (1, True), result.output
     assert isinstance(result.exception, SystemExit)
     assert result.output.startswith("Error: ")
     assert result.output.count("\n") == 1
-
-
-def test_a_folder_is_one_line(tmp_path):
-    (tmp_path / "model.npz").mkdir()
-    check_one_line(run(str(tmp_path / "model.npz")), "Is a directory")
-
-
-def test_a_header_that_is_nested_deeply_is_one_line(tmp_path):
-    path = tmp_path / "wrong.safetensors"
-    path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000)
-    check_one_line(run(str(path)), "is not a valid .safetensors file")  # Python 3.14 reads it
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "says"),
-    [(6, 1, "password required"), (8, 99, "compression method is not supported")],
-    ids=["encrypted", "method"],
-)
-def test_an_npz_file_that_python_cannot_unpack_is_one_line(tmp_path, place, value, says):
-    path = tmp_path / "wrong.npz"
-    np.savez(path, w=np.ones(3))
-    content = bytearray(path.read_bytes())
-    for start, offset in ((b"PK\3\4", place), (b"PK\1\2", place + 2)):
-        content[content.index(start) + offset] = value
-    path.write_bytes(content)
-    check_one_line(run(str(path)), says)
-
-
-def test_a_file_that_ends_early_or_claims_too_much_is_refused(tmp_path):
-    path = tmp_path / "wrong.safetensors"
-    sizes = ((1 << 60, "the size of its header would be"), (4096, "ends inside its header"))
-    for size, says in sizes:
-        write_safetensors(path, {}, size=size)
-        check_one_line(run(str(path)), says)

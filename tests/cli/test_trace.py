@@ -37,7 +37,7 @@ def flight(tmp_path, monkeypatch):
     return path, journal.records
 
 
-def test_a_flight_record_becomes_trace_events(flight):
+def test_a_flight_record_becomes_trace_events_and_a_summary(flight, tmp_path):
     path, records = flight
     result = run(path)
     assert result.exit_code == 0, result.output
@@ -49,15 +49,14 @@ def test_a_flight_record_becomes_trace_events(flight):
     ]
     assert [each["args"]["done"] for each in events] == [False] * len(records)
     assert events[-1]["args"]["tensors"] == str(records[-1].label)
-
-
-def test_the_summary_counts_operations(flight, tmp_path):
-    path, records = flight
     found = json.loads(run(path, "--json", "-", "-o", tmp_path / "out.json").output)["operations"]
-    assert check_trace(json.loads((tmp_path / "out.json").read_text()))
-    assert sum(row["count"] for row in found) == len(records)
-    assert sum(row["not done"] for row in found) == len(records)
-    assert sum(row["bytes"] for row in found) == sum(record.nbytes for record in records)
+    assert check_trace(json.loads((tmp_path / "out.json").read_text())) == events
+    for name, wanted in (
+        ("count", len(records)),
+        ("not done", len(records)),
+        ("bytes", sum(record.nbytes for record in records)),
+    ):
+        assert sum(row[name] for row in found) == wanted
 
 
 def test_an_output_that_cannot_be_written_is_an_error(flight, tmp_path):
@@ -80,10 +79,6 @@ def test_a_trace_of_a_mesh_is_summed_up_and_drawn(tmp_path):
     assert path.read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step.json", "step.svg"]
     assert "<svg" in (tmp_path / "step.svg").read_text()
-
-
-def test_a_record_without_operations_is_drawn_too(tmp_path):
-    path = tmp_path / "flight.json"
     path.write_text(json.dumps({"mesh": "sim", "reason": "none", "entries": []}))
     assert run(path, "--plot", tmp_path / "empty.png").exit_code == 0
 

@@ -341,11 +341,8 @@ def half_of(launcher: str) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    return {
-        "process_group": [dist.new_group(list(range(first, size, 2))) for first in range(2)][
-            rank % 2
-        ]
-    }
+    parts = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+    return {"process_group": parts[rank % 2]}
 
 
 def runs(mesh: Any, others: list[Any], name: str, kind: str, deadline: float, rank: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fault_program import half_of
 from support.process_cases import LAYOUTS, check, counts_of
 
 import gradreduce as gr
@@ -201,20 +202,9 @@ def _apply_different(mesh: Any, wrong: str, text: str) -> None:
 @scenario
 def subgroups(launcher: str) -> None:
     """Two meshes over halves of the processes, and one over all, used in turns."""
-    if launcher == "mpi":
-        from mpi4py import MPI
-
-        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        half = {"communicator": MPI.COMM_WORLD.Split(rank % 2, rank)}
-    else:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        rank, size = dist.get_rank(), dist.get_world_size()
-        parts = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
-        half = {"process_group": parts[rank % 2]}
-    own = gr.open_mesh(1, backend="sim", timeout=60, **half)
+    own = gr.open_mesh(1, backend="sim", timeout=60, **half_of(launcher))
     whole = gr.open_mesh(1, backend="sim", timeout=60, processes=launcher)
+    rank, size = whole.process_index, whole.num_processes
     assert (own.num_replicas, whole.num_replicas) == (size // 2, size)
     grads = [[np.full(5, 1.0 + rank), np.full(30000, 1.0 + rank)]]
     for _ in range(3):
@@ -228,6 +218,8 @@ def subgroups(launcher: str) -> None:
     own.close()
     whole.close()
     if launcher == "torchrun":
+        import torch.distributed as dist
+
         assert dist.is_initialized(), "a group that was passed is not destroyed"
         dist.destroy_process_group()
 
