@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from support import meshes
 from support.exact_data import exact_data, random_data
 from support.meshes import (
     MeshCase,
@@ -25,8 +24,6 @@ from gradreduce.backends.device_names import as_device
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPE = (3, 5)
-
-numpy_mesh = meshes.numpy_mesh
 
 
 @pytest.fixture
@@ -170,23 +167,6 @@ def test_anything_that_names_devices_is_a_destination(mesh, name, places):
     check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
     if isinstance(destination, gr.Variable):
         assert destination.numpy() == [0]
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "complex64", "float64", "int8", "uint64"]
-)
-def test_one_device_adds_left_to_right_and_rounds_once(numpy_mesh, dtype, op):
-    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
-    value = gr.PerReplica(arrays, numpy_mesh)
-    if op is MEAN and dtype in ("int8", "uint64"):
-        op = SUM
-    expected = one_device_sum(arrays, len(arrays) if op is MEAN else 1)
-    for place in {0, len(arrays) // 2, len(arrays) - 1}:
-        with unchanged(*arrays):
-            found = gr.ReductionToOneDevice().reduce(op, value, f"sim:{place}")
-        assert found.devices == (numpy_mesh.devices[place],)
-        check_mirrored(found, expected)
 
 
 def test_the_copies_of_a_mirrored_value_have_a_mean_and_no_sum(mesh):

@@ -90,30 +90,23 @@ def test_plain_calls_use_their_tables_again(tables):
         assert (tables, len(held)) == ([], COUNT)
 
 
-def test_an_update_of_many_variables_is_one_launch(tables):
+def test_an_update_and_a_joint_apply_of_many_tensors_are_one_launch(tables):
     with opened([0]) as mesh:
         device = mesh.devices[0]
         variables = [gr.Variable(np.zeros(SIZE, np.float32), device=device) for _ in range(COUNT)]
-        grads = [device.upload(np.ones(SIZE, np.float32)) for _ in range(COUNT)]
-        optimizer = gr.MomentumOptimizer(0.5, 0.5)
-        for number in (1, 0):
-            tables.clear()
-            with mesh.journal() as journal:
-                optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
-            assert (journal.launches, tables) == (1, [COUNT] * number)
-        assert (variables[-1].numpy() == -1.25).all()
-
-
-def test_a_joint_apply_of_many_accumulators_is_one_launch(tables):
-    with opened([0]) as mesh:
-        device = mesh.devices[0]
         sums = [gr.ConditionalAccumulator("float32", (SIZE,), device=device) for _ in range(COUNT)]
         grads = [device.upload(np.ones(SIZE, np.float32)) for _ in range(COUNT)]
-        for number in (1, 0):
-            tables.clear()
-            with mesh.journal() as journal:
-                gr.apply_grads(sums, grads, 0)
-            assert (journal.launches, tables) == (1, [COUNT] * number)
+        optimizer = gr.MomentumOptimizer(0.5, 0.5)
+        for call in (
+            lambda: optimizer.apply_gradients(list(zip(grads, variables, strict=True))),
+            lambda: gr.apply_grads(sums, grads, 0),
+        ):
+            for number in (1, 0):  # of tables: the second call has that of the first
+                tables.clear()
+                with mesh.journal() as journal:
+                    call()
+                assert (journal.launches, tables) == (1, [COUNT] * number)
+        assert (variables[-1].numpy() == -1.25).all()
         with mesh.journal() as journal:
             taken = gr.take_grads(sums, 2)
         assert journal.launches == 1

@@ -45,50 +45,30 @@ def array_on(_device, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def in_either_order(device, array: np.ndarray) -> np.ndarray:
-    """Every second replica has the axis order of Fortran."""
-    return np.array(array, order="CF"[device.index % 2])
-
-
 PLACES = {
     "an array": array_on,
     "an adopted array": adopted,
     "a Buffer": owned,
     "an array of Fortran's order": lambda _device, array: np.array(array, order="F"),
-    "an array of either order": in_either_order,
+    "an array of either order": lambda device, array: np.array(array, order="CF"[device.index % 2]),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A reduction, without its algorithm.
+    """A reduction, without its algorithm."""
 
-    Attributes:
-        placement: the physical device of each replica.
-        peers: ``peer_access`` of the mesh.
-        schedule: ``schedule_seed`` of the mesh.
-        tensors: shape and dtype of each tensor.
-        place: where the gradients are, of ``PLACES``.
-        seed: of the data.
-        op: the ``ReduceOp``.
-        packing: ``num_packs``, and the limits of small gradients.
-        groups: ``reduction_groups``, for hierarchical_copy.
-        out: where results are written: "new", "apart", "in place" or "in a flat buffer".
-        small_slices: whether a few bytes are enough for a slice on each device.
-        stage_bytes: how many bytes a stage has.
-    """
-
-    placement: tuple[int, ...]
+    placement: tuple[int, ...]  # the physical device of each replica
     peers: bool | frozenset
     schedule: int | None
     tensors: list[tuple[tuple[int, ...], np.dtype]]
-    place: str
-    seed: int
+    place: str  # where the gradients are, of PLACES
+    seed: int  # of the data
     op: gr.ReduceOp
-    packing: tuple[int, ...]
-    groups: list[list[int]] | None
-    out: str
-    small_slices: bool
+    packing: tuple[int, ...]  # num_packs, and the limits of small gradients
+    groups: list[list[int]] | None  # reduction_groups, for hierarchical_copy
+    out: str  # where results are written
+    small_slices: bool  # whether a few bytes are enough for a slice on each device
     stage_bytes: int
 
     def arrays(self, seed: int) -> list[list[np.ndarray]]:
