@@ -18,13 +18,19 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
 def test_the_one_line_call(monkeypatch):
-    grads = [{"w": np.full(2, replica, np.float32)} for replica in range(4)]
+    grads = [{"w": np.float32([1.0, 2.0**-20]) + replica} for replica in range(4)]
     with MeshCase((0, 1, 1, 2)).open() as mesh:
         results = gr.all_reduce(grads, mesh=mesh)
-        assert all(same(entry["w"], np.full(2, 1.5, np.float32)) for entry in results)
+        assert all(same(entry["w"], np.float32([2.5, 1.5 + 2.0**-20])) for entry in results)
+        (results, *_) = gr.all_reduce(grads, mesh=mesh, wire_dtype="float16")
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype="float16")
+        assert same(results["w"], ops.all_reduce(grads)[0]["w"])
+        assert results["w"].tolist() == [2.5, 1.5]
+        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
+            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
         monkeypatch.setattr("gradreduce.backends._default", [mesh])
         results = gr.all_reduce(grads, SUM)
-        assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
+        assert all(same(entry["w"], np.float32([10, 6 + 2.0**-18])) for entry in results)
 
 
 def test_tensors_without_a_gradient_stay_none(mesh):
@@ -44,18 +50,6 @@ def test_tensors_without_a_gradient_stay_none(mesh):
         why = r"^grads\[0, 1, 2, 3, 4 and \d more\]\[0\] is None, but grads\[6\]\[0\] is not: pass"
         with refused(mesh, ValueError, why):
             ops.all_reduce(some)
-
-
-def test_the_wire_of_the_one_line_call():
-    with MeshCase((0, 1)).open() as mesh:
-        grads = [[np.float32([1.0, 2.0**-20]) + replica] for replica in range(2)]
-        for wire in (None, "float16"):
-            wanted = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire).all_reduce(grads)
-            found = gr.all_reduce(grads, mesh=mesh, wire_dtype=wire)
-            assert same(found[0][0], wanted[0][0])
-        assert found[0][0][1] == 0.5
-        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
-            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
 
 
 # Three tensors of float32 and two of float16, in one batch: launches by kernel, and collectives.
@@ -97,26 +91,26 @@ def channels(replica):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dense_arrays_of_the_same_strides_are_reduced_in_memory_order(mesh, algorithm):
     """Results have these strides too, also in place; no array is copied."""
-    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-    grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
-             range(len(mesh))]  # fmt: skip
-    wanted = hierarchical_sum([entry["x"] for entry in grads], len(mesh))
-    with unchanged(*(entry["x"] for entry in grads)):
-        found = ops.all_reduce(grads)
+    ops, count = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh), len(mesh)
+    grads = [{"x": channels(k), "y": np.ones((3, 4), "f2", order="F")} for k in range(count)]
     out = [
         {"x": with_axis_order(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T}
         for _ in mesh
     ]
-    plain = [[{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
-             for rows in (grads, out)]  # fmt: skip
-    for given, into in ((grads, out), (grads, grads)):
+    wanted = hierarchical_sum([entry["x"] for entry in grads], count)
+    with unchanged(*(entry["x"] for entry in grads)):
+        found = ops.all_reduce(grads)
+    for into in (out, grads):
+        plain, plain_out = (
+            [{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
+            for rows in (grads, out)
+        )
         with mesh.journal() as journal:
-            assert ops.all_reduce(given, out=into) is into
+            assert ops.all_reduce(grads, out=into) is into
         with mesh.journal() as in_order:
-            ops.all_reduce(plain[0], out=plain[0] if into is grads else plain[1])
-        assert [record.name for record in journal.records] == [
-            record.name for record in in_order.records
-        ]
+            ops.all_reduce(plain, out=plain if into is grads else plain_out)
+        names = [[record.name for record in each.records] for each in (journal, in_order)]
+        assert names[0] == names[1]
     for entry in (*found, *out, *grads):
         assert same(np.ascontiguousarray(entry["x"]), np.ascontiguousarray(wanted))
         assert entry["x"].strides == channels(0).strides
@@ -126,40 +120,31 @@ def test_dense_arrays_of_the_same_strides_are_reduced_in_memory_order(mesh, algo
 
 def test_a_value_in_another_memory_order_has_parts_of_its_own_shape(numpy_mesh):
     arrays = [channels(replica) for replica in range(len(numpy_mesh))]
+    strides, wanted = arrays[0].strides, np.ascontiguousarray(hierarchical_sum(arrays))
     value = gr.PerReplica(arrays, numpy_mesh)
-    assert "float32[2, 3, 4, 5]" in repr(value)
     assert all(same(one, other) for one, other in zip(value.values, arrays, strict=True))
-    assert value[0].strides == arrays[0].strides
+    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
     ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
     (total,) = ops.batch_reduce(SUM, [(value, value)])
-    wanted = np.ascontiguousarray(hierarchical_sum(arrays))
-    assert total.primary.strides == arrays[0].strides
-    assert "float32[2, 3, 4, 5]" in repr(total)
-    assert same(total.buffers[-1].numpy(), wanted)
-    assert same(np.ascontiguousarray(total.primary), wanted)
-    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
+    assert value[0].strides == total.primary.strides == strides
+    assert "float32[2, 3, 4, 5]" in repr(value) and "float32[2, 3, 4, 5]" in repr(total)
     (again,) = ops.batch_reduce(SUM, [(value, value)], output_type="buffer")
-    assert same(again.primary.numpy(), wanted)
-    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
-    for array in arrays:
-        array[...] = 2
-    (found,) = step()
-    assert found.values[-1] is not None
-    assert (found.values[-1] == 2 * len(arrays)).all()
-    assert (arrays[0] == 2 * len(arrays)).all()
-    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
-    assert copy.primary.strides == arrays[0].strides
-    assert (copy.primary == arrays[0]).all()
-    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
-    ops.broadcast(arrays[0], numpy_mesh, out=into)
-    assert all((each == arrays[0]).all() for each in into)
-
-
-def test_sums_of_another_memory_order_keep_their_shape(numpy_mesh):
-    value = gr.PerReplica([channels(replica) for replica in range(len(numpy_mesh))], numpy_mesh)
+    for found in (total.buffers[-1].numpy(), np.ascontiguousarray(total.primary),
+                  again.primary.numpy()):  # fmt: skip
+        assert same(found, wanted)
     to_one = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
     (one,) = to_one.batch_reduce(SUM, [(value, numpy_mesh.devices[0])])
     assert one.primary.shape == (2, 3, 4, 5)
     accumulator = gr.ConditionalAccumulator("float32", (2, 3, 4, 5), device=numpy_mesh)
     accumulator.apply_grad(value)
     assert accumulator.take_grad(1).primary.shape == (2, 3, 4, 5)
+    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
+    for array in arrays:
+        array[...] = 2
+    (found,) = step()
+    assert all((array == 2 * len(arrays)).all() for array in (found.values[-1], arrays[0]))
+    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
+    assert copy.primary.strides == strides
+    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
+    ops.broadcast(arrays[0], numpy_mesh, out=into)
+    assert all((each == arrays[0]).all() for each in (copy.primary, *into))
