@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import meshes
 from support.exact_data import exact_data, same
 from support.meshes import MeshCase, hierarchical_sum, launches_of, refused, unchanged
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
-
-mesh = meshes.mesh
-numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 

@@ -6,15 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from support import meshes
 from support.exact_data import random_data
 from support.meshes import check_mirrored, expected_of, num_grown, per_replica, placement_of
 from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
-
-numpy_mesh = meshes.numpy_mesh
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 BATCH = [((40, 500), "float32"), ((), "float16"), ((0, 4), "float32"), ((2, 2), "complex64"),

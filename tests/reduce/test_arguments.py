@@ -9,6 +9,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from support import meshes
 from support.meshes import MeshCase, owned, per_replica, refused
 
 import gradreduce as gr
@@ -18,11 +19,7 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture(params=ALGORITHMS)

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from support import meshes
 from support.exact_data import exact_data, random_data
 from support.meshes import (
     MeshCase,
@@ -25,11 +26,7 @@ from gradreduce.backends.device_names import as_device
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPE = (3, 5)
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1, 1), strict=True)
 
 
 def data(replica: int, dtype="float32") -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase
+from support import meshes
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -15,11 +15,7 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 NAMES = ("layers.0.weight", "layers.0.bias", "head.weight")
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 def named(mesh, names=NAMES, dtype=np.float32):

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.all_reduce_jobs import reduce_jobs
+from support.all_reduce_jobs import make_jobs, reduce_jobs
 from support.exact_data import exact_data, same
 from support.meshes import MeshCase, launches_of
 
@@ -60,7 +60,7 @@ def check_outs(jobs, expected):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, make_jobs, half):
+def test_sums_in_the_accumulate_type_are_transferred_in_it(mesh, half):
     half = as_dtype(half)
     replicas = [exact_data((67,), half, num_terms=9, seed=s).astype("float32") for s in
                 range(len(mesh))]  # fmt: skip
@@ -110,9 +110,7 @@ def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
     ],
     ids=str,
 )
-def test_colocated_replicas_are_summed_in_one_launch(
-    make_jobs, placement, in_place, divisor, launches
-):
+def test_colocated_replicas_are_summed_in_one_launch(placement, in_place, divisor, launches):
     with MeshCase(placement).open() as mesh:
         packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
         journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
@@ -138,9 +136,7 @@ def test_colocated_replicas_are_summed_in_one_launch(
     ],
     ids=str,
 )
-def test_the_memory_and_collectives_of_gathering(
-    make_jobs, monkeypatch, placement, launches, in_place
-):
+def test_the_memory_and_collectives_of_gathering(monkeypatch, placement, launches, in_place):
     sizes, gathered = [40, 1, 1003], []
     empty = Device.allocate
 
@@ -166,7 +162,7 @@ def test_the_memory_and_collectives_of_gathering(
     assert len(groups) == (len(ranks) > 1)
 
 
-def test_gathered_packs_share_the_group_of_the_others(make_jobs):
+def test_gathered_packs_share_the_group_of_the_others():
     with MeshCase((0, 1, 1)).open() as mesh:
         dtypes = ("float32", "int16", "int32", "uint16")
         jobs = make_jobs(mesh, [[np.full(9, 3, dtype)] * 3 for dtype in dtypes])

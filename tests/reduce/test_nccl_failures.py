@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.all_reduce_jobs import reduce_jobs
+from support.all_reduce_jobs import make_jobs, reduce_jobs
 from support.exact_data import exact_data, same
 from support.meshes import per_replica, refused
 
@@ -44,7 +44,7 @@ def failing_allocation(after: int):
         ("float32", "float16", False),
     ],
 )
-def test_without_memory_nothing_is_changed(numpy_mesh, make_jobs, dtype, out, in_place):
+def test_without_memory_nothing_is_changed(numpy_mesh, dtype, out, in_place):
     mesh = numpy_mesh
     packs = [[exact_data((size,), out, num_terms=9, seed=r).astype(dtype) for r in range(len(mesh))]
              for size in (40, 7)]  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.meshes import MeshCase, refused
+from support import meshes
+from support.meshes import refused
 
 import gradreduce as gr
 
@@ -19,10 +20,7 @@ class Layer(NamedTuple):
     bias: Any
 
 
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support import meshes
 from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
 from support.meshes import adopted
@@ -13,8 +12,6 @@ from support.meshes import adopted
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
-
-numpy_mesh = meshes.numpy_mesh
 
 
 def packed_of(mesh, buffers, num_packs=1):

@@ -14,8 +14,6 @@ from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
-numpy_mesh = meshes.numpy_mesh
-
 
 def ops_of(algorithm, mesh, **settings):
     return gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **settings)

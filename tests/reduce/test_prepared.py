@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import meshes
 from support.exact_data import random_data, same
 from support.meshes import MeshCase, num_grown, refused
 from support.reduction_calls import dense
@@ -21,8 +20,6 @@ from gradreduce.errors import BackendUnavailableError
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "int16"),
           ((30_000,), "float32"), ((5,), "complex64"), ((33,), "bfloat16")]  # fmt: skip
-
-numpy_mesh = meshes.numpy_mesh
 
 
 def values_of(mesh, seed=0):

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.all_reduce_jobs import reduce_jobs
+from support.all_reduce_jobs import make_jobs, reduce_jobs
 from support.meshes import PLACEMENTS, MeshCase, launches_of
 
 from gradreduce.reduce.hierarchical_copy import SLICE_BYTES, plan_slices
@@ -18,7 +18,7 @@ SMALL = 100  # float32
 LARGE = SLICE_BYTES // 4 + 5
 
 
-def journal_on(placement, make_jobs, sizes, *, peer_access, dtype="float32", groups=None):
+def journal_on(placement, sizes, *, peer_access, dtype="float32", groups=None):
     with MeshCase(placement, peer_access).open() as mesh:
         jobs = make_jobs(mesh, [[np.ones(size, dtype)] * len(mesh) for size in sizes])
         with mesh.journal() as journal:
@@ -33,11 +33,11 @@ def directions(journal):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_many_packs_are_one_launch_of_each_main_device(make_jobs, placement):
+def test_many_packs_are_one_launch_of_each_main_device(placement):
     sizes = [SMALL, LARGE, 1, SMALL, 3 * LARGE, 7, 8, 9, 10, 11, 12]
     mains = [placement.index(physical) for physical in sorted(set(placement))]
     slices = plan_slices([(size, 4) for size in sizes], mains)
-    journal = journal_on(placement, make_jobs, sizes, peer_access=True)
+    journal = journal_on(placement, sizes, peer_access=True)
     rows = {record.device: record.num_rows for record in journal.records}
     assert rows == Counter(part.main for part in slices)
     assert journal.launches == len(mains)
@@ -47,7 +47,7 @@ def test_many_packs_are_one_launch_of_each_main_device(make_jobs, placement):
     )
 
 
-def test_each_dtype_is_a_launch_of_its_own(make_jobs):
+def test_each_dtype_is_a_launch_of_its_own():
     with MeshCase((0, 0, 1)).open() as mesh:
         packs = [[np.ones(8, dtype)] * 3 for dtype in ("float32", "float16", "float32", "int8")]
         jobs = make_jobs(mesh, packs)
@@ -94,28 +94,28 @@ STAGED = {
 
 
 @pytest.mark.parametrize(("placement", "groups"), STAGED, ids=str)
-def test_without_peers_groups_are_added_separately_and_copied(make_jobs, placement, groups):
-    journal = journal_on(placement, make_jobs, [SMALL], peer_access=False, groups=groups)
+def test_without_peers_groups_are_added_separately_and_copied(placement, groups):
+    journal = journal_on(placement, [SMALL], peer_access=False, groups=groups)
     copies, launches = STAGED[placement, groups]
     assert directions(journal) == copies
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
     assert all(record.nbytes == 4 * SMALL for record in journal.of("copy"))
 
 
-def test_partial_sums_of_half_precision_are_transferred_in_float32(make_jobs):
-    journal = journal_on((0, 1, 2, 3), make_jobs, [SMALL], peer_access=False, dtype="float16")
+def test_partial_sums_of_half_precision_are_transferred_in_float32():
+    journal = journal_on((0, 1, 2, 3), [SMALL], peer_access=False, dtype="float16")
     sizes = dict(zip(directions(journal), journal.of("copy"), strict=True))
     assert {d: record.nbytes // SMALL for d, record in sizes.items()} == {
         (1, 0): 2, (3, 2): 2, (2, 0): 4, (0, 1): 2, (0, 2): 2, (0, 3): 2,
     }  # fmt: skip
 
 
-def test_a_single_replica_is_transferred_in_its_own_dtype(make_jobs):
+def test_a_single_replica_is_transferred_in_its_own_dtype():
     """It is copied in its own dtype; if the other group is a sum, it is cast after the copy."""
-    journal = journal_on((0, 1), make_jobs, [SMALL], peer_access=False, dtype="float16")
+    journal = journal_on((0, 1), [SMALL], peer_access=False, dtype="float16")
     assert [record.nbytes // SMALL for record in journal.of("copy")] == [2, 2]
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == ["all_sum@0"]
-    journal = journal_on((0, 1, 1), make_jobs, [SMALL, SMALL], peer_access=False, dtype="float16")
+    journal = journal_on((0, 1, 1), [SMALL, SMALL], peer_access=False, dtype="float16")
     crossed = [(r.source, r.device, r.nbytes // SMALL) for r in journal.of("copy")]
     assert crossed == [(1, 0, 4), (0, 1, 2), (0, 1, 2), (1, 0, 2), (1, 2, 2)]
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == [
@@ -139,9 +139,9 @@ ISLED = {
 
 
 @pytest.mark.parametrize("placement", ISLED, ids=str)
-def test_accessible_memory_is_not_copied(make_jobs, placement):
+def test_accessible_memory_is_not_copied(placement):
     access = ISLANDS if placement != (0, 1) else frozenset({(0, 1)})  # one way
-    journal = journal_on(placement, make_jobs, [SMALL], peer_access=access)
+    journal = journal_on(placement, [SMALL], peer_access=access)
     copies, launches = ISLED[placement]
     assert directions(journal) == copies
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
@@ -151,18 +151,18 @@ def test_accessible_memory_is_not_copied(make_jobs, placement):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "int16"])
 @pytest.mark.parametrize("placement", [p for p in PLACEMENTS if len(set(p)) > 1], ids=str)
-def test_without_peers_no_launch_touches_another_device(make_jobs, placement, dtype):
+def test_without_peers_no_launch_touches_another_device(placement, dtype):
     sizes = [SMALL, 3, LARGE, 2 * LARGE]
-    staged = journal_on(placement, make_jobs, sizes, peer_access=False, dtype=dtype)
+    staged = journal_on(placement, sizes, peer_access=False, dtype=dtype)
     assert staged.copies > 0
     assert {record.nbytes for record in staged.of("launch")} == {0}
-    direct = journal_on(placement, make_jobs, sizes, peer_access=True, dtype=dtype)
+    direct = journal_on(placement, sizes, peer_access=True, dtype=dtype)
     assert direct.copies == 0
     assert 0 not in {record.nbytes for record in direct.of("launch")}
 
 
-def test_without_peers_every_physical_device_adds_its_slice(make_jobs):
-    journal = journal_on((0, 1, 2, 3, 4), make_jobs, [LARGE], peer_access=False)
+def test_without_peers_every_physical_device_adds_its_slice():
+    journal = journal_on((0, 1, 2, 3, 4), [LARGE], peer_access=False)
     assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 3, 4]
     # If the main device is the k-th of its group, the k-th of the other group, modulo its size,
     # adds that group: the groups are (0, 1) and (2, 3, 4).
@@ -172,6 +172,6 @@ def test_without_peers_every_physical_device_adds_its_slice(make_jobs):
     ]  # fmt: skip
 
 
-def test_without_peers_small_packs_rotate_too(make_jobs):
-    journal = journal_on((0, 1, 2), make_jobs, [SMALL] * 4, peer_access=False)
+def test_without_peers_small_packs_rotate_too():
+    journal = journal_on((0, 1, 2), [SMALL] * 4, peer_access=False)
     assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 0]

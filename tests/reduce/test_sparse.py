@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import meshes
 from support.exact_data import exact_data, random_data, same
-from support.meshes import MeshCase, check_mirrored, hierarchical_sum, owned, refused
+from support.meshes import check_mirrored, hierarchical_sum, owned, refused
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype, mean_dtype
@@ -15,19 +15,13 @@ from gradreduce.errors import InvalidArgumentError
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 ROWS = 10
 
-numpy_mesh = meshes.numpy_mesh
-
 MAKERS = {
     "nccl": lambda mesh: gr.NcclAllReduce(mesh=mesh),
     "hierarchical_copy": lambda mesh: gr.HierarchicalCopyAllReduce(mesh=mesh),
     "one device": lambda mesh: gr.ReductionToOneDevice(mesh=mesh),
 }
 
-
-@pytest.fixture
-def mesh():
-    with MeshCase((0, 0, 1)).open() as opened:
-        yield opened
+mesh = meshes.mesh_of((0, 0, 1), strict=True)
 
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS)

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradreduce.device import Buffer, Device
+import numpy as np
+from support.meshes import owned
+
+from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.reduce.algorithm import Job, ReductionGroups
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import PackBuffers, lay_out, move, moves_in
 from gradreduce.reduce.packing import FlatPlan
 
-__all__ = ["pack", "reduce_jobs"]
+__all__ = ["make_jobs", "pack", "reduce_jobs"]
+
+
+def make_jobs(
+    mesh: Mesh,
+    packs: Sequence[Sequence[np.ndarray]],
+    divisor: float = 1,
+    *,
+    in_place: bool = False,
+    out_dtype: np.dtype | None = None,
+) -> list[Job]:
+    """Returns a job for each ``packs[k][replica]``, on memory of the pools."""
+    jobs = []
+    for replicas in packs:
+        inputs = tuple(owned(device, array) for device, array in zip(mesh, replicas, strict=True))
+        outs = inputs
+        if not in_place:
+            outs = tuple(b.device.empty(b.shape, out_dtype or b.dtype) for b in inputs)
+        jobs.append(Job(inputs, outs, divisor))
+    return jobs
 
 
 def reduce_jobs(name: str, jobs: Sequence[Job], groups: ReductionGroups | None = None) -> None:
