@@ -4,14 +4,16 @@ import json
 import re
 import threading
 from contextlib import suppress
+from itertools import chain
 
-import ml_dtypes
 import numpy as np
 import pytest
+from comm.processes.test_values import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact_data import same
+from support.exhaustive import examples
 from support.hanging_devices import clock
+from support.process_cases import LAYOUTS, WAYS, check, counts_of, results_of
 from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
@@ -21,56 +23,28 @@ from gradreduce.reduce.across_processes import Term, plan_terms
 
 __all__ = ["clock"]
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16, np.int64, np.complex64]
+NO_TORCH = [way for way in WAYS if way != "attached"]
 
 
-def random_array(random, shape, dtype):
-    if np.dtype(dtype).kind in "iu":
-        return random.integers(-100, 100, shape).astype(dtype)
-    return (random.standard_normal(shape) * 100).astype(dtype)
-
-
-def reduce_together(counts, grads, op, num_packs, groups, schedule_seed=None):
-    """Returns ``[replica][tensor]`` of all processes; ``grads`` too are of all processes."""
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@settings(max_examples=examples(100), deadline=None)
+@given(st.data())
+def test_several_processes_give_the_bits_of_one(data):
+    """Calls of every kind, as in comm/processes/test_values.py, where the processes are real."""
+    size = data.draw(st.integers(2, 4))
+    case = data.draw(cases(size))
+    groups = data.draw(st.sampled_from([case["groups"], None, "processes", "nccl"]))
+    case |= {"way": data.draw(st.sampled_from(NO_TORCH)), "groups": groups}
+    counts, (_, seed) = counts_of(case["layout"], size), LAYOUTS[case["layout"]]
 
     def work(mesh, replicas):
         assert mesh.num_replicas == sum(counts)
-        assert sum(counts[: mesh.process_index]) == replicas[0]
-        ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", num_packs, mesh=mesh, reduction_groups=groups
-        )
-        mine = grads[replicas[0] : replicas[-1] + 1]
-        return [[np.array(each) for each in row] for row in ops.all_reduce(mine, op)]
+        return results_of(case, mesh, size)
 
-    found = run_replicas(counts, work, schedule_seed=schedule_seed)
-    return [row for rows in found for row in rows]
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_several_processes_give_the_bits_of_one(data):
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
-    n = sum(counts)
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
-    shapes = [data.draw(st.sampled_from([(), (0,), (5,), (2, 3), (20000,)])) for _ in dtypes]
-    num_packs = data.draw(st.integers(0, 3))
-    groups = None
-    if data.draw(st.booleans()):
-        order = data.draw(st.permutations(range(n)))
-        cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
-        groups = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
-    op = data.draw(st.sampled_from(list(gr.ReduceOp)))
-    random = np.random.default_rng(data.draw(st.integers(0, 99)))
-    grads = [
-        [random_array(random, *each) for each in zip(shapes, dtypes, strict=True)] for _ in range(n)
-    ]
-    alone = reduce_together([n], grads, op, num_packs, groups)
     with pytest.MonkeyPatch.context() as patch:
+        (wanted,) = run_replicas([sum(counts)], work)
         patch.setattr(pipeline, "STAGE_BYTES", data.draw(st.sampled_from([1024, 1 << 23])))
-        seed = data.draw(st.sampled_from([None, 3]))
-        together = reduce_together(counts, grads, op, num_packs, groups, seed)
-    for wanted, found in zip(alone, together, strict=True):
-        assert all(map(same, wanted, found))
+        check(case, wanted, list(chain(*run_replicas(counts, work, schedule_seed=seed))))
 
 
 def test_only_replicas_at_the_start_of_a_group_are_added_before_they_are_sent():

@@ -1,12 +1,7 @@
 """Reduce-scatter and all-gather, in one process and over several (threads in these tests)."""
 
-from itertools import chain
-
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.exact_data import DTYPES, exact_data, random_data, same
 from support.thread_group import run_replicas
 
@@ -159,35 +154,6 @@ def test_what_cannot_be_shared_raises():
             with pytest.raises(ValueError, match=r"it must not share memory with an input"):
                 ops.all_gather([[whole[0][0][:2]], [np.ones(2)]], out=whole)
         assert not journal.launches and not journal.copies
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.data())
-def test_several_processes_give_the_bits_of_one(data):
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
-    n = sum(counts)
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))
-    op = data.draw(st.sampled_from([SUM, MEAN]))
-    options = {"num_packs": data.draw(st.integers(0, 3))}
-    grads = make_grads(n, dtypes)
-    if data.draw(st.booleans()):
-        order = data.draw(st.permutations(range(n)))
-        cut = data.draw(st.integers(0, n))
-        options["reduction_groups"] = [list(order[:cut]), list(order[cut:])]
-    if data.draw(st.booleans()):
-        options["wire_dtype"] = ml_dtypes.bfloat16
-
-    def work(mesh, replicas):
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
-        mine = grads[replicas[0] : replicas[-1] + 1]
-        shares = written(ops.reduce_scatter, mine, op)
-        return ops.all_reduce(mine, op), shares, written(ops.all_gather, shares)
-
-    (alone,) = run_replicas([n], work)
-    check_shares(*alone)
-    for wanted, found in zip(alone, zip(*run_replicas(counts, work), strict=True), strict=True):
-        for row, other in zip(wanted, chain(*found), strict=True):
-            assert all(map(same, row, other))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -169,7 +169,12 @@ def shares(side: Side) -> Rows:
     grads = [[np.resize(grad, (n * max(1, grad.size), 3)) for grad in row] for row in side.grads()]
     found = side.ops.reduce_scatter(grads, side.op)
     gathered = side.ops.all_gather(found)
-    return [[*row, *whole] for row, whole in zip(found, gathered, strict=True)]
+    outs = [[np.empty_like(each) for each in row] for row in found]
+    wholes = [[np.empty_like(each) for each in row] for row in gathered]
+    side.ops.reduce_scatter(grads, side.op, out=outs)
+    side.ops.all_gather(outs, out=wholes)
+    parts = zip(found, gathered, outs, wholes, strict=True)
+    return [[*share, *whole, *out, *again] for share, whole, out, again in parts]
 
 
 @way
@@ -231,17 +236,19 @@ def _trained(side: Side, *, shard: bool) -> Rows:
     return [[*[v.buffers[i].numpy() for v in variables], *state] for i in range(len(side.mesh))]
 
 
-def check(case: Case, mesh: gr.Mesh, alone: gr.Mesh) -> None:
-    """Compares the bits of a case over processes with those of one process."""
-    firsts = np.cumsum([0, *counts_of(case["layout"], mesh.num_processes)]).tolist()[:-1]
+def results_of(case: Case, mesh: gr.Mesh, num_processes: int) -> Rows:
+    """Makes the call on a mesh over all processes, or on a mesh of one with all replicas."""
+    ends = np.cumsum(counts_of(case["layout"], num_processes)).tolist()
+    firsts = [0, *ends[:-1]]
     groups = case["groups"]
-    if groups == "processes":
-        ends = [*firsts[1:], mesh.num_replicas]
+    if groups == "processes" and mesh.num_processes == 1:
         groups = [list(range(*each)) for each in zip(firsts, ends, strict=True)]
-    together = Side(case, mesh, firsts)
-    wanted = WAYS[case["way"]](Side({**case, "groups": groups}, alone, firsts))
-    found = WAYS[case["way"]](together)
-    for replica, row in zip(together.replicas, found, strict=True):
-        for a, b in zip(wanted[replica], row, strict=True):
+    return WAYS[case["way"]](Side({**case, "groups": groups}, mesh, firsts))
+
+
+def check(case: Case, wanted: Rows, found: Rows) -> None:
+    """Compares the bits of a case over processes with those of one process."""
+    for replica, (row, other) in enumerate(zip(wanted, found, strict=True)):
+        for a, b in zip(row, other, strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), (case, replica, a, b)
             assert a.tobytes() == b.tobytes(), (case, replica, a, b)

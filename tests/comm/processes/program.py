@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from fault_program import half_of
-from support.process_cases import LAYOUTS, check, counts_of
+from support.process_cases import LAYOUTS, check, counts_of, results_of
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
@@ -81,15 +81,18 @@ def values(launcher: str) -> None:
     """Checks that the calls in the file ``sys.argv[3]`` have the bits of one process."""
     sys.addaudithook(_check_event)
     rank, size = openings(launcher)
-    meshes = {}
+    meshes, firsts = {}, {}
     for layout, (_, seed) in LAYOUTS.items():
         options: dict[str, Any] = {"backend": "sim", "schedule_seed": seed}
         counts = counts_of(layout, size)
         mesh = gr.open_mesh(counts[rank], processes=launcher, timeout=HEALTHY, **options)
         assert (mesh.process_index, mesh.num_replicas) == (rank, sum(counts))
+        firsts[layout] = sum(counts[:rank]), sum(counts[: rank + 1])
         meshes[layout] = mesh, gr.open_mesh(sum(counts), processes="none", **options)
     for case in json.loads(Path(sys.argv[3]).read_text()):
-        check(case, *meshes[case["layout"]])
+        mesh, alone = meshes[case["layout"]]
+        wanted = results_of(case, alone, size)[slice(*firsts[case["layout"]])]
+        check(case, wanted, results_of(case, mesh, size))
     for mesh, alone in meshes.values():
         mesh.close()
         alone.close()
