@@ -29,3 +29,28 @@ class TestUpdate(UpdateBody):
         for scalar in RULES[case[0]].scalars:
             if scalar == "lr" or abs(value) <= 1 or np.isnan(value):
                 self.check(device, case, rows, **{scalar: value})
+
+
+class TestGlobalUpdate(UpdateBody):
+    """AGN's push, global update and pull."""
+
+    variant = "global"
+    leads = 1, 10  # period
+
+    def written(self, case, row, scalars, lead):
+        total = row[-1]
+        new = changed(case, row, total / total.dtype.type(lead), scalars)
+        has_master = case[2]
+        return [*new, *new[: 1 + has_master]]
+
+
+class TestLocalUpdate(UpdateBody):
+    """AGN's local update."""
+
+    variant = "local"
+    leads = 1, 0  # first
+
+    def written(self, case, row, scalars, lead):
+        *_, total, grad = row
+        wide = grad.astype(accumulate_dtype_of(grad.dtype))
+        return [*changed(case, row, wide, scalars), wide if lead else total + wide]

@@ -1,16 +1,21 @@
-"""Faults of one process: the others name it, and no process is left running."""
+"""Faults of one process: the others name it, no process is left running, the record shows it."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.processes import MPI, SLURM, TORCHRUN, run_fault
+from support.processes import MPI, SLURM, TORCHRUN, run, run_fault
 
 DEADLINE = 3.0
+PROGRAM = Path(__file__).with_name("failing_backward.py")
+ANALYZER = "torch.distributed.flight_recorder.fr_trace"
 TENSORS = r"packs 1 to 2 of 2 \(tensors 0 to 1\): "
 LATE = r"process 1 of \d (did not answer within [\d.]+ s)"
 GONE = r"process 1 of \d has ended, or its connection has broken \(.*\)"
@@ -139,3 +144,47 @@ def test_a_planted_fault(case: Case) -> None:
         assert float(seconds) <= limit, done.text
     if case.call == "subgroups":
         assert done.text.count("done") == 2, done.text  # the other half goes on
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("share", "times", "runs"),
+    [(0, 1, 3), *[pytest.param(each, 5, 2, marks=pytest.mark.exhaustive) for each in range(1, 6)]],
+)
+@pytest.mark.parametrize("kind", ["DataParallel", "comm_hook"])
+def test_an_error_in_backward_ends_the_process_by_its_traceback(
+    kind: str,
+    share: int,  # of 50 runs, which take longer than a test may
+    times: int,
+    runs: int,
+) -> None:
+    for _ in range(times):
+        done = run("none", 1, str(PROGRAM), kind, str(runs))
+        assert done.returncode == 0, done.text
+        assert done.text.count("statuses 1 1") == runs, done.text
+        assert done.text.count("ValueError: of the user's hook") == runs, done.text
+
+
+@pytest.mark.repo
+@pytest.mark.torch
+@pytest.mark.mpi
+@pytest.mark.faults
+def test_the_analyzer_names_the_process_that_hangs(tmp_path, monkeypatch):
+    from flight_to_torch import main
+
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+    done = run_fault("mpi", 2, "stopped")
+    files = list(tmp_path.glob("flight.*.rank*.json"))
+    assert [path.suffixes[-2] for path in files] == [".rank0"], done.text
+    main([str(tmp_path / "folder"), *map(str, files)])
+    found = subprocess.run(
+        [sys.executable, "-m", ANALYZER, str(tmp_path / "folder")], stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    said = found.stdout + found.stderr
+    assert said.count("Not all ranks joining collective") == 1, said
+    assert "sequence number: 3\n" in said
+    assert "missing ranks: {1}\n" in said
+    assert "input sizes: [[6], [80000]]" in said
+    assert "collective state: started" in said
