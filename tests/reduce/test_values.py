@@ -19,7 +19,7 @@ from support.exhaustive import examples
 from support.meshes import PLACEMENTS, adopted, collective_sum, hierarchical_sum, owned
 
 import gradreduce as gr
-from gradreduce.device import mean_dtype
+from gradreduce.device import accumulate_dtype, as_dtype, mean_dtype
 from gradreduce.reduce import hierarchical_copy, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:agg_small_grads")  # with packs
@@ -65,6 +65,7 @@ class Case:
     place: str  # where the gradients are, of PLACES
     seed: int  # of the data
     op: gr.ReduceOp
+    wire: str | None  # wire_dtype
     packing: tuple[int, ...]  # num_packs, and the limits of small gradients
     groups: list[list[int]] | None  # reduction_groups, for hierarchical_copy
     out: str  # where results are written
@@ -90,9 +91,28 @@ class Case:
             wide = self.out_dtype(dtype)
             total = np.asarray(np.sum(replicas, axis=0, dtype=dtype))
             return total if self.op is SUM else np.asarray(total.astype(wide) / wide.type(divisor))
+        if self.wire is None or dtype.kind == "c":
+            return self.summed(algorithm, replicas, divisor)
+        wire = as_dtype(self.wire)
+        early = divisor if wire.itemsize == 2 else 1  # before the cast, so that it cannot overflow
+        terms = [cast(each, wire, early) for each in replicas]
+        return cast(self.summed(algorithm, terms, divisor // early), dtype)
+
+    def summed(self, algorithm: str, replicas: list[np.ndarray], divisor: int) -> np.ndarray:
         if algorithm == "nccl":
             return collective_sum(replicas, self.placement, divisor)
         return hierarchical_sum(replicas, divisor, reduction_groups=self.groups)
+
+
+def cast(array: np.ndarray, dtype: np.dtype, divisor: int = 1) -> np.ndarray:
+    """Casts like the pack kernel: divides in the accumulate type; double goes through float32."""
+    with np.errstate(all="ignore"):
+        if divisor != 1:
+            wide = accumulate_dtype(array.dtype)
+            array = array.astype(wide) / wide.type(divisor)
+        if (array.itemsize, dtype.itemsize) == (8, 2):
+            array = array.astype(np.float32)
+        return array.astype(dtype)
 
 
 @st.composite
@@ -118,6 +138,7 @@ def cases(draw) -> Case:
         place=draw(st.sampled_from(sorted(PLACES))),
         seed=draw(st.integers(0, 9)) * 10_000,
         op=draw(st.sampled_from([SUM, MEAN])),
+        wire=draw(st.sampled_from([None, None, "float16", "bfloat16", "float32"])),
         packing=draw(PACKINGS),
         groups=groups,
         out=draw(st.sampled_from(["new", "new", "apart", "in place", "in a flat buffer"])),
@@ -157,6 +178,7 @@ def check(case: Case, algorithm: str, form: str) -> None:
         ops = gr.AllReduceCrossDeviceOps(
             algorithm,
             mesh=mesh,
+            wire_dtype=case.wire,
             reduction_groups=case.groups if algorithm == "hierarchical_copy" else None,
             **dict(zip(NAMES, case.packing, strict=False)),
         )
