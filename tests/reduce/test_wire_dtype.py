@@ -1,4 +1,4 @@
-"""wire_dtype: bytes, launches and the documented bound of the error. test_values.py has the bits."""
+"""wire_dtype: bytes, launches and the documented bound; test_values.py has the bits."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from fault_program import half_of
 from support.process_cases import LAYOUTS, check, counts_of, results_of
 
 import gradreduce as gr
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM = gr.ReduceOp.SUM
 HEALTHY = 60.0  # seconds, also on a machine that is busy
@@ -96,110 +95,6 @@ def values(launcher: str) -> None:
     for mesh, alone in meshes.values():
         mesh.close()
         alone.close()
-
-
-@scenario
-def optimized(launcher: str) -> None:
-    """Optimizers average over all replicas of all processes; each kind of gradient."""
-    with gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY) as mesh:
-        rank, size = mesh.process_index, mesh.num_processes
-        v = gr.Variable(np.zeros(2), dtype="float32", device=mesh)
-        optimizer = gr.GradientDescentOptimizer(1.0)
-        for turn in range(1, 3):
-            optimizer.minimize(lambda: np.sum(v * (rank + 1.0)))
-            assert (v.numpy() == -turn * (size + 1) / 2).all(), v.numpy()
-    for counts in ((2,) * size, [1 + rank % 2 for rank in range(size)]):
-        for alg in ALGORITHMS:
-            with gr.open_mesh(
-                counts[rank], backend="sim", processes=launcher, timeout=HEALTHY
-            ) as mesh:
-                cross_device_ops = gr.AllReduceCrossDeviceOps(alg, mesh=mesh)
-                _apply_each_kind(mesh, cross_device_ops, counts)
-                _keep_bits_equal(mesh, cross_device_ops)
-    if launcher == "mpi":  # mpiexec ends all processes of a failed mesh
-        return
-    for wrong, text in (
-        (
-            "names",
-            "the processes reduce different tensors: tensor 0 is w{0} float32[2] in process {0}",
-        ),
-        ("number", "the processes reduce different tensors: "),
-        ("kind", "the processes make different calls: call is "),
-    ):
-        with gr.open_mesh(1, backend="sim", processes=launcher, timeout=HEALTHY) as mesh:
-            _apply_different(mesh, wrong, text)
-
-
-def _apply_each_kind(mesh: Any, cross_device_ops: Any, counts: Any) -> None:
-    """Checks the updates by each kind of gradient, twice, because plans are used again."""
-    rank, own = mesh.process_index, np.arange(sum(counts))
-    first = sum(counts[:rank])
-    w = gr.Variable(np.zeros((2, 1)), "w", dtype="float32", device=mesh)
-    optimizer = gr.GradientDescentOptimizer(float(sum(counts)))
-    optimizer.cross_device_ops = cross_device_ops
-    full = np.full((2, 1), 1.0 + rank, np.float32)
-    replicas = [np.full((2, 1), first + index, np.float32) for index in range(len(mesh))]
-    rows = [gr.IndexedSlices(each[:1], [rank % 2], (2, 1)) for each in (full, *replicas)]
-    total = sum((1.0 + other) * count for other, count in enumerate(counts))
-    by_row = np.zeros((2, 2, 1))
-    for other, count in enumerate(counts):
-        start = sum(counts[:other])
-        by_row[:, other % 2] += [[(1.0 + other) * count], [sum(own[start : start + count])]]
-    kinds = [
-        (full, total),
-        (rows[0], by_row[0]),
-        (gr.PerReplica(replicas, mesh), sum(own)),
-        (gr.PerReplica(rows[1:], mesh), by_row[1]),
-        (gr.Mirrored([np.ones((2, 1), np.float32)] * len(mesh), mesh), sum(counts)),
-    ]
-    for gradient, step in kinds:
-        w.assign(np.zeros((2, 1), np.float32))
-        for turn in (1, 2):
-            optimizer.apply_gradients([(gradient, w)])
-            for each in w.buffers:
-                assert (each.numpy() == -turn * np.asarray(step)).all(), (gradient, each.numpy())
-    gr.assert_mirrored([w])
-
-
-def _keep_bits_equal(mesh: Any, cross_device_ops: Any) -> None:
-    """Checks that variables stay equal bit by bit, and that a part of a mesh is refused."""
-    x = gr.Variable(np.zeros(3), "x", dtype="float32", device=mesh)
-    adam, random = gr.AdamOptimizer(0.1), np.random.default_rng(mesh.process_index)
-    adam.cross_device_ops = cross_device_ops
-    for _ in range(3):
-        adam.apply_gradients([(random.normal(size=3).astype(np.float32), x)])
-    gr.assert_mirrored([x, adam.get_slot(x, "v")])
-    if len(mesh) == 1:
-        return
-    part = gr.Variable(np.zeros(1), "part", dtype="float32", device=mesh.devices[0])
-    try:
-        adam.apply_gradients([(np.ones(1, np.float32), part)])
-    except ValueError as error:
-        text = f"cannot be averaged over the processes: the variable is on 1 of the {len(mesh)} "
-        assert text in str(error), error
-    else:
-        raise AssertionError("a part of the replicas was averaged")
-
-
-def _apply_different(mesh: Any, wrong: str, text: str) -> None:
-    """Processes that pass gradients of different variables all raise an error."""
-    is_other = mesh.process_index == 1
-    w = [gr.Variable(np.zeros(2), f"w{i}", dtype="float32", device=mesh) for i in range(2)]
-    ones = np.ones(2, np.float32)
-    pairs = [(ones, w[0]), (None, w[1])]
-    if is_other:
-        rows = gr.IndexedSlices(ones, [0, 1], (2,))
-        pairs = {
-            "names": [(None, w[0]), (ones, w[1])],
-            "number": [(ones, w[0]), (ones, w[1])],
-            "kind": [(rows, w[0]), (None, w[1])],
-        }[wrong]
-    try:
-        gr.GradientDescentOptimizer(1.0).apply_gradients(pairs)
-    except (ValueError, gr.CollectiveError) as error:
-        assert text.format(mesh.process_index) in str(error), error
-    else:
-        raise AssertionError("different gradients were averaged")
 
 
 @scenario

@@ -21,11 +21,6 @@ def test_meshes_over_subgroups_work_in_turns(launcher):
     check_scenario(launcher, 4, "subgroups")
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, MPI])
-def test_optimizers_average_over_all_replicas_of_all_processes(launcher):
-    check_scenario(launcher, 2, "optimized")
-
-
 @pytest.mark.repo
 @pytest.mark.torch
 def test_the_first_example_of_the_optimizers_page_trains_in_several_processes(tmp_path):
