@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.exact_data import DTYPES, random_data, same
+from support.exact_data import random_data
 from support.implementations import (
     accumulate_dtype_of,
-    buffers,
-    operands,
     random_terms,
     start_patterns,
 )
@@ -52,17 +50,3 @@ class TestAccumulateN(SumBody):
     def test_complex_terms_of_a_wider_total(self, device):
         total = random_data((1003,), "complex128", seed=99)
         self.check(device, "complex64", [[total, *random_terms(2, 1003, "complex64")]])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_input_may_be_the_total(device, dtype):
-    """The value that it had before the launch is added."""
-    for num_inputs in (1, 2, 3, 9):
-        terms = random_terms(num_inputs, 17_003, dtype)
-        for place in range(num_inputs):
-            inputs = operands(device, terms)
-            total = inputs[place].buffer
-            accumulate_n([total.view(0, total.shape)], [buffers(inputs)])
-            assert same(inputs[place].array, reference(terms[place], terms))
-            assert inputs[place].contained()
-            assert all(inputs[k].unchanged() for k in range(num_inputs) if k != place)

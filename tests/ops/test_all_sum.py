@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.exact_data import COMPLEX, DTYPES, FLOATS, same
+from support.exact_data import COMPLEX, FLOATS, same
 from support.implementations import (
     accumulate_dtype_of,
     blank,
@@ -86,21 +86,19 @@ class TestAllSum(SumBody):
             for starts in start_patterns(2 + num_inputs):
                 self.check(device, of, [row], [starts], split=num_inputs // 2, divisor=divisor)
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_in_place(device, dtype):
-    """Every out is an input of the same or of another row."""
-    for num_inputs in (1, 2, 3, 8):
-        terms = random_terms(num_inputs, 17_003, dtype)
-        expected = reference(terms, num_inputs // 2)
-        for turn in range(num_inputs):
-            inputs = operands(device, terms)
-            row = buffers(inputs)
-            outs = [out.view(0, out.shape) for out in row[turn:] + row[:turn]]
-            all_sum([outs], [row], num_inputs // 2)
-            for operand in inputs:
-                assert same(operand.array, expected)
-                assert operand.contained()
+    def test_in_place(self, device, case):
+        """Every out is an input of the same or of another row."""
+        for num_inputs in (1, 2, 3, 8):
+            terms = random_terms(num_inputs, 17_003, case)
+            expected = reference(terms, num_inputs // 2)
+            for turn in range(num_inputs):
+                inputs = operands(device, terms)
+                row = buffers(inputs)
+                outs = [out.view(0, out.shape) for out in row[turn:] + row[:turn]]
+                all_sum([outs], [row], num_inputs // 2)
+                for operand in inputs:
+                    assert same(operand.array, expected)
+                    assert operand.contained()
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from support.implementations import (
     Operand,
     buffers,
     counted_threads,
+    operands,
+    random_terms,
     recorded,
     start_patterns,
 )
@@ -168,6 +170,20 @@ class SumBody(RowBody):
     def test_every_number_of_inputs(self, device, case):
         for num_inputs in range(1, 21):
             self.check(device, case, [self.row(case, 1003, num_inputs, num_inputs)])
+
+    def test_in_place(self, device, case):
+        """Any input may be written; some terms are added twice."""
+        for num_inputs in (1, 2, 3, 9):
+            terms = random_terms(num_inputs, 17_003, case)
+            for place in range(num_inputs):
+                inputs = operands(device, terms)
+                written = inputs[place].buffer
+                row = [written.view(0, written.shape), *buffers([*inputs, *inputs[:2]])]
+                self.launch(device, [row])
+                (expected,) = self.reference(case, [terms[place], *terms, *terms[:2]])
+                assert same(inputs[place].array, expected)
+                assert inputs[place].contained()
+                assert all(inputs[k].unchanged() for k in range(num_inputs) if k != place)
 
 
 def case_id(case) -> str:
