@@ -153,6 +153,7 @@ DESTINATIONS = {
 @pytest.mark.parametrize("name", DESTINATIONS)
 @pytest.mark.parametrize("places", [[0], [3], [2, 1], [3, 1, 0], [1, 0, 3, 2], [0, 1, 2, 3]])
 def test_anything_that_names_devices_is_a_destination(mesh, name, places):
+    """The destination's mesh has priority over the default one; a name alone has no mesh."""
     arrays = [data(replica) for replica in range(4)]
     value = gr.PerReplica(arrays, mesh)
     destination = DESTINATIONS[name](mesh, places)
@@ -162,6 +163,12 @@ def test_anything_that_names_devices_is_a_destination(mesh, name, places):
     wanted = range(4) if matches else places  # in the value's order if the devices match
     assert found.devices == tuple(mesh.devices[place] for place in wanted)
     check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
+    table = gr.IndexedSlices(arrays[0], [0, 1, 0], (2, 5))
+    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
+        ops = make(mesh=mesh if name == "names" else None)
+        for one in (arrays[0], table):
+            for found in (ops.reduce(SUM, one, destination), ops.broadcast(one, destination)):
+                assert found.devices == tuple(mesh.devices[place] for place in places)
     if isinstance(destination, gr.Variable):
         assert destination.numpy() == [0]
 
@@ -235,20 +242,6 @@ def test_an_array_is_its_own_only_replica(mesh):
         assert [device.index for device in found.devices] == wanted
         check_mirrored(found, array)
         assert not any(np.may_share_memory(each, array) for each in found.values)
-
-
-@pytest.mark.parametrize("name", DESTINATIONS)
-def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
-    """The destination's mesh has priority over the default one; a name alone has no mesh."""
-    destination = DESTINATIONS[name](mesh, [2, 1])
-    array = exact_data(SHAPE, "float32")
-    table = gr.IndexedSlices(array, [0, 1, 0], (2, 5))
-    names = name == "names"
-    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
-        ops = make(mesh=mesh if names else None)
-        for value in (array, table):
-            for found in (ops.reduce(SUM, value, destination), ops.broadcast(value, destination)):
-                assert found.devices == (mesh.devices[2], mesh.devices[1])
 
 
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])

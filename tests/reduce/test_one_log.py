@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from support.meshes import MeshCase, owned, per_replica
@@ -42,18 +44,16 @@ def told(records):
     return [(record, str(record.label), record.phase) for record in records]
 
 
+fields_of = attrgetter("kind", "name", "device", "source", "nbytes", "num_rows", "queue")
+
+
 def noted(records):
-    return [
-        (each.kind, each.name, each.device, each.source, each.nbytes, each.num_rows, each.queue,
-         str(each.label)) for each in records
-    ]  # fmt: skip
+    return [(*fields_of(each), str(each.label)) for each in records]
 
 
 def entries_since(mesh, count):
-    return [
-        (each.kind, each.name, each.device, each.source, each.nbytes, each.num_rows, each.queue,
-         each.tensors) for each in mesh.flight_record() if each.sequence > count
-    ]  # fmt: skip
+    new = [each for each in mesh.flight_record() if each.sequence > count]
+    return [(*fields_of(each), each.tensors) for each in new]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
