@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from comm.processes.test_values import cases
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
 from support.hanging_devices import clock
@@ -27,7 +27,7 @@ NO_TORCH = [way for way in WAYS if way != "attached"]
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(80), deadline=None, phases=[Phase.generate])  # others may wait
 @given(st.data())
 def test_several_processes_give_the_bits_of_one(data):
     """Calls of every kind, as in comm/processes/test_values.py, where the processes are real."""
