@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from support import meshes
@@ -9,7 +11,7 @@ from support.exact_data import exact_data, random_data, same
 from support.meshes import check_mirrored, hierarchical_sum, owned, refused
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype, mean_dtype
+from gradreduce.device import accumulate_dtype, as_dtype, mean_dtype
 from gradreduce.errors import InvalidArgumentError
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -44,13 +46,6 @@ def value_of(mesh, dtype="float32"):
     return gr.PerReplica([slices_of(replica, dtype) for replica in range(len(mesh))], mesh)
 
 
-def divided(rows, count):
-    made = mean_dtype(rows.dtype)
-    wide = accumulate_dtype(made)
-    with np.errstate(all="ignore"):
-        return (rows.astype(wide) / wide.type(count)).astype(made)
-
-
 def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
     assert isinstance(part, gr.IndexedSlices)
     assert part.indices.tolist() == list(indices)
@@ -58,53 +53,41 @@ def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
     return same(part.values.numpy() if hasattr(part.values, "numpy") else part.values, rows)
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
+def merged(rows, indices):
+    """Adds rows of the same index in their order: in the accumulate type; integers wrap."""
+    wide, sums = accumulate_dtype(rows.dtype), {}
+    for index, row in zip(indices, rows.astype(wide), strict=True):
+        sums[index] = sums[index] + row if index in sums else row
+    return np.array([sums[index] for index in sorted(sums)], wide).reshape(-1, 3), sorted(sums)
+
+
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "uint32"]
 )
-def test_rows_are_concatenated_in_replica_order(numpy_mesh, ops, dtype, op):
+def test_rows_of_all_replicas_are_in_their_order(numpy_mesh, ops, dtype):
     count = len(numpy_mesh)
     all_rows = [rows_of(replica, dtype) for replica in range(count)]
-    rows = np.concatenate([rows for rows, _ in all_rows])
-    indices = np.concatenate([indices for _, indices in all_rows])
-    expected = rows if op is SUM else divided(rows, count)
+    joined = tuple(np.concatenate(each) for each in zip(*all_rows, strict=True))
     value = value_of(numpy_mesh, dtype)
     dense = [exact_data((2, 2), "float32", seed=replica) for replica in range(count)]
     plain = gr.PerReplica(dense, numpy_mesh)
-    for destination in (numpy_mesh, "sim:0", [f"sim:{count - 1}"]):
-        added, found = ops.batch_reduce(op, [(plain, plain), (value, destination)])
-        check_mirrored(added, hierarchical_sum(dense, count if op is MEAN else 1))
-        assert len(found.devices) == (count if destination is numpy_mesh else 1)
-        assert all(same_rows(part, expected, indices) for part in found.parts)
-        assert all(same_rows(part, expected, indices) for part in found.values)
+    for op, coalesce in product((SUM, MEAN), (False, True)):
+        with np.errstate(all="ignore"):
+            rows, indices = merged(*joined) if coalesce else joined
+            made = as_dtype(dtype)
+            if op is MEAN:
+                made = mean_dtype(made)
+                wide = accumulate_dtype(made)
+                rows = rows.astype(wide) / wide.type(count)
+            expected = rows.astype(made)
+        for destination in (numpy_mesh, "sim:0", [f"sim:{count - 1}"]):
+            pairs = [(plain, plain), (value, destination)]
+            added, found = ops.batch_reduce(op, pairs, coalesce=coalesce)
+            check_mirrored(added, hierarchical_sum(dense, count if op is MEAN else 1))
+            assert len(found.devices) == (count if destination is numpy_mesh else 1)
+            for part in (*found.parts, *found.values):
+                assert same_rows(part, expected, indices)
     assert all(map(same, [part.values.numpy() for part in value.parts], [r for r, _ in all_rows]))
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-def test_coalesce_adds_rows_of_the_same_index_in_replica_order(numpy_mesh, ops, op):
-    value = value_of(numpy_mesh, "float16")
-    found = ops.reduce(op, value, numpy_mesh, coalesce=True)
-    plain = ops.reduce(SUM, value, numpy_mesh).values[0]
-    indices = sorted(set(plain.indices.tolist()))
-    sums = []
-    with np.errstate(all="ignore"):
-        for index in indices:
-            total, *others = plain.values[plain.indices == index].astype(np.float32)
-            for row in others:
-                total = total + row
-            sums.append(total / np.float32(len(numpy_mesh)) if op is MEAN else total)
-        expected = np.array(sums).astype(np.float16)
-    assert all(same_rows(part, expected, indices) for part in found.parts)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "uint32"])
-def test_integers_of_the_same_index_wrap_and_are_then_divided(numpy_mesh, ops, dtype):
-    arrays = [exact_data((2, 3), dtype, seed=replica) for replica in range(len(numpy_mesh))]
-    value = gr.PerReplica([gr.IndexedSlices(rows, [2, 2], (4, 3)) for rows in arrays], numpy_mesh)
-    total = np.sum(np.concatenate(arrays), axis=0, dtype=dtype, keepdims=True)
-    for op, wanted in ((SUM, total), (MEAN, divided(total, len(numpy_mesh)))):
-        found = ops.reduce(op, value, numpy_mesh, coalesce=True)
-        assert all(same_rows(part, wanted, [2], (4, 3)) for part in found.parts)
 
 
 def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
