@@ -8,30 +8,14 @@ import numpy as np
 import pytest
 from support.all_reduce_jobs import make_jobs, reduce_jobs
 from support.exact_data import exact_data, same
+from support.failing_operations import InjectedError, failing_at
 from support.meshes import per_replica, refused
 
 import gradreduce as gr
-from gradreduce.device import Device, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.errors import BackendUnavailableError
 
 nccl = partial(reduce_jobs, "nccl")
-
-
-class InjectedError(RuntimeError):
-    """The error that a test raises on purpose."""
-
-
-def failing_allocation(after: int):
-    """Makes ``Device.empty`` fail after a number of calls."""
-    empty, calls = Device.allocate, []
-
-    def failing(device, shape, dtype):
-        calls.append(shape)
-        if len(calls) > after:
-            raise InjectedError("no memory")
-        return empty(device, shape, dtype)
-
-    return failing
 
 
 @pytest.mark.parametrize(
@@ -50,14 +34,13 @@ def test_without_memory_nothing_is_changed(numpy_mesh, dtype, out, in_place):
              for size in (40, 7)]  # fmt: skip
     allocates = len(mesh.by_physical) > 1 and (dtype == "uint16" or out != dtype)
     num_calls = len(packs) * len(mesh.by_physical) if allocates else 0
-    for after in range(num_calls + 1):
+    for number in range(1, num_calls + 2):
         jobs = make_jobs(mesh, packs, in_place=in_place, out_dtype=as_dtype(out))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Device, "allocate", failing_allocation(after))
-            if after == num_calls:
+        with failing_at(mesh.devices, number, ["allocate"]):
+            if number > num_calls:
                 nccl(jobs)
                 break
-            with refused(mesh, InjectedError, "no memory"):
+            with refused(mesh, InjectedError, "llocate"):  # the name without its first letter
                 nccl(jobs)
         for job, replicas in zip(jobs, packs, strict=True):
             for buffer, array in zip(job.inputs, replicas, strict=True):

@@ -65,16 +65,10 @@ def test_every_number_of_inputs(call, numbers):
         check(call, list(values[:num_terms]))
 
 
-def misaligned(values: np.ndarray) -> np.ndarray:
-    """An array whose address is no multiple of the element size."""
-    memory = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
-    memory[...] = values
-    return memory
-
-
-def one_later(values: np.ndarray) -> np.ndarray:
-    """An array that starts one element after a vector boundary."""
-    memory = np.zeros(values.size + 1, values.dtype)[1:].reshape(values.shape)
+def shifted(values: np.ndarray, nbytes: int) -> np.ndarray:
+    """An array that starts a number of bytes after a vector boundary."""
+    memory = np.zeros(values.nbytes + nbytes, np.uint8)[nbytes:].view(values.dtype)
+    memory = memory.reshape(values.shape)
     memory[...] = values
     return memory
 
@@ -88,7 +82,7 @@ def read_only(values: np.ndarray) -> np.ndarray:
 # Of shape (6, 10) each; the first three are shared, all others copied.
 FORMS = {
     "plain": lambda values: values,
-    "one later": one_later,
+    "one later": lambda values: shifted(values, values.itemsize),
     "read-only": read_only,
     "transposed": lambda values: values.reshape(10, 6).T,
     "backwards": lambda values: values[::-1, ::-1],
@@ -97,7 +91,7 @@ FORMS = {
     "a part of rows": lambda values: np.concatenate([values, values], axis=1)[:, 3:13],
     "one row for all": lambda values: np.broadcast_to(values[0], (6, 10)),
     "one number for all": lambda values: np.broadcast_to(values[0, 0], (6, 10)),
-    "misaligned": misaligned,
+    "misaligned": lambda values: shifted(values, 1),
 }
 
 
