@@ -11,9 +11,7 @@ from support.meshes import (
     PLACEMENTS,
     MeshCase,
     expected_of,
-    hierarchical_sum,
     num_grown,
-    owned,
     placement_of,
 )
 
@@ -65,29 +63,6 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
         for buffer in flat.buffers:
             content = buffer.numpy()
             assert not content[[55, 57, 58, 59]].any()
-
-
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("consume", [False, True])
-@pytest.mark.parametrize("num_packs", [0, 1, 3])
-def test_sums_in_the_accumulate_type_become_halves(mesh, num_packs, consume, half):
-    half = as_dtype(half)
-    arrays = [
-        [random_data(shape, "float32", seed=r + 10 * k) for r in range(len(mesh))]
-        for k, shape in enumerate([(40,), (3, 5), (), (33_001,)])
-    ]
-    buffers = [
-        [owned(device, array) for device, array in zip(mesh, of_one, strict=True)]
-        for of_one in arrays
-    ]
-    buffers.append([owned(device, array) for device, array in zip(mesh, arrays[0], strict=True)])
-    dtypes = [half] * 4 + [as_dtype("float32")]
-    with ExitStack() as guard:
-        results = gr.HierarchicalCopyAllReduce(num_packs).reduce_buffers(
-            buffers, divisor=3, out_dtypes=dtypes, consume=guard if consume else None
-        )
-    wanted = [hierarchical_sum(of_one, 3, out=half) for of_one in arrays]
-    check(results, [*wanted, hierarchical_sum(arrays[0], 3)])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
