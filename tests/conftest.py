@@ -6,8 +6,6 @@ processes (``background_runs.py``), the cases that a plain run leaves out (``exh
 use and the time of garbage collections.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

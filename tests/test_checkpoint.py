@@ -1,7 +1,5 @@
 """Checkpoints of every class: what a file gives back continues with the same bits; errors."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Checkpoint files of someone else: small ones take little memory, and change nothing if wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

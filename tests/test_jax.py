@@ -1,7 +1,5 @@
 """``gr.jax.all_reduce``: values, devices, shardings and errors, on four CPU devices of JAX."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import threading

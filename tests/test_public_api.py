@@ -1,7 +1,5 @@
 """The names that users write: all there, documented, and honest about what is missing."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Devices and meshes for accumulators, and threads that must end in time."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

@@ -1,7 +1,5 @@
 """The saved state of an accumulator; after a load, results have the same bits."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """An invalid state, or a load at the wrong time, changes nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from accumulator.kinds import Dense, Sparse

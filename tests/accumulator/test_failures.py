@@ -1,7 +1,5 @@
 """If anything fails in a call, nothing has changed, or the devices have failed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

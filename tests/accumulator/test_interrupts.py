@@ -1,7 +1,5 @@
 """Ctrl-C at the worst moments: counts stay right, and no take or lock remains."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The memory of devices and of the process does not grow with the number of cycles."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

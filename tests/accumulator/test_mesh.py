@@ -1,7 +1,5 @@
 """A dense accumulator over a mesh: a partial sum on each device, one all-reduce at the take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from accumulator.kinds import Sparse, bits, expected

@@ -4,8 +4,6 @@ Two are dense and two sparse, on one device or over a mesh; each has two handles
 PendingTakes, without threads: when a call returns, the takes that it completes are complete.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from contextlib import nullcontext

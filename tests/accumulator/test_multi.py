@@ -1,7 +1,5 @@
 """Several accumulators in one call: all or none, and one launch."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

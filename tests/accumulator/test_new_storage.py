@@ -1,7 +1,5 @@
 """A new storage class works with everything that accumulators do."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Over a mesh, for any devices with gradients: one plan, one order, zeros elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A PerReplica on other devices than the sums: each replica is a gradient, added in order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from accumulator.kinds import bits, counters, expected

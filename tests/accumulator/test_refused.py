@@ -1,7 +1,5 @@
 """Gradients that are refused: the error names the accumulator, and nothing changes."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ownership of gradients and results, the launches of a cycle, and closing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from accumulator.kinds import Sparse, contents, counters, mapped

@@ -1,7 +1,5 @@
 """``shared_name``: one accumulator in the process, checked, and freed with its last handle."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

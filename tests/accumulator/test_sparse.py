@@ -1,7 +1,5 @@
 """The sparse accumulator on one device: indices, shapes and launches."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

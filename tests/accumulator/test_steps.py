@@ -1,7 +1,5 @@
 """Steps; and gradients of earlier ones, which are checked and dropped without device work."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from functools import partial

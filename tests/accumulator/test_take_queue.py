@@ -1,7 +1,5 @@
 """Waiting takes: the order in which they complete, and how waiting ends."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

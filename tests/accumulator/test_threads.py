@@ -1,7 +1,5 @@
 """Many threads: every added gradient is in exactly one take, and no call waits forever."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import deque

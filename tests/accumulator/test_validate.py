@@ -1,7 +1,5 @@
 """Valid arguments of a dense accumulator: dtypes, definitions, required numbers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What takes return, of both kinds, on a device and over a mesh, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from accumulator.kinds import MEANS, Dense, Sparse, bits, counters, expected, options_of

@@ -1,7 +1,5 @@
 """Conversion of arrays: which are accepted, which are copied, and the type of results."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``tests/backends/cuda/test_convert_gpu.py`` tests the same on the fake CuPy, with every wait.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import exact_data, same

@@ -1,7 +1,5 @@
 """IndexedSlices: validation, merged rows, dense arrays, and numbers of launches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

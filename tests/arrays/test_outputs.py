@@ -1,7 +1,5 @@
 """Arrays that a call writes in place: which are accepted, their values, and the waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every rule against NumPy and HIPS autograd, and with CuPy-like arrays."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

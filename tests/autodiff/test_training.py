@@ -1,7 +1,5 @@
 """Gradients in a training loop, with work that is queued, over replicas, and through SyncStep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exhaustive import seeds

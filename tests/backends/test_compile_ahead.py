@@ -1,7 +1,5 @@
 """What launches on dry-run devices is compiled on the real ones."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

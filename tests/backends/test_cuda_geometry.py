@@ -1,7 +1,5 @@
 """Grid and block sizes for several kinds of GPU, without a device or CuPy."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

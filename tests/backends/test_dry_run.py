@@ -1,7 +1,5 @@
 """Dry runs: the same number of devices, the same links, no memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 What they measure is nothing to a test; that they compare what their floors name is.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ That every section shows what it should is seen on a GPU alone; here: each leave
 happens, nothing survives it, and what failed is not called passed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

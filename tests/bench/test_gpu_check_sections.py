@@ -1,7 +1,5 @@
 """The sections of ``bench/gpu_check.sh``, with simulated results of their checks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The pages of benchmarks are those of the committed figures, and reports can be compared."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

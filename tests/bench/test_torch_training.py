@@ -1,7 +1,5 @@
 """The program of ``bench/gpu_check`` that trains by PyTorch, on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

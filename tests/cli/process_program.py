@@ -3,8 +3,6 @@
 WRONG is what process 1 does wrong: ``nothing``, or ``sum``: its sums are wrong.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """``gradreduce bench``, on sizes that take no time."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

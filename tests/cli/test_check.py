@@ -1,7 +1,5 @@
 """``gradreduce check``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands of docs/command_line.md print what the page says."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """``--help`` of each command, at any width."""
 
-from __future__ import annotations
-
 import re
 
 import click

@@ -1,7 +1,5 @@
 """``gradreduce info``, ``gr.show_versions()`` and the command itself."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """``gradreduce plan``: shapes, models, and files of which only the headers are read."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

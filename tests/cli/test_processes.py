@@ -1,7 +1,5 @@
 """``gradreduce check`` and ``bench`` in several processes, which torchrun and mpiexec start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``gradreduce trace``: of the files that the library writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Optimizers average over all replicas of all processes, which are threads in these tests."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.thread_group import run_processes, run_replicas

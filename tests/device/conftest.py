@@ -1,7 +1,5 @@
 """The meshes that the contract tests run on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

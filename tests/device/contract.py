@@ -1,7 +1,5 @@
 """The backends that the contract tests run on, and helpers for these tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How tensors lie in a flat buffer, when two overlap, and when a shape is what was wanted."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@
 lifetimes and closed meshes, ``test_contract_collective.py`` collectives.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

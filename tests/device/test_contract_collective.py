@@ -1,7 +1,5 @@
 """Every backend keeps its promises about collectives (``device/README.md``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

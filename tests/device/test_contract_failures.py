@@ -1,7 +1,5 @@
 """A device that has failed says so at every use, and no other device fails with it."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Every backend keeps its promises for launches, queues and journals (``device/README.md``)."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

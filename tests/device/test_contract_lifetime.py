@@ -1,7 +1,5 @@
 """Every backend keeps its promises about lifetimes (``device/README.md``)."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Every call with a deadline accepts and refuses the same values."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls with a deadline: the named device, calls that do not block, and failed meshes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One table of dtypes: which are accepted, which refused, and their accumulate types."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

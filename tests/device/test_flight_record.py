@@ -1,7 +1,5 @@
 """The flight record: the operations of a mesh, their labels, and which are done."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Host waits with a deadline: they end, and name the device that is late."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.hanging_devices import TEST_TIMEOUT, clock, late_waits, stall

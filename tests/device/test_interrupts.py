@@ -1,7 +1,5 @@
 """Ctrl-C in a block that defers it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The cache of pointer tables, without a device: which are reused, and which dropped."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

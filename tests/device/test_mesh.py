@@ -1,7 +1,5 @@
 """Opening meshes: every argument, every environment variable, every error; parts; flat buffers."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

@@ -1,7 +1,5 @@
 """Programs under random schedules have the values of their order of submission."""
 
-from __future__ import annotations
-
 from threading import Thread
 
 import numpy as np

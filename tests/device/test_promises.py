@@ -1,7 +1,5 @@
 """Every promise and method in ``gradreduce/device/README.md`` names tests that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

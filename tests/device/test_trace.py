@@ -1,7 +1,5 @@
 """``mesh.trace`` writes the operations in the Trace Event Format."""
 
-from __future__ import annotations
-
 import json
 import os
 

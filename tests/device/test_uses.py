@@ -1,7 +1,5 @@
 """Which operations on a block an operation waits for: those that used its bytes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The watchdog: one thread for each mesh, which ends with it; and resets of a mesh."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Public calls compile their kernels before their first launch, and not again."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Errors name the wrong object among many by the user's name for it, in a few words."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

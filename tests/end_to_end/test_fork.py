@@ -1,7 +1,5 @@
 """In a forked child every inherited object raises at once, whatever its parent was doing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Faults that hard use once showed: threads, aliases, closing, iterators, partial failures."""
 
-from __future__ import annotations
-
 import re
 import threading
 from functools import partial

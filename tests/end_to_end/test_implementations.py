@@ -1,7 +1,5 @@
 """A whole step runs with one implementation of every kernel; both give the same bits."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

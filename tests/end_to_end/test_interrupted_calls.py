@@ -1,7 +1,5 @@
 """Ctrl-C anywhere in a call that changes state: the call was made, or it was not."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Signal handlers at every point of a call: those that raise, and those that save a checkpoint."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal

@@ -4,8 +4,6 @@ Seed 0 runs work as late as the host allows, seed 1 as early, others in random o
 also reports each use of memory that no wait orders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A repeated call needs nothing new: no memory, no upload, no wait."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import hanging_devices as stuck

@@ -1,7 +1,5 @@
 """The results of TensorFlow, case by case; see ``tensorflow_cases/__init__.py``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

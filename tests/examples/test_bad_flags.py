@@ -1,7 +1,5 @@
 """A wrong flag of an example is one line, which says what is allowed."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The elastic example continues from its checkpoint, and never leaves half of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The notebook ``examples/gpu_check.ipynb``, whose cells run here on the fake CuPy."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

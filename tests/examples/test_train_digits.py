@@ -1,7 +1,5 @@
 """The digits example keeps its promises: accuracy, equal bits, honest counts, one-line faults."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 A fault that the program has caused ends the process with status 1, whatever it returned.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

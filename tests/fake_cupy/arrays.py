@@ -1,7 +1,5 @@
 """Device memory with the interface of CuPy: pools, pointers, pinned memory, a minimal ndarray."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

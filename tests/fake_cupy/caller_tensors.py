@@ -4,8 +4,6 @@ For tests of the waits between our queues and callers' streams: PyTorch's, one o
 synchronizes the devices, so the clocks of the machine find a missing wait.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Like CuPy's, these arrays cannot be converted to NumPy's or mixed with them. The
 always new memory, also where CuPy returns a view.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 

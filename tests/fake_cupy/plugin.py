@@ -4,8 +4,6 @@ Each test module has one machine, because meshes may live as long. After every t
 run and its faults raised. The fixture ``gpus`` (``support/gpus.py``) makes another one for a test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib.util

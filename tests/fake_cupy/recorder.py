@@ -4,8 +4,6 @@ g++ -fsanitize=thread inserts a call before every access; ``recorder.cpp`` repla
 ThreadSanitizer behind these calls. Takes six times as long as the plain build.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -5,8 +5,6 @@ The first line of the docstring of CuPy's compiled callables holds their C-typed
 ``--write`` records it anew; a new name is first added to the record by hand. Needs no GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

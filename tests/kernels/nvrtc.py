@@ -1,7 +1,5 @@
 """NVRTC through ctypes, called as CuPy calls it. Needs no GPU, no driver, no CuPy."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import struct

@@ -1,7 +1,5 @@
 """The shipped text built by g++: the cache, errors, and tables that are not inline."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

@@ -1,7 +1,5 @@
 """The data and comparisons of ``exact_data.py`` find wrong sums."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import numpy as np

@@ -5,8 +5,6 @@ does the last of its work only. 2**32, not 2**31, because an index cut to 32 bit
 then falls on the first elements, where it shows, and not outside the operand.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 

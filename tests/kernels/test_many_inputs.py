@@ -1,7 +1,5 @@
 """Tables that are not inline: a thousand inputs of one tensor, and many rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import finite_data, random_data, same

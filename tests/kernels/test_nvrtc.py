@@ -4,8 +4,6 @@ What is fused, shared and passed is read off the PTX; accesses, off the machine 
 is a jump back, and each access is in the innermost loop around it.
 """
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ builds them again for every fault in the shipped text. A launch writes to its op
 AddressSanitizer tells of a read beyond them, which no value shows.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -5,8 +5,6 @@ unknown instruction, accesses memory outside of its operands, off its alignment 
 thread, or does not end. Registers that nothing wrote have random bits.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

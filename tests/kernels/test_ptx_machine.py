@@ -1,7 +1,5 @@
 """What runs PTX: values, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from kernels.ptx.machine import Machine, Memory, PtxError

@@ -1,7 +1,5 @@
 """``sass.txt`` has the figures of the shipped text, compiled by the NVRTCs that it names."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One stem per kernel: ``.cu``, NumPy reference and test are complete and agree."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launches large enough for the fast build to store past the cache have the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

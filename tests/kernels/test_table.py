@@ -1,7 +1,5 @@
 """The words of a pointer table: pure, no device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

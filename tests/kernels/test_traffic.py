@@ -4,8 +4,6 @@ g++ -fsanitize=thread puts a call before every access to memory. Here those call
 of each operand, in the place of the ThreadSanitizer that would answer them.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

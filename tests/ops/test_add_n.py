@@ -1,7 +1,5 @@
 """add_n in every implementation, against a plain reference, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import same

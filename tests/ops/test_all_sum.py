@@ -1,7 +1,5 @@
 """all_sum in every implementation, against a plain reference, bit by bit."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

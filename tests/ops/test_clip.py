@@ -1,7 +1,5 @@
 """clip in every implementation, against its formula, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, random_data, same

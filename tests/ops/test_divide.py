@@ -1,7 +1,5 @@
 """divide in every implementation, against a plain reference, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import INTEGERS, random_data, same

@@ -1,7 +1,5 @@
 """pack in every implementation, against a plain reference, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import COMPLEX, DTYPES, FLOATS, random_data, same

@@ -1,7 +1,5 @@
 """The rows of a growing sparse sum, compared with a dictionary and with a loop of takes."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """segment_sum in every implementation, against a loop over the rows; and its plan."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

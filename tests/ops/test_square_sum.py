@@ -1,7 +1,5 @@
 """square_sum in every implementation, against a plain loop; and norms of many tensors."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 

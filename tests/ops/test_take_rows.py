@@ -1,7 +1,5 @@
 """take_rows in every implementation, against NumPy's own indexing, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import DTYPES, random_data, same

@@ -1,7 +1,5 @@
 """Every update rule in every implementation, against its formula, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.implementations import accumulate_dtype_of

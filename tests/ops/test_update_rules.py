@@ -1,7 +1,5 @@
 """The NumPy formulas of the update rules write each array once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Meshes to train on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Variables that an optimizer trains, and their complete state."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import gradreduce as gr

@@ -1,7 +1,5 @@
 """Checkpoints of optimizers: after a load, training has the same bits; invalid ones fail."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """clip_by_global_norm: TensorFlow's formula, on arrays of every kind, alone and mirrored."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import exact_data, random_data, same

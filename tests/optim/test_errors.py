@@ -1,7 +1,5 @@
 """Errors of ``apply_gradients``, which are raised before anything changes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from optim.model import ones

@@ -1,7 +1,5 @@
 """NumPy gradients: a step uploads many of them together."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

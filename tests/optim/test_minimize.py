@@ -1,7 +1,5 @@
 """``minimize`` averages the gradients of all replicas of the variables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """How gradients reach variables: accepted types and launches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from optim.model import ones

@@ -1,7 +1,5 @@
 """Every optimizer against NumPy, bit by bit, through steps of every kind in a random order."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

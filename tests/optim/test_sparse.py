@@ -1,7 +1,5 @@
 """Sparse gradients: rows that they touch are updated as by dense ones, others unchanged."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import same

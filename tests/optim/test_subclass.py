@@ -1,7 +1,5 @@
 """A rule that a user has written: two methods, on plain arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import exact_data

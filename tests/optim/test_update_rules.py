@@ -1,7 +1,5 @@
 """The update rules against plain NumPy, one rounding for each operation, bit by bit."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -6,8 +6,6 @@ same tests must pass without a fault. Tests run in forked processes, in which Nu
 are imported already.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The table: every entry of every ``*.toml`` beside this file."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of planted faults matches the current source."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The sources of the package, parsed once for the tests of this folder."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``tools/count_lines.py``: what counts as a code line and as a statement."""
 
-from __future__ import annotations
-
 import pytest
 from count_lines import above_limits, count, count_folders, limits_of
 

@@ -3,8 +3,6 @@
 Nothing is built here; that needs a Docker daemon and a GPU.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shlex

@@ -5,8 +5,6 @@ imported for it. What needs PyTorch, JAX, Ray or several processes has a line th
 file instead: ``Example: see ``examples/train_jax.py``.`` or a page of ``docs/``.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

@@ -1,7 +1,5 @@
 """Error messages change on purpose alone."""
 
-from __future__ import annotations
-
 import ast
 
 from support import golden_files

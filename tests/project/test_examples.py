@@ -1,7 +1,5 @@
 """The tests of the examples, in their own pytest process: their libraries take 100 MB."""
 
-from __future__ import annotations
-
 import pytest
 from support.background_runs import ROOT
 

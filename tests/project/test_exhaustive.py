@@ -1,7 +1,5 @@
 """The tier ``exhaustive``, tested on a small suite, and the sample that covers a product."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

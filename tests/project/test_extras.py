@@ -1,7 +1,5 @@
 """pip can install the combinations of extras that documents and error messages name."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ They are separate processes because our modules keep what they imported. They ru
 marked as needing GPUs, or the fake.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

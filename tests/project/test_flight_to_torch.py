@@ -1,7 +1,5 @@
 """``tools/flight_to_torch.py`` converts the flight records of several processes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,7 +1,5 @@
 """A test that hangs ends the run within five minutes and is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``import gradreduce`` stays light: no GPU library, hardly more time than NumPy alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The version is written once, and pre-commit and the hosted CI run the checks of `.ci/run`."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

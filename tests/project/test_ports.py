@@ -1,7 +1,5 @@
 """No example opens a port: neither its imports and calls nor a run of it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

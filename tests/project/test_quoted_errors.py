@@ -1,7 +1,5 @@
 """The errors in the tables of docs/ are those of the library."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every Python block of README and docs runs, and prints what its comments say."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the site and the other pages name: pages, headings, files, functions, commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rules for skips, tested on small suites that run with the plugin alone."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

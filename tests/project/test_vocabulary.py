@@ -3,8 +3,6 @@
 The tables list retired words, and the places where such a word is a term of the field.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Sequence

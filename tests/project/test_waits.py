@@ -1,7 +1,5 @@
 """Code above ``device/`` and ``backends/`` neither orders queues nor compares backends."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

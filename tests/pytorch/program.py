@@ -4,8 +4,6 @@ The arguments are a folder with the scripts, and a list of ``[name, script, argu
 JSON. ``inf``: the data of process 1 are too large for float32.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Starts or joins clusters: ``python cluster_program.py SCENARIO HOME [ADDRESS]``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

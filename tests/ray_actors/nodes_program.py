@@ -4,8 +4,6 @@ Each node is a raylet of its own with its own object store, as on two machines. 
 killed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Prints how often a child was killed at a line of the module, and at a random moment.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

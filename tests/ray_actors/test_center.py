@@ -1,7 +1,5 @@
 """A center on shards of this process, without Ray: what a push costs, changes and keeps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Which clusters ``gr.ray.init`` starts and joins."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The examples that use Ray: they train, close what they have made, and end on Ctrl-C."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Actors and workers that are killed, slow, damaged or closed, on a real cluster."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

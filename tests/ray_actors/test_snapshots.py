@@ -1,7 +1,5 @@
 """Snapshot files: what was stored comes back, or is known to be damaged. Needs no Ray."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Thousands of calls of four worker processes, and calls on two nodes, one of which is killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Actors compute what accumulators and centers of this process compute, bit for bit."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

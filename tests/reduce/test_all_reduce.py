@@ -1,7 +1,5 @@
 """all_reduce: results have the structure of the gradients; all are reduced in one batch."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

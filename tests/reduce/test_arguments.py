@@ -1,7 +1,5 @@
 """Every wrong argument of a reduction raises, with its name, before any device is used."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from types import ModuleType

@@ -1,7 +1,5 @@
 """With ``num_packs=0`` users' own arrays are read in place."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Captured steps and the rules of a capture, on the simulation, where a graph is a list."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial

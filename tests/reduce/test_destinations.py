@@ -1,7 +1,5 @@
 """Destinations of a reduction: every way to name devices, and sums on one device."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

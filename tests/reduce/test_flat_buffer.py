@@ -1,7 +1,5 @@
 """Flat buffers: filled through arrays of any library, recognized as arguments, not packed."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math

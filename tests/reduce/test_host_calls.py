@@ -1,7 +1,5 @@
 """How many Python calls a reduction makes before its launches."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

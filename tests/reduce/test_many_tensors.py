@@ -1,7 +1,5 @@
 """Many tensors are one launch, with a table that is built once; to plan them takes linear time."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names of tensors: in errors, plans, profiles, the flight record, and between processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import meshes

@@ -1,7 +1,5 @@
 """nccl on the simulated collective: a rank per physical device, small packs in a group."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 

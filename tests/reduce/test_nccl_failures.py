@@ -1,7 +1,5 @@
 """nccl without memory or without its library fails before the first launch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Nested gradients: results have the same structure, and paths name the tensors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A new all-reduce algorithm is one class: here one that adds everything on the first device."""
 
-from __future__ import annotations
-
 import pytest
 from support.exact_data import exact_data, same
 

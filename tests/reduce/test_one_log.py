@@ -1,7 +1,5 @@
 """Journal, flight record, plan, prepared and captured steps are views of one log."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 
 import numpy as np

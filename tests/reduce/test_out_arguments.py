@@ -1,7 +1,5 @@
 """out=: results are written into the caller's arrays, also in place, and nowhere else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import same

@@ -1,7 +1,5 @@
 """Tensors are packed into flat buffers and unpacked as the plans of packing.py say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

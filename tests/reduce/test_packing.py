@@ -1,7 +1,5 @@
 """Plans: which tensors are packed together, and which device adds which slice of a pack."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Plans: their counts are those of the journal, and making one has no effect."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prepared steps: the same bits, launches and copies as the plain call, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Prepared and captured steps read and write users' arrays in place, and copy nothing."""
 
-from __future__ import annotations
-
 import importlib
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """``profile``: bytes and lower bounds computed by hand, and its journal; no side effects."""
 
-from __future__ import annotations
-
 import pytest
 from support import reduction_calls as scenes
 from support.exact_data import same

@@ -1,7 +1,5 @@
 """reduce_buffers, which runs after validation: what it overwrites, and where results are."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``reduction_groups=``: which replicas hierarchical_copy adds first, and in which order."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import ExitStack

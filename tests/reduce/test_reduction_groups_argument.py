@@ -1,7 +1,5 @@
 """hierarchical_copy: which device adds, what crosses, and how many launches and copies it takes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

@@ -1,7 +1,5 @@
 """ReductionToOneDevice: the device that adds, and a caller's function instead of add_n."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.exact_data import random_data, same

@@ -1,7 +1,5 @@
 """Small host arrays are added without Buffers, with the same bits, records and errors."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

@@ -1,7 +1,5 @@
 """IndexedSlices across devices: rows of all replicas in their order; merged on request."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stages: a pack is packed on the compute queues while the one before it is transferred."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

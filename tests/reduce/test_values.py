@@ -4,8 +4,6 @@ The law is checked for plain calls, prepared steps and captured steps. Everythin
 the mesh, the order in which queues run, the tensors, where they are, and all options.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain

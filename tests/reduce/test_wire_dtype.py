@@ -1,7 +1,5 @@
 """wire_dtype: bytes, launches and the documented bound; test_values.py has the bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

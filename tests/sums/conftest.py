@@ -1,7 +1,5 @@
 """The mesh for tests of sums on one device, and the methods of aggregation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Terms of one gradient on one device: the order of additions, the launches, and every error."""
 
-from __future__ import annotations
-
 import enum
 import re
 from functools import reduce

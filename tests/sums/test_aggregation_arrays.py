@@ -1,7 +1,5 @@
 """The public sums, with all dtypes, shapes, numbers of inputs, strides and offsets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sums.test_aggregation import TREE, reference

@@ -1,7 +1,5 @@
 """IndexedSlices as terms: concatenated if all terms are sparse, otherwise a dense sum."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Terms from an iterator: live buffers, launches, and terms on several devices."""
 
-from __future__ import annotations
-
 import math
 import weakref
 

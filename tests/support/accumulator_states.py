@@ -1,7 +1,5 @@
 """Helpers for tests of accumulator checkpoints."""
 
-from __future__ import annotations
-
 EMPTY = {
     "format": "gradreduce dense accumulator 1",
     "dtype": "float16",

@@ -1,7 +1,5 @@
 """Runs one part of a reduction without the pipeline: packing, or an algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reduces users' own arrays with ``num_packs=0``, for tests of every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

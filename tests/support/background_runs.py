@@ -5,8 +5,6 @@ arguments and environment variables, in an empty folder of its own. The fixture 
 the result of the process. Tests with this mark run last.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import subprocess

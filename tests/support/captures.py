@@ -1,7 +1,5 @@
 """Captures of commands that a test records, without a reduction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

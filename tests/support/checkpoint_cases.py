@@ -1,7 +1,5 @@
 """An object of every class that has checkpoints, with gradients, on two simulated devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Watches which kernels public calls compile: none late, a second time, or with a lock held."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Trainings that must have the same bits with DistributedDataParallel as with our DataParallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

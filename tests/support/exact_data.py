@@ -1,7 +1,5 @@
 """Test data whose results can be compared with ``==``, and the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

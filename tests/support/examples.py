@@ -1,7 +1,5 @@
 """What tests of examples share: their modules, their options, and what they print."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 

@@ -17,8 +17,6 @@ of megabytes. The sample depends only on the test and its parameters.
 line (``test_x.py::test_y[0-float32]``) always exists.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import zlib

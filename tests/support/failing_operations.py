@@ -1,7 +1,5 @@
 """Operations of devices that fail when a test wants it, and threads that switch often."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 ``PYTHONPATH=src:tests python -m support.golden_files`` writes them from the code.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -6,8 +6,6 @@ skipped, and it runs in the separate process that has the fake CuPy
 processes do not collect it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

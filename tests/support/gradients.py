@@ -1,7 +1,5 @@
 """Gradients of a loss, without their variables."""
 
-from __future__ import annotations
-
 import gradreduce as gr
 
 DESCENT = gr.GradientDescentOptimizer(1.0)

@@ -1,7 +1,5 @@
 """Devices that hang, a clock that tests advance, and waiting for the watchdog."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

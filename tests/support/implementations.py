@@ -1,7 +1,5 @@
 """The implementations of a kernel under test, and operands that detect stray accesses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -3,8 +3,6 @@
 Tests that use it have its marker, so that they do not run without it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 

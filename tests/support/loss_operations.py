@@ -1,7 +1,5 @@
 """One table of all operations that a loss may use, with operands to test them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

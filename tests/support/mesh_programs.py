@@ -5,8 +5,6 @@ soon as the call has returned, and it reads the last device first: reading a dev
 queue, which could hide a missing wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations, starmap

@@ -3,8 +3,6 @@
 A test module takes a fixture by assignment: ``mesh = meshes.mesh``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs programs in several processes, by torchrun or mpiexec."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Public calls of all kinds, for tests of what no call may do, or what each must do first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

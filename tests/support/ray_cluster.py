@@ -1,7 +1,5 @@
 """One Ray cluster for all tests of a run: a pytest plugin."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Calls of every kind of reduction across devices, the same on every mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One test body for all launchers that take many rows and launch once per group of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 ``--require-gpu``, so that a run on a CPU is fast.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """Ways to spoil a file of the cache of compiled kernels, none of which may be loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

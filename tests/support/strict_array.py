@@ -4,8 +4,6 @@ As with CuPy, all operations use NumPy's two protocols. A 0-d result is an array
 scalar; ``np.add.at`` does not exist; an operation with a NumPy array is a ``TypeError``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 

@@ -1,7 +1,5 @@
 """Threads that act as processes: each has its own mesh, and messages go through queues."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

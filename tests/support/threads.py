@@ -1,7 +1,5 @@
 """Runs functions in threads, with a deadline."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

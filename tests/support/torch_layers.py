@@ -1,7 +1,5 @@
 """Layers of PyTorch with exact gradients, and loops that train them in a DataParallel."""
 
-from __future__ import annotations
-
 from support.libraries import torch
 from support.thread_group import run_processes
 

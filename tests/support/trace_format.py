@@ -1,7 +1,5 @@
 """Checks a file of trace events against the Trace Event Format."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NAMED = {"process_name", "thread_name"}

@@ -1,7 +1,5 @@
 """Programs of training and of optimizers, for ``mesh_programs.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

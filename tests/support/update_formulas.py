@@ -1,7 +1,5 @@
 """The update rules in NumPy's operators, as in ``rules.cuh``."""
 
-from __future__ import annotations
-
 import numpy as np
 
 # Each operator rounds once. Arrays and scalars are in the accumulate type; the caller rounds the

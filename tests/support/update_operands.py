@@ -1,7 +1,5 @@
 """The operands of update kernels, and one test body for their three variants."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps about the terms of one gradient: add_n, accumulate_n, aggregate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gradreduce as gr

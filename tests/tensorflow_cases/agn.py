@@ -1,7 +1,5 @@
 """Steps about the AGN optimizer: several workers, one center."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A table from the case to the same case with what we expect of it. A quirk that i
 holds as TensorFlow has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

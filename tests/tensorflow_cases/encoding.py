@@ -1,7 +1,5 @@
 """The values of the file as arrays, and the comparison of what a step gave with what it must."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps that differentiate: the terms of a gradient come from a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

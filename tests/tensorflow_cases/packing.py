@@ -1,7 +1,5 @@
 """Steps about the packer by itself: which tensors travel together, and the way back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

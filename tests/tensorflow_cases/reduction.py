@@ -1,7 +1,5 @@
 """Steps about values on several devices: reduce, batch_reduce, broadcast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gradreduce as gr

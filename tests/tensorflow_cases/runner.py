@@ -1,7 +1,5 @@
 """Runs a case: does its steps in order, and compares errors and results."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from collections.abc import Callable

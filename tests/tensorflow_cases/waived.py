@@ -3,8 +3,6 @@
 An entry goes when the case holds: ``test_tensorflow_cases.py`` fails on one that would pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .better import Change, newer, refuses

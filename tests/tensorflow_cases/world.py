@@ -1,7 +1,5 @@
 """What the steps of one case share: a mesh, the way arrays are given, and what has a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One training step: its values, its order, and its budget of launches, copies and bytes."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import contextmanager, nullcontext
 

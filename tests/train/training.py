@@ -1,7 +1,5 @@
 """Trainings by ``SyncStep``, in one process or several, that must end alike in all of them."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A mesh with either implementation of the kernels, and valid values of ``device=``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

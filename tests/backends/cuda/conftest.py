@@ -6,8 +6,6 @@ skip. What looks into the fake, or needs a machine that is not there, is marked 
 ``tests/project/test_fake_cupy.py`` starts that process from the plain test command.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Iterator

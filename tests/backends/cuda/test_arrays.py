@@ -1,7 +1,5 @@
 """CuPy's arrays as arguments and results of a CUDA device, ordered with their streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Programs of ``bench/`` for GPUs restore the device, and measure every promised figure."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from functools import partial

@@ -4,8 +4,6 @@ The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The cl
 find what is not ordered, whatever the seed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Captured steps as CUDA graphs, whose launch costs one call."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial

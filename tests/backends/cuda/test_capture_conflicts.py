@@ -1,7 +1,5 @@
 """Captures of callers contain none of our work; effects of other threads on our captures."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from contextlib import contextmanager, nullcontext, suppress

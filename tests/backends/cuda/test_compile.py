@@ -1,7 +1,5 @@
 """Compiling for GPUs: the cache on disk, what is missing, and the versions of CuPy."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 The fake reports a context that our code makes on a GPU outside the meshes, in every test.
 """
 
-from __future__ import annotations
-
 from threading import Thread
 
 import cupy

@@ -4,8 +4,6 @@ PyTorch and JAX cannot be had on a machine without a GPU; what stands for them s
 validation looks at: a current stream, DLPack.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

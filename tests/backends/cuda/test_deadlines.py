@@ -1,7 +1,5 @@
 """Deadlines on GPUs: no waits in the driver, aborted communicators, and resets."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading

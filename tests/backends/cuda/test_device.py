@@ -1,7 +1,5 @@
 """Behavior of CUDA devices only: foreign streams and arrays, pinned memory, missing GPUs."""
 
-from __future__ import annotations
-
 import sys
 
 import cupy

@@ -1,7 +1,5 @@
 """Errors of a failed GPU: our message contains CUDA's message."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import cupy

@@ -1,7 +1,5 @@
 """Flat buffers and arrays written in place on GPUs, in the order of their library's streams."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import cupy

@@ -1,7 +1,5 @@
 """The description of the GPUs that ``gradreduce info`` shows."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

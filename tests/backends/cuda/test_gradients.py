@@ -1,7 +1,5 @@
 """Losses on CuPy's arrays have the gradients of losses on NumPy's arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.loss_operations import OPERATIONS, weighted

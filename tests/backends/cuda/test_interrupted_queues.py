@@ -1,7 +1,5 @@
 """Ctrl-C, other threads and signal handlers at any point of a call: no later wait is lost."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from functools import partial

@@ -3,8 +3,6 @@
 On the fake a stand-in takes JAX's place, and every use that no fence orders is a fault.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The calls of the NCCL library by the CUDA backend."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

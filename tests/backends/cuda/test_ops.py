@@ -1,7 +1,5 @@
 """Every kernel on the CUDA backend gives the bits of its NumPy reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

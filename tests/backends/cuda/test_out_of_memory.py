@@ -1,7 +1,5 @@
 """A GPU whose memory runs out, shared by eight logical devices."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

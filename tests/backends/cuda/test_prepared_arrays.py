@@ -1,7 +1,5 @@
 """Prepared steps on GPU arrays: each call is ordered with their library's stream."""
 
-from __future__ import annotations
-
 import sys
 
 import cupy

@@ -1,7 +1,5 @@
 """Exchanges by NCCL between GPUs of several processes, which are threads in these tests."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Waits that are not passed to CUDA, because they would add no order; and those that are."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import cupy

@@ -1,7 +1,5 @@
 """The fake is called as CuPy 14.2 is."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

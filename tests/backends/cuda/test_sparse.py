@@ -1,7 +1,5 @@
 """Rows with indices on the CUDA backend: the host waits for indices alone."""
 
-from __future__ import annotations
-
 import cupy
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Uploads and downloads through pinned memory, of which CuPy's pool gives nothing back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

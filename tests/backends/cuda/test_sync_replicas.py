@@ -1,7 +1,5 @@
 """Backup workers train on the CUDA backend, from many threads at once."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Behavior of simulated devices only: pools, filled memory, and wrong references."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Floating-point errors on simulated devices give no warnings, as on a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

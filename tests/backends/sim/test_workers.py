@@ -1,7 +1,5 @@
 """Simulated launches use several threads, with the bits and errors of one thread."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -4,8 +4,6 @@
 ends like a script that raises. The program prints the exit statuses of both processes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -4,8 +4,6 @@ Process 1 makes the fault, at the call of number ``FAULTY`` (process 0, if only 
 mesh). Each process says which error it meets, and after how long.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """The program of the process tests: ``program.py SCENARIO torchrun|mpi``."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Faults of one process: the others name it, no process is left running, the record shows it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

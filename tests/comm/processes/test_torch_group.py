@@ -1,7 +1,5 @@
 """The processes of a PyTorch group, as threads: with gloo, and with its stand-in."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Sums over the processes of a launcher have the bits of one process with the same replicas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ may fuse it with another one.
 Source: NVIDIA's PTX ISA 9.0, "Instruction Set".
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 

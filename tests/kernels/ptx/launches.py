@@ -6,8 +6,6 @@ with many rows in the parameters; and with many rows in memory and their map. Of
 one is after the end of the launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple

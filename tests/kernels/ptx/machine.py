@@ -6,8 +6,6 @@ the order makes no difference. Registers begin with random bits: NVRTC computes 
 nothing wrote, but a result that depends on them is wrong.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

@@ -1,7 +1,5 @@
 """Small changes of a PTX text, most of which a launch must show."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Container, Iterator, Sequence

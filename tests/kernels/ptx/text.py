@@ -3,8 +3,6 @@
 A block starts at a label or after a branch. Lanes that enter a block run all of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The kernels of the meshes."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Workers of one center, and a sequential model of them in plain NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from optim.test_update_rules import RULES, Model

@@ -1,7 +1,5 @@
 """Workers use a center through ``Center`` only, so that it can be in another process."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Checkpoints of workers and centers: training continues with the same bits."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import pickle

@@ -1,7 +1,5 @@
 """Concurrent calls of other workers, and the state after errors."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from contextlib import ExitStack

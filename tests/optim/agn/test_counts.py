@@ -1,7 +1,5 @@
 """Launches, copies and memory of a step and of a push."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Errors name the argument, and nothing has changed."""
 
-from __future__ import annotations
-
 import re
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """A push that fails has changed nothing; if it fails part-way, all workers get errors."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The state after Ctrl-C, an error, a failure or a checkpoint during a call."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Any interleaving of workers gives what a sequential model in NumPy does, bit by bit."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest

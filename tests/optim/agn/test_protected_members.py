@@ -1,7 +1,5 @@
 """AGN uses only those protected members of ``Optimizer`` that docs/architecture.md names."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker of several replicas differentiates its loss on each of them, and reduces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from optim.agn.team import Worker

@@ -1,7 +1,5 @@
 """Workers begin, wait for each other, copy the center, and fail."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

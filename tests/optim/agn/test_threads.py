@@ -1,7 +1,5 @@
 """Sixteen worker threads: each pull contains whole pushes, in one order for all."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

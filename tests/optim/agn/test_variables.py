@@ -1,7 +1,5 @@
 """The variables of a getter, their devices at the center, and the default center."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
