@@ -104,11 +104,11 @@ class _Reading:
         values: the value of the loss, or those of an iterator.
     """
 
-    def __init__(self, wanted: Sequence[Variable] | None, method: AggregationMethod) -> None:
+    def __init__(self, variables: Sequence[Variable] | None, method: AggregationMethod) -> None:
         self.home: Device | None = None
         self.trace = Trace()
         self.values: list[Any] = []
-        self._wanted = None if wanted is None else frozenset(wanted)
+        self._wanted = None if variables is None else frozenset(variables)
         self._method = method
         self._seen: set[Variable] = set()
         self._terms: dict[Variable, TermAccumulator] = {}  # in the order of the first read

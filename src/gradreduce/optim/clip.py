@@ -151,11 +151,11 @@ def _clip_mirrored(
         for device, parts in zip(first.devices, columns, strict=True)
     ]
     rows = zip(*(clipped for clipped, _ in on_each), strict=True)
-    made = [
+    clipped_values = [
         Mirrored.of(parts, mirrored.kind)
         for parts, mirrored in zip(rows, present.values(), strict=True)
     ]
-    return made, Mirrored.of([result_norm for _, result_norm in on_each], first.kind)
+    return clipped_values, Mirrored.of([result_norm for _, result_norm in on_each], first.kind)
 
 
 def _to_part(index: int, tensor: Any) -> Part:

@@ -222,12 +222,12 @@ class Lead(Shard):
 
     async def _answers(self, calls: Iterable[Any]) -> list[Any]:
         """Returns the answers to calls of all other shards; raises the first error."""
-        found = await asyncio.gather(*calls, return_exceptions=True)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         try:
-            for each in found:
-                if isinstance(each, BaseException):
-                    raise each
-            return found
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+            return answers
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RetryError):
                 self._in_sync = False

@@ -209,11 +209,11 @@ class CenterState(Center):
 
 
 def check_same_tensor(
-    name: str, own: tuple[tuple[int, ...], DType], found: tuple[tuple[int, ...], DType]
+    name: str, own: tuple[tuple[int, ...], DType], known: tuple[tuple[int, ...], DType]
 ) -> None:
     """Raises ``ValueError`` if a worker's variable has another shape or dtype than the center's."""
-    if own != found:
-        (shape, dtype), (known_shape, known_dtype) = own, found
+    if own != known:
+        (shape, dtype), (known_shape, known_dtype) = own, known
         raise ValueError(
             f"{name!r} is {dtype}{list(shape)} at this worker, but {known_dtype}"
             f"{list(known_shape)} at the center, where another worker created it: use the same "
