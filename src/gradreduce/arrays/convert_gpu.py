@@ -120,11 +120,14 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
     """
     _check_on_gpu(device)
     gpu = int(array.device.id)
-    home = next((each for each in (device, *device.mesh.devices) if each.physical == gpu), None)
-    if home is None:
-        raise DeviceMismatchError(
-            f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
-        )
+    home = device
+    if device.physical != gpu:
+        on_gpu = [each for each in device.mesh.devices if each.physical == gpu]
+        if not on_gpu:
+            raise DeviceMismatchError(
+                f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
+            )
+        home = on_gpu[0]
     if array.flags.c_contiguous:
         waits = not writable or is_first("enter", home, stream)
         buffer = home.adopt(array, writable=writable)

@@ -150,14 +150,14 @@ class DeferredFree:
         """Keeps a block's memory until marks pass; for ever if none can be made."""
         failed, order = home.mesh_state.failed, home.mesh_state.order
         users = [queue.device for queue in queues] + [device for device, _ in streams]
-        if not any(device.physical in failed for device in users):
+        if not (failed and any(device.physical in failed for device in users)):
             with suppress(BackendUnavailableError):  # failed meanwhile
                 # PER_THREAD is a different stream in each thread; LEGACY waits for all of them.
                 streams = [
                     (device, LEGACY if handle_of(stream) == PER_THREAD else stream)
                     for device, stream in streams
                 ]
-                if any(device._is_capturing(stream) for device, stream in streams):
+                if any([device._is_capturing(stream) for device, stream in streams]):
                     self.freed.append(freed)  # try again when the caller's capture has ended
                 else:
                     marks = [order.mark(queue).event for queue in queues]
