@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import subprocess
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from measure.peers import (
     find_peers,
     peer_calls,
 )  # fmt: skip
-from measure.reductions import DUMMY, Reduction, check, compare, placed, raw_all_reduce
+from measure.reductions import Reduction, check, compare, placed, raw_all_reduce
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -178,7 +177,7 @@ def resnet(bench: Bench) -> None:
             calls[f"{ours}, {way}"] = plain(mesh, shapes, way)
         alone = reduction(mesh, shapes, NO_PACKS)
         calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
-        calls[f"{ours}, {ONE_PACK}{PACKING}"] = replace(alone, num_packs=1, algorithm=DUMMY).plain()
+        calls[f"{ours}, {ONE_PACK}{PACKING}"] = alone.packing()
         for way in (NO_PACKS, ONE_PACK):
             calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, shapes, way)
     compare(bench, RESNET, alone, calls)
@@ -228,8 +227,7 @@ def resnet_on_gpu(bench: Bench) -> None:
         calls[way] = reduction.plain()
         calls[f"{way}{PREPARED}"] = reduction.prepared()
         calls[f"{way}, captured"] = reduction.captured()
-    packing = Reduction(mesh, own, WAYS[ONE_PACK], DUMMY)
-    calls[f"{ONE_PACK}{PACKING}"] = packing.plain()
+    calls[f"{ONE_PACK}{PACKING}"] = Reduction(mesh, own).packing()
     figures = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS), "host us")
     # A plain call looks at every Buffer; a prepared or captured one at none.
     num_buffers = NUM_LOGICAL * len(shapes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,10 +58,6 @@ class Dummy(Algorithm):
         yield
 
 
-DUMMY: Any = "dummy"
-ALGORITHMS[DUMMY] = Dummy
-
-
 @dataclass(frozen=True)
 class Reduction:
     """An all-reduce of ``placed`` values; the options are those of ``AllReduceCrossDeviceOps``."""
@@ -91,6 +87,17 @@ class Reduction:
 
     def captured(self) -> Call:
         return self._ops.capture(self.op, self._pairs)
+
+    def packing(self) -> Call:
+        """Returns a plain call that packs and unpacks, and adds nothing."""
+        dummy: Any = "dummy"
+        ALGORITHMS[dummy] = Dummy
+        try:
+            call = replace(self, num_packs=1, algorithm=dummy).plain()
+            call()  # plans the calls that follow
+        finally:
+            del ALGORITHMS[dummy]
+        return call
 
     def checked(self, make: Callable[[], Call]) -> Call:
         """Makes and returns a call, after a first one that is checked; ``prepare`` reduces too."""

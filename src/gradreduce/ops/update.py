@@ -22,6 +22,7 @@ from gradreduce.device import (
     Kernel,
     Template,
     accumulate_dtype,
+    same_dtypes,
 )
 
 from .templates import UPDATES
@@ -255,10 +256,14 @@ def update_rows(
     rows: Sequence[Update],
     scalars: Sequence[float],
     device: Device,
+    *,
+    are_alike: bool = False,
 ) -> None:
-    """Launches a rule once over rows of the same dtypes, without validating the rows.
+    """Launches a rule once for each dtype, without validating the rows.
 
-    ``scalars`` are the kernel's scalar arguments after ``num_written``.
+    ``scalars`` are the kernel's scalar arguments after ``num_written``. ``are_alike``: the caller
+    knows that all rows have the same dtypes.
     """
-    num_written = len(rows[0]) - 1
-    device.launch(kernel, kernel.template_of(rows[0]), rows, (num_written, *scalars))
+    for launched in [rows] if are_alike and rows else same_dtypes(rows):
+        template, all_scalars = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
+        device.launch(kernel, template, launched, all_scalars)

@@ -567,10 +567,10 @@ class Optimizer(OptimizerState):
             rule = ready_python_rule(self._apply, self._slot_names, job)
             return partial(launch_all, [rule, *job.after])
         kernel = ops.RULE_KERNELS[self._rule, variant]
-        updates = [
-            partial(ops.update_rows, kernel, rows, scalars, job.device) for rows in job.by_dtypes
-        ]
-        return partial(launch_all, [*job.before, *updates, *job.after])
+        update = partial(
+            ops.update_rows, kernel, job.updates, scalars, job.device, are_alike=job.are_alike
+        )
+        return partial(launch_all, [*job.before, update, *job.after])
 
 
 def gradients_like(

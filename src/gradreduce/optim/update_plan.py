@@ -154,7 +154,7 @@ class UpdateJob:
     Attributes:
         device: the device of the first copy, whose compute queue launches.
         updates: the operands of the rule, a row for each copy.
-        by_dtypes: the same rows, those of each launch.
+        are_alike: see above.
         before: launches before the rule, which gather the rows of sparse gradients.
         after: launches after the rule, which scatter the rows back.
     """
@@ -166,7 +166,7 @@ class UpdateJob:
         *,
         are_alike: bool = False,
     ) -> None:
-        self.device = written[0][0].device
+        self.device, self.are_alike = written[0][0].device, are_alike
         pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
@@ -177,8 +177,6 @@ class UpdateJob:
             self._add_sparse(
                 [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
             )
-        is_one = are_alike and bool(self.updates)
-        self.by_dtypes = [self.updates] if is_one else same_dtypes(self.updates)
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:
         """Allocates memory for the merged rows of gradients and the rows that they update."""

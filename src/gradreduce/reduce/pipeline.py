@@ -364,7 +364,7 @@ def reduce_batch(
         # A single stage overlaps with nothing, so it needs no waits between two queues.
         queue: Queue = "transfer" if len(groups) > 1 else "compute"
         stages = [
-            Stage(
+            PackStage(
                 _pack_info(packs, group, positions, plan.names),
                 [packs[index] for index in group if packs[index][0].is_moved],
                 _collective(plan, [jobs[index] for index in group], queue),
@@ -381,7 +381,7 @@ def reduce_batch(
         return _means(plan, sums)
 
 
-class Stage(NamedTuple):
+class PackStage(NamedTuple):
     """Packs that are packed, reduced and unpacked together.
 
     Attributes:
@@ -395,7 +395,7 @@ class Stage(NamedTuple):
     steps: Steps
 
 
-def _run_stages(plan: BatchPlan, stages: Sequence[Stage]) -> None:
+def _run_stages(plan: BatchPlan, stages: Sequence[PackStage]) -> None:
     """Packs, all-reduces and unpacks all stages, so that transfers overlap with other work.
 
     Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. A step
@@ -404,7 +404,7 @@ def _run_stages(plan: BatchPlan, stages: Sequence[Stage]) -> None:
     """
     mesh_state = plan.devices[0].mesh_state
     thread = mesh_state.thread  # the log contains the phase
-    waiting, running = iter(stages), list[Stage]()
+    waiting, running = iter(stages), list[PackStage]()
     while (new := next(waiting, None)) or running:
         if new is not None:
             running.insert(0, new)
