@@ -21,7 +21,7 @@ from gradreduce.device import Capture, CommandList
 
 from .setting import find_tool
 
-TOOLS = ("nvidia-smi", "compute-sanitizer", "g++", "nvcc")
+TOOLS = ("nvidia-smi", "ncu", "compute-sanitizer", "g++", "nvcc")
 MOST_PROCESSES = 16  # each has a context on the GPU, of half a gigabyte
 QUICK_TEMPLATES = 3
 NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
