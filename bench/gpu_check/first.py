@@ -46,7 +46,7 @@ def first(setting: Setting) -> Checks:
         ),
         (
             tests(f"{CUDA}out_of_memory.py", 150),
-            of_torch(setting, "a failed assertion of PyTorch", "torch_assert:said", 120),
+            of_torch(setting, "a failed assertion of PyTorch", "programs:assertion", 120),
         ),
         (
             program("host time of single calls", "programs:host_costs", 100),
