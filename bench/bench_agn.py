@@ -1,7 +1,5 @@
 """Measures AGN: a worker's local step, and the push once per period."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -4,8 +4,6 @@ On several GPUs the host's clock measures calls back to back until all queues ar
 nccl-tests; the line is the time of NCCL called directly, in place, with its own communicators.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Measures the conversion of one array in and out, compared with the library's own conversion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

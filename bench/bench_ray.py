@@ -1,7 +1,5 @@
 """Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray."""
 
-from __future__ import annotations
-
 import operator
 import tempfile
 import time

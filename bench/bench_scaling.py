@@ -1,7 +1,5 @@
 """Measures how an all-reduce scales with the number of tensors, replicas and bytes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -7,8 +7,6 @@ compared. Exit status 1 if a candidate became slower by more than the limit.
     python bench/compare.py old.json new.json [--limit 1.1]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The command line of ``bench/gpu_check.sh``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

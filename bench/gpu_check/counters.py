@@ -3,8 +3,6 @@
 A process launches each kernel three times at a size that fills a GPU; its last launch counts.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -5,8 +5,6 @@ mean nothing if sums are wrong. Each check has its own deadline. The deadlines o
 less than the limit of a section, so that no check uses the time of another.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from .counters import counters

@@ -1,7 +1,5 @@
 """Short programs of ``first``; each returns its figures."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -4,8 +4,6 @@ A section is a generator: it yields checks and is sent the result of each, on wh
 may depend. Every check has its own deadline, so that the others have time if one hangs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

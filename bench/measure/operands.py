@@ -3,8 +3,6 @@
 Memory and adders may take less time, and power, for zeros.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

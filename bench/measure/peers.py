@@ -4,8 +4,6 @@ A peer has a function for each operation that it knows, which takes lists of its
 its candidates. Outputs exist before the clock starts, unless the operation allocates them.
 """
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os
