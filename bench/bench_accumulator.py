@@ -1,7 +1,5 @@
 """Measures an accumulator's apply, take and drop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """Measures AGN: a worker's local step, and the push once per period."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -86,12 +84,13 @@ class Worker:
                 raise AssertionError("the sum of two gradients is wrong")
         return [variable.numpy() for variable in self.variables]
 
-    def push(self) -> None:
-        """Pushes the accumulated sums, without a local step."""
-        worker = self.optimizer._worker
-        sums = worker.variables.sums
-        worker._ready_push(worker.inner._slots.powers, (), None)()
-        worker.variables.sums = sums
+
+def push_sums(optimizer: gr.AGNOptimizer) -> None:
+    """Pushes the accumulated sums, without a local step, and keeps them for the next push."""
+    worker = optimizer._worker
+    sums = worker.variables.sums
+    worker._ready_push(worker.inner._slots.powers, (), None)()
+    worker.variables.sums = sums
 
 
 def push(bench: Bench) -> None:
@@ -100,7 +99,7 @@ def push(bench: Bench) -> None:
     def make(device: Device) -> Call:
         worker = Worker(model.RULES["sgd"][0], device, model.sizes(bench), NEVER)
         worker()
-        return worker.push
+        return partial(push_sums, worker.optimizer)
 
     model.compare(bench, PUSH, bench.ours(make), PUSH_UNITS, f", {PUSH_UNITS} units")
 

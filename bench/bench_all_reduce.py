@@ -4,8 +4,6 @@ On several GPUs the host's clock measures calls back to back until all queues ar
 nccl-tests; the line is the time of NCCL called directly, in place, with its own communicators.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess
@@ -101,7 +99,7 @@ CPU_FLOORS = (
         for way, peer, library, least, decision in (
             (NO_PACKS, ONE_DEVICE, "tensorflow", 1.0, None),
             (ONE_PACK, HIERARCHICAL, "tensorflow", 1.0, None),
-            (NO_PACKS, SUM_AND_COPIES, "torch", least_over_torch, over_torch),
+            (NO_PACKS, f"torch {SUM_AND_COPIES}", "torch", least_over_torch, over_torch),
         )
     ),
     *(
@@ -203,8 +201,7 @@ def gpu_cases(bench: Bench) -> None:
         reduction = one_tensor(bench.meshes["cuda"], nbytes)
         calls = {f"{OURS}cuda": reduction.plain(), f"{OURS}cuda{PREPARED}": reduction.prepared()}
         if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
-            operands = [normals(nbytes // 4)] * NUM_LOGICAL
-            calls |= peer_calls(peers, "all_sum", operands, operands)
+            calls |= peer_calls(peers, "all_reduce", [normals(nbytes // 4)] * NUM_LOGICAL)
         compare(bench, ONE.format(nbytes), reduction, calls)
     resnet_on_gpu(bench)
     ranks(bench)

@@ -1,20 +1,18 @@
 """Measures the conversion of one array in and out, compared with the library's own conversion."""
 
-from __future__ import annotations
-
-import timeit
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from measure.case import OURS, Floor, counted, over
+from measure.clock import Call, host_seconds
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 
-REPEATS = 9
+ROUNDS = 9
 BOTH_WAYS, OWN = "in and out", "own conversion"
 # On a quiet x86-64 server core, 2026-11.
 FLOORS = (
@@ -24,10 +22,6 @@ FLOORS = (
 )
 
 
-def microseconds(call: Callable[[], Any], number: int) -> float:
-    return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
-
-
 def case(
     bench: Bench, kind: Kind, array: Any, own: Callable[[Any], Any], number: int = 20_000
 ) -> None:
@@ -35,11 +29,14 @@ def case(
     number = bench.pick(number, number // 100)
     device = gr.open_mesh(1, backend="sim").devices[0]
     result = device.upload(np.zeros(100, np.float32))  # what goes out is our own memory
-    ours = microseconds(lambda: to_buffer(array, device), number)
-    ours += microseconds(lambda: from_buffer(result, kind), number)
-    theirs = microseconds(lambda: own(array), number)
-    figures = {"us in and out": ours, "us, own conversion": theirs}
-    seconds = {f"{OURS}{BOTH_WAYS}": ours / 1e6, OWN: theirs / 1e6}
+    calls: dict[str, Call] = {
+        "in": lambda: to_buffer(array, device),
+        "out": lambda: from_buffer(result, kind),
+        OWN: lambda: own(array),
+    }
+    took = host_seconds(calls, number, quick=bench.quick, rounds=ROUNDS)
+    seconds = {f"{OURS}{BOTH_WAYS}": took["in"] + took["out"], OWN: took[OWN]}
+    figures = {f"us {name.removeprefix(OURS)}": 1e6 * each for name, each in seconds.items()}
     bench.note(kind, "100 float32", figures, seconds)
 
 

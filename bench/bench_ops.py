@@ -1,7 +1,5 @@
 """Measures sums, packing and merging on one device, compared with a copy and peers."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Also the host's time of a step whose variables are tiny.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Measures all-reduce over two processes of this machine, compared with their library's own."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

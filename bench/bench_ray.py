@@ -1,7 +1,5 @@
 """Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray."""
 
-from __future__ import annotations
-
 import operator
 import tempfile
 import time
@@ -12,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from bench_agn import push_sums
 from measure.case import OURS, Floor, counted
 from measure.clock import Turn, each, garbage_kept, in_turns, timed
 from measure.operands import Shapes, resnet50
@@ -103,12 +102,9 @@ class Worker:
 
         The exchange ends when the new values are here as arrays; then the variables are written.
         """
-        worker = self._optimizer._worker
-        sums = worker.variables.sums
         start = time.perf_counter()
-        worker._ready_push(worker.inner._slots.powers, (), None)()
+        push_sums(self._optimizer)
         end = time.perf_counter()
-        worker.variables.sums = sums
         self._num_pushes += 1
         return {EXCHANGE: self._exchanged - start, PUSH: end - start}
 

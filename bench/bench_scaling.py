@@ -1,7 +1,5 @@
 """Measures how an all-reduce scales with the number of tensors, replicas and bytes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -15,7 +13,7 @@ from measure import stub_cupy
 from measure.case import OURS, Case, Floor, counted, over
 from measure.clock import Call, HostClock
 from measure.in_processes import figures_of
-from measure.peers import NUMPY, numpy_sum_and_copies
+from measure.peers import SUM_AND_COPIES, sum_and_copies
 from measure.reductions import Reduction, placed
 from measure.runner import Bench, Benchmark
 
@@ -82,7 +80,7 @@ def case(bench: Bench, name: str, num_devices: int, num_tensors: int, size: int)
         calls[f"{ours}, {PREPARED}"] = reduction.checked(partial(reduction.prepared, in_place=True))
         if nbytes <= MOST_PEER_BYTES and num_devices > 1 and not bench.on_gpu:
             rows = np.ones((num_tensors, num_devices, size), np.float32)
-            calls[NUMPY] = numpy_sum_and_copies([list(row) for row in rows])
+            calls[f"numpy {SUM_AND_COPIES}"] = sum_and_copies(np, np.copyto, rows)
         moved = 2 * num_devices * replica
         took = bench.clock_of(mesh).measure(calls, moved)
     words = f"{num_tensors:,} tensors, {replica / 1e6:.6g} MB of float32 each replica"

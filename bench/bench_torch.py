@@ -1,7 +1,5 @@
 """Measures gr.torch.DataParallel and the hook of DDP on the CPU, compared with PyTorch's own."""
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics

@@ -7,28 +7,27 @@ compared. Exit status 1 if a candidate became slower by more than the limit.
     python bench/compare.py old.json new.json [--limit 1.1]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-OURS = "gradreduce "
+from measure.case import OURS
+from page import cases_of
+
 Times = dict[tuple[str, str, str], float]
 
 
 def times(path: str) -> Times:
     """Returns the time of each of our candidates, by case, candidate and unit."""
     found: Times = {}
-    for case in json.loads(Path(path).read_text("utf-8"))["cases"]:
-        seconds = {name: took["seconds"] for name, took in case["took"].items()}
-        copy = seconds.get("copy")
+    for case in cases_of(json.loads(Path(path).read_text("utf-8"))).values():
+        copy = case.seconds("copy")
         unit = "of the copy" if copy else "seconds"
-        for name, taken in seconds.items():
+        for name, took in case.took.items():
             if name.startswith(OURS):
-                found[case["name"], name, unit] = taken / (copy or 1.0)
+                found[case.name, name, unit] = took.seconds / (copy or 1.0)
     return found
 
 
@@ -42,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     slower = 0
     for key in (key for key in now if key in before):
         case, candidate, unit = key
-        old, new = before[key], now[key]
-        word = "SLOWER" if new / old > options.limit else ""
+        ratio = now[key] / before[key]
+        word = " SLOWER" if ratio > options.limit else ""
         slower += bool(word)
-        words = f"{new / old:6.2f}  {old:10.4g} -> {new:10.4g} {unit:11} {case}: {candidate} {word}"
-        print(words.rstrip())
+        change = f"{before[key]:10.4g} -> {now[key]:10.4g} {unit:11}"
+        print(f"{ratio:6.2f}  {change} {case}: {candidate}{word}")
     for name, ours, others in (("old", before, now), ("new", now, before)):
         for key in (key for key in ours if key not in others):
             print(f"only in the {name} report: {', '.join(key)}")

@@ -7,8 +7,6 @@ OLD and NEW (default: this one) are checkouts. Each runs in its own process, wit
 compared by processor time. Needs neither a GPU nor CuPy.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -7,8 +7,6 @@ page is not that of the figures, or if the figures miss a floor.
     python bench/page.py [--check]
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

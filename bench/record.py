@@ -9,8 +9,6 @@ written too; then ``page.py --check`` fails. Run this on a machine without other
     python bench/record.py [NAME...] [--minutes 10] [--busy]
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The command line of ``bench/gpu_check.sh``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -62,18 +60,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench/gpu_check.sh", description="Runs everything that needs a GPU."
     )
-    own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
-    what = (
-        f"{', '.join(SECTIONS)}; all by default. A part is a step of first ({', '.join(FIRST)}; "
-        "the number will do), a path of tests, or a file of bench"
-    )
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION[:PART]",
+        help=f"{', '.join(SECTIONS)}; all by default. A part is a step of first "
+        f"({', '.join(FIRST)}; the number will do), a path of tests, or a file of bench",
+    )  # fmt: skip
     flag = parser.add_argument
-    flag("sections", nargs="*", metavar="SECTION[:PART]", help=what)
     flag("--fake", action="store_true", help="try this without a GPU, on the fake CuPy")
-    limit = f"of each section or step; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}"
-    flag("--limit", type=float, metavar="SECONDS", default=own, help=limit)
-    where = "whose bench_*.py the section bench runs; default bench"
-    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench", help=where)
+    limit = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
+    flag("--limit", type=float, default=limit, help="seconds of each section or step")
+    flag("--benches", type=Path, default=ROOT / "bench", help="whose bench_*.py bench runs")
     options = parser.parse_args(arguments)
     if not options.limit > 0:
         parser.error(f"argument --limit: {options.limit:g} is not positive")

@@ -7,8 +7,6 @@ queries of this package, and a third looks at the clock. The program fails if th
 still for longer than ``DEADLINE``. Then it drops captured steps before the GPU has begun with them.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import threading

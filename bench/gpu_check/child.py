@@ -1,7 +1,5 @@
 """Runs one command in its own process group, until a deadline."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

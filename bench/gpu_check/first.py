@@ -5,16 +5,15 @@ mean nothing if sums are wrong. Each check has its own deadline. The deadlines o
 less than the limit of a section, so that no check uses the time of another.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
+from .counters import counters
 from .section import Checks, function
 from .sections import OPS, apart, file, nccl_version, of_torch, one_rank, sanitizer, script
 from .setting import Setting
 
-FIRST = ("1-versions", "2-kernels", "3-arrays", "4-faults", "5-host-time", "6-benchmarks",
-         "7-libraries")  # fmt: skip
+FIRST = ("1-versions", "2-kernels", "3-arrays", "4-faults", "5-host-time", "6-counters",
+         "7-benchmarks", "8-libraries")  # fmt: skip
 DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 
 
@@ -45,12 +44,13 @@ def first(setting: Setting) -> Checks:
         ),
         (
             tests(f"{CUDA}out_of_memory.py", 150),
-            of_torch(setting, "a failed assertion of PyTorch", "torch_assert:said", 120),
+            of_torch(setting, "a failed assertion of PyTorch", "programs:assertion", 120),
         ),
         (
             program("host time of single calls", "programs:host_costs", 100),
             program("queries and dropped steps, on a busy GPU", "busy_gpu:measured", 60),
         ),
+        (counters(setting, 150),),
         (
             program("copy rate", "programs:copy_rate", 40),
             script(setting, "bench_ops.py", 220),

@@ -1,10 +1,10 @@
 """Short programs of ``first``; each returns its figures."""
 
-from __future__ import annotations
-
+import importlib
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
@@ -18,10 +18,11 @@ import gradreduce as gr
 from gradreduce import ops
 from gradreduce.cli.system_info import find_system_info
 from gradreduce.device import Capture, CommandList
+from gradreduce.errors import BackendUnavailableError
 
 from .setting import find_tool
 
-TOOLS = ("nvidia-smi", "compute-sanitizer", "g++", "nvcc")
+TOOLS = ("nvidia-smi", "ncu", "compute-sanitizer", "g++", "nvcc")
 MOST_PROCESSES = 16  # each has a context on the GPU, of half a gigabyte
 QUICK_TEMPLATES = 3
 NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
@@ -113,3 +114,40 @@ def host_costs(quick: bool) -> dict[str, float]:
         device.mesh_state.order.add_work(device.compute)
         mesh.synchronize()
     return {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+
+
+def assertion(quick: bool) -> dict[str, list[str]]:
+    """Returns our errors after a failed assertion in a PyTorch kernel, here an index out of bounds.
+
+    It makes the CUDA context of this process unusable (error 710, ``cudaErrorAssert``) for every
+    library.
+    """
+    return {"said": said_after(fail_assertion)}
+
+
+def fail_assertion() -> None:
+    """Launches a PyTorch kernel with a failing assertion, and waits until it has failed."""
+    torch = importlib.import_module("torch")
+    index = torch.tensor([SMALL_SIZE], device="cuda")
+    torch.ones(1, device="cuda")[index]
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+
+
+def said_after(fail: Call) -> list[str]:
+    """Returns the errors of our later calls on two logical devices of the GPU."""
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        buffers = [device.upload(np.ones(SMALL_SIZE, np.float32)) for device in mesh]
+        mesh.synchronize()
+        fail()
+        calls: list[Call] = [device.synchronize for device in mesh]
+        calls += [*(buffer.numpy for buffer in buffers), partial(gr.add_n, buffers)]
+        return [failure_of(call) for call in calls]
+
+
+def failure_of(call: Call) -> str:
+    try:
+        call()
+    except BackendUnavailableError as error:
+        return str(error)
+    raise AssertionError("a call on a failed device raised nothing")

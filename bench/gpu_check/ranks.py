@@ -6,8 +6,6 @@ meet by an id that the first writes to a file. ``hanging_rank`` lets one rank re
 deadline aborts the communicator.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Sequence

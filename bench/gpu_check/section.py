@@ -4,8 +4,6 @@ A section is a generator: it yields checks and is sent the result of each, on wh
 may depend. Every check has its own deadline, so that the others have time if one hangs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -94,10 +92,6 @@ class Record:
         part.replace(self.path)  # in one step: nobody reads half a file
 
 
-def _no_figures(output: str) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Check:
     """A command to run, with its limits; checks with the same name are equal."""
@@ -107,7 +101,7 @@ class Check:
     seconds: float  # its deadline; the limit of the section applies too
     environment: Mapping[str, str] = field(default_factory=dict)  # to add to that of all children
     # Returns its figures, from its output and its files. If this raises, the check fails.
-    read: Callable[[str], Mapping[str, Any]] = _no_figures
+    read: Callable[[str], Mapping[str, Any]] = lambda output: {}
     passes: frozenset[int] = frozenset({0})  # the exit statuses that are not a failure
     # Words in the output of a failed check -> why it cannot run here.
     skips: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,5 @@
 """The sections of ``gpu_check``, whose checks ``first`` shares."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping

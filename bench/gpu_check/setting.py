@@ -1,7 +1,5 @@
 """The settings of a section: fake or real, which GPU and versions, how to start Python."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

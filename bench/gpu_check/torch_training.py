@@ -6,8 +6,6 @@ that code that does not wait for it reads old gradients. Between two steps PyTor
 allocator reuses the memory of the gradients for other tensors.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 where the blocks end that CuPy's pool cuts out of one allocation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cupy

@@ -1,7 +1,5 @@
 """The measurements of one operation, and the floors that they are compared with."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

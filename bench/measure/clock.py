@@ -5,8 +5,6 @@ keep the GPU busy until the host has queued all calls. Otherwise the clock would
 where it needs longer to queue the work than the GPU to do it.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -3,8 +3,6 @@
 The processes run this program, which finds the function by its name and writes its result.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 A local step of AGN also adds the gradients to sums: ``adds`` says whether a peer does so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

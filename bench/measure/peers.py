@@ -4,8 +4,6 @@ A peer has a function for each operation that it knows, which takes lists of its
 its candidates. Outputs exist before the clock starts, unless the operation allocates them.
 """
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os
@@ -22,17 +20,16 @@ from .runner import Bench
 Calls = dict[str, Call]
 Operations = Mapping[str, Callable[..., Calls]]
 Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
-SPLIT = 4  # inputs in the first half of an all_sum
 
 ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
-SUM_AND_COPIES, NUMPY = "torch sum, copies", "numpy sum, copies"
+SUM_AND_COPIES = "sum, copies"  # of a library, whose name comes before
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str  # how the names of its candidates begin
     take: Callable[[np.ndarray], Any]  # converts a host array to one on the measured device
-    # Of add_n, add_into, accumulate, many, all_sum, pack and segment_sum those that it has.
+    # Of add_n, add_into, accumulate, many, all_reduce, pack and segment_sum those that it has.
     operations: Operations
     without: frozenset[str] = frozenset()  # dtypes that it cannot add, or only slowly
 
@@ -87,15 +84,15 @@ def on_current_stream(torch: Any, call: Call) -> Any:
         return call()
 
 
-def _operations(names: str, copy: Any, concatenate: Any, zero: Any, add_rows: Any) -> Operations:
+def _operations(names: str, library: Any, copy: Any, zero: Any, add_rows: Any) -> Operations:
     """Returns the operations of a library, by its functions and the names of its candidates."""
     chain, add, pack, rows = names.split(", ")
     return {
         "add_n": lambda arrays: {chain: partial(_chain, arrays)},
         "accumulate": lambda operands: {add: partial(operator.iadd, *operands)},
         "many": lambda *columns: {"chains": partial(_chains, columns)},
-        "all_sum": lambda *lists: {"chains, copies": partial(_all_sum, copy, *lists)},
-        "pack": lambda flat, arrays: {pack: partial(concatenate, arrays, out=flat[0])},
+        "all_reduce": lambda *tensors: {SUM_AND_COPIES: sum_and_copies(library, copy, tensors)},
+        "pack": lambda flat, arrays: {pack: partial(library.concatenate, arrays, out=flat[0])},
         "segment_sum": lambda values, indices, out: {
             rows: partial(
                 in_order, partial(zero, out[0]), partial(add_rows, out[0], indices[0], values[0])
@@ -106,7 +103,7 @@ def _operations(names: str, copy: Any, concatenate: Any, zero: Any, add_rows: An
 
 def _of_arrays(library: Any) -> Operations:
     """NumPy, or CuPy on the current stream."""
-    functions = library.copyto, library.concatenate, lambda out: out.fill(0)
+    functions = library, library.copyto, lambda out: out.fill(0)
     if library is np:
         return _operations("chain, +=, concatenate, add.at", *functions, np.add.at)
     scatter = importlib.import_module("cupyx").scatter_add
@@ -125,7 +122,7 @@ def _of_torch(torch: Any) -> Operations:
         calls += [partial(outs[0].add_, tensor) for tensor in tensors[1:]]
         return {"copy_ + add_": partial(in_order, *calls)}
 
-    return {**_operations(names, of.copy_, torch.cat, of.zero_, add_rows), "add_into": add_into}
+    return {**_operations(names, torch, of.copy_, of.zero_, add_rows), "add_into": add_into}
 
 
 def _of_torch_on_gpu(torch: Any) -> Operations:
@@ -163,30 +160,18 @@ def _chains(columns: Iterable[Sequence[Any]]) -> list[Any]:
     return [_chain(row) for row in zip(*columns, strict=True)]
 
 
-def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Adds all inputs in two groups, and copies the sum to each output."""
-    total = _chain(inputs[:SPLIT])
-    total += _chain(inputs[SPLIT:])
-    for out in outs:
-        copy(out, total)
-
-
 def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> Calls:
-    """Returns the candidates of installed libraries, and notes missing ones."""
-    found: Calls = {NUMPY: numpy_sum_and_copies(tensors)}
-    if (torch := find_torch(bench)) is not None:
-        taken = [[torch.from_numpy(each) for each in replicas] for replicas in tensors]
-        outs = [[torch.empty_like(each) for each in replicas] for replicas in taken]
-        found[SUM_AND_COPIES] = partial(_means, torch.add, torch.Tensor.copy_, taken, outs)
+    """Returns the candidates of installed libraries on a CPU, and notes missing ones."""
+    found = peer_calls(find_peers(bench), "all_reduce", *tensors)
     if (tf := tensorflow(bench)) is not None:
         found |= _tensorflow(tf, tensors)
     return found
 
 
-def numpy_sum_and_copies(tensors: Tensors) -> Call:
-    """Returns NumPy's mean of each tensor's replicas, copied to all outs."""
-    outs = [[np.empty_like(each) for each in replicas] for replicas in tensors]
-    return partial(_means, np.add, np.copyto, tensors, outs)
+def sum_and_copies(library: Any, copy: Callable[..., Any], tensors: Any) -> Call:
+    """Returns the mean of each tensor's replicas, copied to all outs."""
+    outs = [[library.empty_like(each) for each in replicas] for replicas in tensors]
+    return partial(_means, library.add, copy, tensors, outs)
 
 
 def _means(add: Any, copy: Callable[..., Any], tensors: Any, outs: Any) -> None:

@@ -1,7 +1,5 @@
 """Our own all-reduces, as candidates: values on the devices of a mesh, and their reductions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ floors, which name figures of cases, and returns the report. ``main`` writes it 
 JSON and the floors ``page.py`` writes the pages; ``record.py`` calls both.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -5,8 +5,6 @@ checks nothing; ``tests/fake_cupy`` is the fake that checks. Memory is a range o
 are not compiled, and events have always passed.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """PyTorch modules whose gradients are reduced: some with a trivial backward, and ResNet-18."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

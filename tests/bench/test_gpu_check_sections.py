@@ -11,6 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from bench.test_gpu_check import LIMIT_S, ROOT, STEPS
 
+import gradreduce as gr
+
 pytestmark = pytest.mark.repo
 
 
@@ -20,6 +22,7 @@ def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import gpu_check.__main__ as command
     import gpu_check.child
+    import gpu_check.counters
     import gpu_check.first
     import gpu_check.section
     import gpu_check.sections
@@ -90,7 +93,7 @@ def test_a_section_ends_at_its_limit(tools, setting, tmp_path):
 def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
     """The next check gets its result."""
     earlier = tools.section.Result("NCCL's version", "passed", figures={"version": 1})
-    done = {earlier.name: ("first:7-libraries", earlier)}
+    done = {earlier.name: ("first:8-libraries", earlier)}
     seen = []
 
     def section(_):
@@ -102,10 +105,10 @@ def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
     found = recorded(tools, section, setting, tmp_path, done)
     assert seen == [earlier]
     assert [(one["outcome"], one["reason"]) for one in found["results"]] == [
-        ("skipped", "first:7-libraries has run it"), ("passed", ""), ("skipped", "not here"),
+        ("skipped", "first:8-libraries has run it"), ("passed", ""), ("skipped", "not here"),
     ]  # fmt: skip
     assert {name: where for name, (where, _) in done.items()} == {
-        "NCCL's version": "first:7-libraries", "one rank": "it",
+        "NCCL's version": "first:8-libraries", "one rank": "it",
     }  # fmt: skip
 
 
@@ -184,8 +187,7 @@ def test_benchmarks_share_the_time(tools, setting):
 def complete_setting(tools, setting, monkeypatch):
     """A machine with everything: PyTorch, JAX, and CUDA's tools."""
     monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: name)
-    found = "/usr/local/cuda/bin/{}".format
-    monkeypatch.setattr(tools.sections, "find_tool", found)
+    monkeypatch.setattr(tools.setting.shutil, "which", lambda name, path: f"/cuda/bin/{name}")
     return setting
 
 
@@ -260,8 +262,8 @@ def test_what_is_not_installed_is_skipped(tools, setting, monkeypatch):
     monkeypatch.setattr(tools.setting.shutil, "which", lambda name, path: None)
     reasons = [one.reason for asked in steps_of(tools, setting).values() for one in asked
                if not isinstance(one, tools.section.Check)]  # fmt: skip
-    assert {"not installed: torch", "not installed: jax"} <= set(reasons)
-    assert "compute-sanitizer is not installed" in reasons
+    assert {"not installed: torch", "not installed: jax", "ncu is not installed",
+            "compute-sanitizer is not installed"} <= set(reasons)  # fmt: skip
 
 
 def test_libraries_without_gpus_are_skipped(tools, complete_setting):
@@ -317,6 +319,57 @@ def test_the_environment_sets_the_limit(tools, monkeypatch):
     monkeypatch.setenv("GRADREDUCE_CHECK_LIMIT", "3")
     assert tools.command.parse([]).limit == 3
     assert tools.command.parse(["--limit", "5"]).limit == 5
+
+
+NCU = (
+    '==PROF== Profiling "add_n" - 0: 0%....50%....100% - 8 passes\n'
+    '"ID","Process ID","Kernel Name","Context","Section Name","Metric Name","Metric Unit",'
+    '"Metric Value"\n'
+)
+
+
+def test_counters_are_read_from_ncus_table(tools):
+    """Of each kernel the last launch counts; names are those of the functions."""
+    metrics = tools.counters.METRICS
+    rows = [
+        f'"{launch}","7","void {function}<float>(Table)","1","Command line","{name}","%",'
+        f'"1,{launch}{place}0.5"'
+        for function in tools.counters.functions().values()
+        for launch in (0, 1)
+        for place, name in enumerate(metrics.values())
+    ]
+    found = tools.counters.metrics_of(NCU + "\n".join(rows))
+    assert list(found) == list(tools.counters.LAUNCHES)
+    for figures in found.values():
+        assert figures["dram_percent"] == 1100.5
+        assert set(figures) == {*metrics, "duration_unit"}
+    with pytest.raises(ValueError, match=r"printed no .* of local_update"):
+        tools.counters.metrics_of(NCU + "\n".join(rows[: -2 * len(metrics)]))
+
+
+def test_ncu_finds_the_functions_of_the_launched_kernels(tools, complete_setting):
+    """Every name of LAUNCHES is an entry of a .cu file; another one would profile nothing."""
+    check = tools.counters.counters(complete_setting, 60)
+    words = check.command
+    pattern = re.compile(words[words.index("--kernel-name") + 1].removeprefix("regex:"))
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "kernels").glob("*.cu"))
+    declared = set(re.findall(r"(\w+)\(\s*TABLE_ARGUMENT", text))
+    functions = tools.counters.functions()
+    assert list(functions) == list(tools.counters.LAUNCHES)
+    assert set(functions.values()) <= declared
+    assert {name for name in declared if pattern.search(name)} == set(functions.values())
+    assert "gpu_check.counters:launched" in words
+    assert "ERR_NVGPUCTRPERM" in check.skips
+
+
+def test_each_launch_is_one_of_the_kernel_of_its_name(tools):
+    with gr.open_mesh(1, backend="sim") as mesh:
+        launches = tools.counters.prepare(mesh, tools.counters.QUICK_SIZE)
+        assert list(launches) == list(tools.counters.LAUNCHES)
+        for name, launch in launches.items():
+            with mesh.journal() as journal:
+                launch()
+            assert [record.name for record in journal.of("launch")] == [name]
 
 
 def test_collected_files_are_counted(tools):

@@ -128,7 +128,7 @@ def test_every_floor_of_the_hosts_time_has_a_measured_value(gpus, monkeypatch):
 
 def test_every_call_after_a_failed_assertion_says_that_the_gpu_has_failed(gpus, monkeypatch):
     """The program makes a kernel of PyTorch fail an assertion, CUDA error 710, and waits for it."""
-    from gpu_check.torch_assert import fail_assertion, said_after
+    from gpu_check.programs import fail_assertion, said_after
 
     machine = gpus(1)
 
