@@ -81,10 +81,16 @@ def test_a_callers_capture_contains_none_of_our_work(mode, gpus, cupy):
         theirs.synchronize()
         with captured_by_caller(theirs, mode) as found:
             array += 1
+            array += 1
+        (alone,) = found
+        with captured_by_caller(theirs, mode) as found:
+            array += 1
             for call in calls.values():
                 refused(call)
             array += 1
         (graph,) = found
+        if FAKE:
+            assert len(graph._nodes) == len(alone._nodes)
         for turn in range(3):
             with theirs:
                 assert (array.get() == 2 * turn).all()
