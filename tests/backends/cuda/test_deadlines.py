@@ -340,31 +340,40 @@ def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mes
     assert collective._cliques is not old
 
 
-@pytest.mark.parametrize("finds", ["the watchdog", "a wait"])
-def test_a_gpu_that_fails_is_named(here, mesh, clock, finds):
-    buffer, outcomes = mesh.devices[3].upload(np.ones(9, np.float32)), []
-    hang(here, mesh, 3, deadline=1000)
-
-    def wait() -> None:
-        with pytest.raises(BackendUnavailableError) as raised:
-            buffer.numpy()
-        outcomes.append(str(raised.value))
-
-    waiting = threading.Thread(target=wait)
-    if finds == "a wait":
-        waiting.start()
+def test_a_gpu_that_fails_during_a_call_is_named(here, mesh, clock):
+    reduced(mesh)
+    mesh.synchronize()
+    here.stall(mesh.devices[3])
+    reduced(mesh, deadline=1000)
     here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    named = "cuda:3 failed (cudaError700" if finds == "the watchdog" else "cuda:3 failed"
-    assert named in wait_for_failure(mesh)
-    if finds == "a wait":
-        waiting.join(TEST_TIMEOUT)
-        assert "cuda:3 failed" in outcomes[0]
+    assert "cuda:3 failed (cudaError700" in wait_for_failure(mesh)
     here.resume()
     mesh.reset(timeout=TEST_TIMEOUT)
     with pytest.raises(BackendUnavailableError, match="cuda:3 failed"):
         mesh.devices[3].synchronize()
     assert mesh.devices[0].zeros((2,), "float32").numpy().sum() == 0
     here.freed.clear()
+
+
+def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
+    buffer = mesh.devices[3].upload(np.ones(9, np.float32))
+    mesh.devices[3].synchronize(deadline=TEST_TIMEOUT)
+    here.stall(mesh.devices[3])
+    outcomes: list = []
+
+    def wait() -> None:
+        try:
+            buffer.numpy()
+        except BackendUnavailableError as error:
+            outcomes.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+    waiting.join(TEST_TIMEOUT)
+    assert "cuda:3 failed" in outcomes[0]
+    here.freed.clear()
+    here.resume()
 
 
 def test_a_failed_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
