@@ -82,7 +82,9 @@ def test_public_calls_make_few_python_calls():
     assert above_launches(lambda: step(terms)).calls <= 765
     accumulator = gr.ConditionalAccumulator("float32", (3,), device=mesh[0])
     gradient = np.ones(3, np.float32)
-    assert above_launches(lambda: accumulator.apply_grad(gradient, 0)).calls <= 77
+    assert (
+        above_launches(lambda: accumulator.apply_grad(gradient, 0)).calls <= 76
+    )  # with that of the lambda
     center = gr.AGNCenter(mesh)
     calls: list[int] = []
 

@@ -96,7 +96,7 @@ def apply_grads(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
             "for each accumulator"
         )
-    calls = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
+    calls = list(zip(states, grads, [cast] * len(states), strict=True))
     dropped = is_stale(states, step)
     if dropped:  # gradients that will be dropped are not converted
         counts = _for_each(num_gradients, calls, states)
