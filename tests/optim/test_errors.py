@@ -197,3 +197,32 @@ def test_a_closed_mesh_raises():
         variable = gr.Variable([1.0], device=mesh)
     with pytest.raises(BackendUnavailableError):
         gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(ones(1), variable)])
+
+
+def test_mirrored_gradients_are_refused_after_the_first_update_too():
+    """Then a plan of the variables exists, which looks at each copy."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        first, second = mesh
+        homes = {"one": first, "two": second, "both": mesh}
+        variables = [gr.Variable(ones(3), name, device=home) for name, home in homes.items()]
+        own = [
+            gr.Mirrored([ones(3)] * len(each.devices), devices=each.devices) for each in variables
+        ]
+        optimizer = gr.GradientDescentOptimizer(1.0)
+        optimizer.apply_gradients(list(zip(own, variables, strict=True)))
+        before = [each.numpy() for each in variables]
+        near, far = first.put(ones(3)), second.put(ones(3))
+        for grads, says in [
+            ((own[2], near, far), "the gradient of .*one.* must be on the variable's devices"),
+            (
+                (own[0], own[1], gr.Mirrored(list(variables[2].buffers))),
+                "the gradient of .*both.* shares",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=says):
+                optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
+        for value, variable in zip(before, variables, strict=True):
+            assert np.array_equal(variable.numpy(), value)
+        optimizer.prepare(variables)
+    with pytest.raises(BackendUnavailableError, match="was closed"):
+        optimizer.prepare(variables)

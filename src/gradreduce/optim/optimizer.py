@@ -433,6 +433,9 @@ class Optimizer(OptimizerState):
         if self._plan is None or not self._plan.is_valid_for(variables, self._slots, self._rule):
             self._rehearse_update(variables)
             self._slots.make(variables, self._slot_start)
+        else:  # compiled, with slots
+            device = self._plan.devices[0]
+            device.mesh_state.check_usable(device)
 
     def _rehearse_update(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles the kernels of an update and of new masters.

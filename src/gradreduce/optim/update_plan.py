@@ -72,6 +72,7 @@ class Plan:
             (indices, len(same_dtypes([self.written[index] for index in indices])) == 1)
             for indices in by_physical(self.devices).values()
         ]
+        self._owners = [var for var in variables for _ in var.devices]  # of each copy
         self._staging = HostStaging(self._wanted)
         self._addresses: list[int] = []
         self.device_over_processes = device_over_processes(variables)
@@ -107,14 +108,24 @@ class Plan:
         last call.
         """
         if type(gradients[0]) is Mirrored:
-            gradients = _parts_of(gradients)
+            gradients = self._parts_of(gradients)
         buffers = self._as_buffers(gradients) if len(self.devices) == len(gradients) else None
         if buffers is not None:
             addresses = [grad.address for grad in buffers]
             if addresses != self._addresses:
-                check_no_overlap(self.variables, [(part,) for part in buffers], self.ranges)
+                check_no_overlap(self._owners, [(part,) for part in buffers], self.ranges)
                 self._addresses = addresses
         return buffers
+
+    def _parts_of(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the parts of each ``Mirrored``; nothing if a variable has other copies."""
+        parts: list[Any] = []
+        for grad, variable in zip(gradients, self.variables, strict=True):
+            if not isinstance(grad, Mirrored) or len(grad.devices) != len(variable.devices):
+                return []
+            grad._discard_copies()
+            parts += grad.parts
+        return parts
 
     def _as_buffers(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         is_external = False
@@ -128,18 +139,6 @@ class Plan:
         if is_external:
             wait_for_inputs(gradients)
         return gradients
-
-
-def _parts_of(gradients: Sequence[Any]) -> list[Any]:
-    """Returns the parts of each ``Mirrored``, and other gradients unchanged."""
-    parts: list[Any] = []
-    for grad in gradients:
-        if isinstance(grad, Mirrored):
-            grad._discard_copies()
-            parts += grad.parts
-        else:
-            parts.append(grad)
-    return parts
 
 
 class UpdateJob:
