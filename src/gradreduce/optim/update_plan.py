@@ -72,6 +72,7 @@ class Plan:
             (indices, len(same_dtypes([self.written[index] for index in indices])) == 1)
             for indices in by_physical(self.devices).values()
         ]
+        self._num_copies = [len(var.devices) for var in variables]
         self._owners = [var for var in variables for _ in var.devices]  # of each copy
         self._staging = HostStaging(self._wanted)
         self._addresses: list[int] = []
@@ -120,8 +121,8 @@ class Plan:
     def _parts_of(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns the parts of each ``Mirrored``; nothing if a variable has other copies."""
         parts: list[Any] = []
-        for grad, variable in zip(gradients, self.variables, strict=True):
-            if not isinstance(grad, Mirrored) or len(grad.devices) != len(variable.devices):
+        for grad, num_copies in zip(gradients, self._num_copies, strict=True):
+            if not isinstance(grad, Mirrored) or len(grad) != num_copies:
                 return []
             grad._discard_copies()
             parts += grad.parts
