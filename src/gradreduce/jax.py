@@ -122,10 +122,7 @@ def all_reduce(
         if op is ReduceOp.SUM and replicated == "once":
             columns = [_once(*each, mesh) for each in zip(leaves, columns, strict=True)]
     with StreamScope():
-        values = [
-            form.of_grads(column, path, str(path), mesh)
-            for path, column in zip(paths, columns, strict=True)
-        ]
+        values = form.of_grads(columns, [(path, str(path)) for path in paths], mesh)
         kind: OutputType = "numpy" if mesh.mesh_state.shares_host_memory else "jax"
         pairs = [(value, value) for value in values]
         reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)

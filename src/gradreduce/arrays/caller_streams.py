@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from types import FrameType
 from typing import Literal, ParamSpec, TypeVar
@@ -161,12 +161,15 @@ def _place(device: Device, stream: Stream) -> _StreamPlace:
     return device.mesh_state, device.physical, handle_of(stream)
 
 
-def keep_alive(block: Block) -> None:
-    """Keeps a caller's array alive until its stream waits for this call."""
+def keep_alive(blocks: Iterable[Block]) -> None:
+    """Keeps callers' arrays alive until their streams wait for this call."""
     scope = _thread.scope or _thread.suspended
-    if scope is not None and not block.owned:
-        block.remains.raw = block.raw
-        scope.read.add(block.remains)
+    if scope is None:
+        return
+    for block in blocks:
+        if not block.owned:
+            block.remains.raw = block.raw
+            scope.read.add(block.remains)
 
 
 def keep_alive_longer(block: Block) -> None:

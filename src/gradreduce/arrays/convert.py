@@ -177,7 +177,9 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
 
 def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
     """Returns the ``axis_order`` that all arrays share, with equal shape and dtype; else None."""
-    order = axis_order(arrays[0])
+    first = arrays[0]
+    is_plain = type(first) is np.ndarray and first.flags.c_contiguous  # the most frequent case
+    order = None if is_plain else axis_order(first)
     if order is None:
         return None
     like = [(axis_order(each), shape_and_dtype(each)) for each in arrays if is_array(each)]
@@ -266,29 +268,56 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         ValueError: a tensor requires grad, JAX has deleted the array, a nested list is ragged, or
             numbers do not fit ``dtype``.
     """
-    if type(value) is np.ndarray:  # the most frequent type takes the fewest calls
-        buffer, owner = device.put(value), "native"
+    return to_buffers([value], device, dtype=dtype)[0]
+
+
+def of_one_type(values: Sequence[Any]) -> bool:
+    """Whether all values are arrays of one type, which ``to_buffers`` converts together."""
+    return len(set(map(type, values))) == 1 and hasattr(values[0], "dtype")
+
+
+def to_buffers(
+    values: Sequence[Any], device: Device, *, dtype: np.dtype | None = None
+) -> list[Buffer]:
+    """Converts values, at least one, like ``to_buffer``.
+
+    Checks and waits once for all, if they have one type.
+    """
+    types = set(map(type, values))
+    if len(types) > 1:
+        return [to_buffer(value, device, dtype=dtype) for value in values]
+    kind: str = "native"
+    if types == {np.ndarray}:  # the most frequent type takes the fewest calls
+        buffers = device.put_all(values)
     else:
-        # What the library of ``value`` does might hang in a forked child.
+        # What the library of the values does might hang in a forked child.
         device.mesh_state.check_process()
-        kind = kind_of(value)
+        kind = kind_of(values[0])
         if kind == "buffer":
-            if value.device.mesh_state is not device.mesh_state:
-                raise DeviceMismatchError(
-                    f"{value} belongs to another mesh than {device.name}; pass its .numpy()"
-                )
-            return value  # type: ignore[no-any-return]
-        owner = kind
-        if isinstance(value, np.ndarray):
-            buffer = device.put(value)
-        elif kind == "native":
-            buffer, owner = device.put(value if is_array(value) else numbers(value, dtype)), "copy"
+            return _check_mesh(values, device)
+        if kind != "native":
+            buffers = _CONVERTERS[kind](values, device)
+        elif isinstance(values[0], np.ndarray):
+            buffers = device.put_all(values)
         else:
-            buffer = _CONVERTERS[kind](value, device)
-    if buffer.array_owner is None:  # set already if the array was copied
-        block = buffer.block  # pool memory contains only copies and flat buffers
-        buffer.array_owner = "copy" if block.owned and block.gaps is None else owner
-    return buffer
+            kind = "copy"
+            arrays = [value if is_array(value) else numbers(value, dtype) for value in values]
+            buffers = device.put_all(arrays)
+    for buffer in buffers:
+        if buffer.array_owner is None:  # set already if the array was copied
+            block = buffer.block  # pool memory contains only copies and flat buffers
+            buffer.array_owner = "copy" if block.owned and block.gaps is None else kind
+    return buffers
+
+
+def _check_mesh(buffers: Sequence[Buffer], device: Device) -> list[Buffer]:
+    """Returns Buffers of the device's mesh; raises ``DeviceMismatchError`` for others."""
+    for buffer in buffers:
+        if buffer.device.mesh_state is not device.mesh_state:
+            raise DeviceMismatchError(
+                f"{buffer} belongs to another mesh than {device.name}; pass its .numpy()"
+            )
+    return list(buffers)
 
 
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
@@ -302,19 +331,23 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     Raises:
         ValueError: a CuPy array of simulated memory.
     """
-    if kind == "buffer":
-        return buffer
+    return from_buffers([buffer], kind)[0]
+
+
+def from_buffers(buffers: Sequence[Buffer], kind: Kind) -> Sequence[Any]:
+    """Converts Buffers of one device like ``from_buffer``, with one wait for all."""
+    if kind == "buffer" or not buffers:
+        return buffers
     kind = "torch" if kind == "coo" else kind
-    device = buffer.device
+    device = buffers[0].device
     if device.mesh_state.has_streams:
-        return from_gpu(buffer, kind)
+        return from_gpu(buffers, kind)
     if kind == "cupy":
-        raise ValueError(f"{buffer} is in host memory and cannot be converted to a CuPy array")
-    array = device.release(buffer)
-    if kind == "torch":  # tensors cannot be read-only
-        array = array if array.flags.writeable else array.copy()
-        return as_tensor(array, sys.modules["torch"].from_numpy)
-    return _to_jax(array) if kind == "jax" else array
+        raise ValueError(f"{buffers[0]} is in host memory and cannot be converted to a CuPy array")
+    arrays = device.release_all(buffers)
+    if kind == "torch":
+        return list(map(_to_torch, arrays))
+    return list(map(_to_jax, arrays)) if kind == "jax" else arrays
 
 
 def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
@@ -347,7 +380,7 @@ def hand_over(buffer: Buffer, kind: Kind) -> None:
     if buffer.device.mesh_state.shares_host_memory:
         buffer.device.release(buffer)
     else:
-        release_to(current_of(buffer.device, kind), buffer)
+        release_to(current_of(buffer.device, kind), [buffer])
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
@@ -417,30 +450,57 @@ def check_traced(array: Any) -> None:
         )
 
 
-def _from_torch(tensor: Any, device: Device) -> Buffer:
+def _from_torch(tensors: Sequence[Any], device: Device) -> list[Buffer]:
+    plain = list(map(_as_plain, tensors))
+    on_gpu = {tensor.is_cuda for tensor in plain}
+    if len(on_gpu) > 1:
+        return [_from_torch([tensor], device)[0] for tensor in tensors]
+    if True in on_gpu:
+        buffers = adopt_torch(plain, device)
+    else:
+        memory = list(map(_host_memory, plain))
+        buffers = device.put_all([array for array, _ in memory], [at for _, at in memory])
+    for buffer, tensor, passed in zip(buffers, plain, tensors, strict=True):
+        if tensor is not passed:
+            buffer.array_owner = "copy"
+    return buffers
+
+
+def _as_plain(tensor: Any) -> Any:
+    """Returns a tensor whose memory contains its values: itself, or a copy of a lazy view."""
     check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor requires grad: pass tensor.detach()")
     _check_strided(tensor)
     if tensor.is_conj() or tensor.is_neg():
-        buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
-        buffer.array_owner = "copy"
-        return buffer
-    if tensor.is_cuda:
-        return adopt_torch(tensor, device)
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _host_memory(tensor: Any) -> tuple[np.ndarray, int]:
+    """Returns a tensor in host memory as a NumPy array, and its address."""
     if not tensor.is_cpu:
         raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
     try:
-        array, address = host_view(tensor), tensor.data_ptr()
+        return host_view(tensor), tensor.data_ptr()
     except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
         raise not_readable(error) from None
-    return device.put(array, address)
+
+
+def _to_torch(array: Any) -> Any:
+    """Shares a host array with PyTorch; copies a read-only one, which tensors cannot be."""
+    array = array if array.flags.writeable else array.copy()
+    return as_tensor(array, sys.modules["torch"].from_numpy)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
-def _from_jax(array: Any, device: Device) -> Buffer:
+def _from_jax(arrays: Sequence[Any], device: Device) -> list[Buffer]:
+    return [_from_one_jax(array, device) for array in arrays]  # each needs its own wait
+
+
+def _from_one_jax(array: Any, device: Device) -> Buffer:
     check_traced(array)
     try:
         indices = array.devices()
@@ -469,7 +529,7 @@ def _to_jax(array: Any) -> Any:
     return jax.dlpack.from_dlpack(array)
 
 
-_CONVERTERS: dict[Kind, Callable[[Any, Device], Buffer]] = {
+_CONVERTERS: dict[Kind, Callable[[Sequence[Any], Device], list[Buffer]]] = {
     "torch": _from_torch,
     "jax": _from_jax,
     "cupy": adopt_cupy,

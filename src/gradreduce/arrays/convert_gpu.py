@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -27,23 +27,34 @@ Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer", "coo"]
 # ---- in ------------------------------------------------------------------------------------------
 
 
-def adopt_cupy(array: Any, device: Device) -> Buffer:
-    """Wraps a CuPy array as a Buffer that waits for CuPy's current stream."""
-    return _adopt(array, device, _current(int(array.device.id)))
+def adopt_cupy(arrays: Sequence[Any], device: Device) -> list[Buffer]:
+    """Wraps CuPy arrays as Buffers that wait for CuPy's current stream."""
+    return _adopt_by_gpu(arrays, device, _current)
 
 
-def adopt_torch(tensor: Any, device: Device) -> Buffer:
-    """Wraps a PyTorch tensor as a Buffer that waits for PyTorch's current stream.
-
-    The tensor is shared by its address: DLPack would make CuPy's stream wait for PyTorch's each
-    time.
+def adopt_torch(tensors: Sequence[Any], device: Device) -> list[Buffer]:
+    """Wraps PyTorch tensors as Buffers that wait for PyTorch's current stream.
 
     Raises:
         CaptureError: PyTorch's current stream is capturing a CUDA graph.
-        DeviceMismatchError: the tensor is on a GPU outside the mesh, or the mesh is simulated.
+        DeviceMismatchError: a tensor is on a GPU outside the mesh or in host memory, or the mesh is
+            simulated.
         TypeError: it has no memory of its own (in ``torch.func``), or its dtype cannot be added.
     """
     _check_on_gpu(device)
+    return _adopt_by_gpu(list(map(_cupy_of_torch, tensors)), device, _torch_stream)
+
+
+def _torch_stream(gpu: int) -> Stream:
+    """Returns the handle of PyTorch's current stream on a GPU."""
+    return int(sys.modules["torch"].cuda.current_stream(gpu).cuda_stream)
+
+
+def _cupy_of_torch(tensor: Any) -> Any:
+    """Returns a CuPy array on a tensor's memory.
+
+    It is made from the address: DLPack would make CuPy's stream wait for PyTorch's each time.
+    """
     owner = tensor.detach()  # keeps the memory, also if the tensor gets other memory
     try:
         address = owner.data_ptr()
@@ -56,9 +67,7 @@ def adopt_torch(tensor: Any, device: Device) -> Buffer:
         steps = zip(tensor.shape, strides, strict=True)
         nbytes = dtype.itemsize + sum((extent - 1) * step for extent, step in steps)
     pointer = cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, tensor.device.index), 0)
-    array = sys.modules["cupy"].ndarray(tuple(tensor.shape), dtype, pointer, strides)
-    stream = int(sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream)
-    return _adopt(array, device, stream)
+    return sys.modules["cupy"].ndarray(tuple(tensor.shape), dtype, pointer, strides)
 
 
 def not_readable(error: Exception) -> TypeError:
@@ -81,7 +90,8 @@ def adopt_jax(array: Any, device: Device) -> Buffer:
     if is_first("check", device, _current(device.physical)):
         _check_streams(device)
     shared = sys.modules["cupy"].from_dlpack(array)
-    return _adopt(shared, device, _current(int(shared.device.id)), writable=False)
+    (buffer,) = _adopt([shared], device, _current(int(shared.device.id)), writable=False)
+    return buffer
 
 
 def _check_on_gpu(device: Device) -> None:
@@ -108,18 +118,36 @@ def wait_for_inputs(buffers: Iterable[Buffer]) -> None:
         if is_first("enter", device, stream):
             device.wait_for_stream(stream)
         record_input(device, stream)
-    for buffer in external:
-        keep_alive(buffer.block)
+    keep_alive([buffer.block for buffer in external])
 
 
-def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True) -> Buffer:
-    """Wraps a CuPy array as a Buffer of the mesh, whose queue waits for ``stream``.
+def _adopt_by_gpu(
+    arrays: Sequence[Any], device: Device, stream_of: Callable[[int], Stream]
+) -> list[Buffer]:
+    """Wraps CuPy arrays that the current stream of their library has filled, on each GPU."""
+    gpus = [int(array.device.id) for array in arrays]
+    if len(set(gpus)) == 1 and all([array.flags.c_contiguous for array in arrays]):
+        return _adopt(arrays, device, stream_of(gpus[0]))
+    pairs = zip(arrays, gpus, strict=True)
+    return [_adopt([array], device, stream_of(gpu))[0] for array, gpu in pairs]
 
-    At the end of the call ``stream`` waits for our queue, unless the array is immutable (JAX). A
+
+def _adopt(
+    arrays: Sequence[Any], device: Device, stream: Stream, *, writable: bool = True
+) -> list[Buffer]:
+    """Wraps CuPy arrays on one GPU as Buffers of the mesh, whose queue waits for ``stream``.
+
+    At the end of the call ``stream`` waits for our queue, unless the arrays are immutable (JAX). A
     JAX array needs its own wait: CuPy's stream waits for this array only now.
+
+    Args:
+        arrays: contiguous arrays, or one array that is not.
+        device: the device for arrays on its GPU; others go to the first device of their GPU.
+        stream: the current stream of their library.
+        writable: see ``Device.adopt``.
     """
     _check_on_gpu(device)
-    gpu = int(array.device.id)
+    gpu = int(arrays[0].device.id)
     home = device
     if device.physical != gpu:
         on_gpu = [each for each in device.mesh.devices if each.physical == gpu]
@@ -128,16 +156,20 @@ def _adopt(array: Any, device: Device, stream: Stream, *, writable: bool = True)
                 f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
             )
         home = on_gpu[0]
-    if array.flags.c_contiguous:
-        waits = not writable or is_first("enter", home, stream)
-        buffer = home.adopt(array, writable=writable)
-        if waits:
-            home.wait_for_stream(stream, checked=not is_first("check", home, stream))
-        if writable:
-            record_input(home, stream)
-            keep_alive(buffer.block)
-        return buffer
-    current = sys.modules["cupy"].cuda.get_current_stream(gpu)
+    if not arrays[0].flags.c_contiguous:
+        return [_adopt_copy(arrays[0], home, stream, writable)]
+    buffers = home.adopt_all(arrays, writable=writable)
+    if not writable or is_first("enter", home, stream):
+        home.wait_for_stream(stream, checked=not is_first("check", home, stream))
+    if writable:
+        record_input(home, stream)
+        keep_alive([buffer.block for buffer in buffers])
+    return buffers
+
+
+def _adopt_copy(array: Any, home: Device, stream: Stream, writable: bool) -> Buffer:
+    """Wraps a copy of a CuPy array that is not contiguous; see ``_adopt``."""
+    current = sys.modules["cupy"].cuda.get_current_stream(home.physical)
     home.mesh_state.check_usable(home)
     _check_streams(home, stream)
     with array.device:  # CuPy copies on the current GPU and its current stream
@@ -181,7 +213,7 @@ def current_of(device: Device, kind: str) -> Stream:
     for it. PyTorch's is returned as a handle, because PyTorch's own streams never end.
     """
     if kind == "torch":
-        return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
+        return _torch_stream(device.physical)
     return _current(device.physical)
 
 
@@ -195,17 +227,18 @@ def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     return device._activate()
 
 
-def from_gpu(buffer: Buffer, kind: Kind) -> Any:
-    """Converts GPU memory to an array of ``kind``, whose library's stream waits for ours."""
+def from_gpu(buffers: Sequence[Buffer], kind: Kind) -> Sequence[Any]:
+    """Converts memory of one GPU to arrays of ``kind``, whose library's stream waits for ours."""
     if kind == "numpy":
-        return buffer.numpy()
-    shared = release_to(current_of(buffer.device, kind), buffer)
+        return [buffer.numpy() for buffer in buffers]
+    device = buffers[0].device
+    shared = release_to(current_of(device, kind), buffers)
     if kind == "torch":
-        return as_tensor(shared, sys.modules["torch"].from_dlpack)
+        return [as_tensor(array, sys.modules["torch"].from_dlpack) for array in shared]
     if kind != "jax":
         return shared
-    with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the current stream of this GPU
-        return sys.modules["jax"].dlpack.from_dlpack(shared)
+    with on_gpu_of(device):  # CuPy makes JAX wait for the current stream of this GPU
+        return list(map(sys.modules["jax"].dlpack.from_dlpack, shared))
 
 
 def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
@@ -215,9 +248,10 @@ def as_tensor(array: Any, share: Callable[[Any], Any]) -> Any:
     return share(array)
 
 
-def release_to(consumer: Stream, buffer: Buffer) -> Any:
-    """Makes a caller's stream wait for our queue; returns the Buffer's CuPy array."""
-    buffer.block.record_stream(consumer)
-    return buffer.device.release(
-        buffer, consumer, waited=not is_first("leave", buffer.device, consumer)
-    )
+def release_to(consumer: Stream, buffers: Sequence[Buffer]) -> list[Any]:
+    """Makes a caller's stream wait for our queue; returns the CuPy arrays of Buffers of a GPU."""
+    if isinstance(consumer, int):  # ``release_all`` records other streams
+        for buffer in buffers:
+            buffer.block.record_stream(consumer)
+    device = buffers[0].device
+    return device.release_all(buffers, consumer, waited=not is_first("leave", device, consumer))

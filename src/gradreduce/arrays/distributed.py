@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
@@ -25,11 +26,14 @@ from .convert import (
     Form,
     common_order,
     from_buffer,
+    from_buffers,
     in_order,
     inverse,
     is_coo,
     kind_of,
+    of_one_type,
     to_buffer,
+    to_buffers,
 )
 from .convert_gpu import Kind
 from .indexed_slices import IndexedSlices, as_slices
@@ -126,16 +130,22 @@ class DistributedValues(NotCopied):
 
     def _place(self, values: tuple[Any, ...]) -> None:
         """Puts each value on its device."""
+        self._own: tuple[Any, ...] = self._put_on_devices(self._in_memory(values))
+        self._look_at(values)
+
+    def _in_memory(self, values: tuple[Any, ...]) -> Sequence[Any]:
+        """Returns the values with axes in memory order, and notes this order."""
         order = common_order(values)
-        if order is not None:
-            self._form, self._values = order, values
-        # The parts on the memory of ``values``, with axes in memory order.
-        self._own: tuple[Any, ...] = self._put_on_devices(
-            values if order is None else [in_order(value, order) for value in values]
-        )
+        if order is None:
+            return values
+        self._form, self._values = order, values
+        return [in_order(value, order) for value in values]
+
+    def _look_at(self, values: tuple[Any, ...]) -> None:
+        """Notes the kind of the values, and whether one may be a caller's memory."""
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
-        self._kind: Kind = "coo" if is_coo(first) else kind
+        self._kind: Kind = "coo" if kind == "torch" and is_coo(first) else kind
         self._external = kind != "buffer" or any(
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
@@ -186,20 +196,27 @@ class DistributedValues(NotCopied):
         return value
 
     @classmethod
-    def of_grads(cls, values: Sequence[Any], key: str | int, name: str, mesh: Mesh) -> Self:
-        """Wraps one tensor of the arguments of an ``all_reduce``.
+    def of_grads(
+        cls, columns: Sequence[Sequence[Any]], names: Sequence[tuple[str | int, str]], mesh: Mesh
+    ) -> list[Self]:
+        """Wraps the tensors of an ``all_reduce``; the arrays of a device are converted together.
 
         Args:
-            values: the tensor of each device of the mesh, in order.
-            key: errors call the tensor ``grads[device][key]``.
-            name: the name of the tensor in the flight record.
+            columns: ``columns[tensor][device]``, with each device of the mesh, in order.
+            names: for each tensor its key and its name: errors call it ``grads[device][key]``, and
+                the flight record has the name.
             mesh: the mesh.
         """
-        value = cls.__new__(cls)
-        value._devices = mesh.devices
-        value._key, value._name = key, name
-        value._place(tuple(values))
-        return value
+        values = []
+        for key, name in names:
+            value = cls.__new__(cls)
+            value._devices, value._key, value._name = mesh.devices, key, name
+            values.append(value)
+        arrays = [value._in_memory(tuple(row)) for value, row in zip(values, columns, strict=True)]
+        for value, row, own in zip(values, columns, _put_all(values, arrays, mesh), strict=True):
+            value._own = own
+            value._look_at(tuple(row))
+        return values
 
     def _name_of(self, index: int, replica: int | None = None, of: str = "grads") -> str:
         """Returns the name of this value, or of one of its replicas, for error messages.
@@ -499,6 +516,40 @@ def _devices(
             f"mesh; mesh={brief(mesh)}"
         )
     return own_devices
+
+
+def _put_all(
+    values: Sequence[DistributedValues], arrays: Sequence[Sequence[Any]], mesh: Mesh
+) -> Sequence[tuple[Part, ...]]:
+    """Puts the arrays of each value on the devices, those of a device together."""
+    if of_one_type([each for row in arrays for each in row]):
+        pairs = zip(zip(*arrays, strict=True), mesh.devices, strict=True)
+        with suppress(TypeError, ValueError):  # the error below names its value
+            columns = [to_buffers(of_device, device) for of_device, device in pairs]
+            homes = [{part.device for part in column} for column in columns]
+            if homes == [{device} for device in mesh.devices]:
+                return list(zip(*columns, strict=True))
+    return [value._put_on_devices(row) for value, row in zip(values, arrays, strict=True)]
+
+
+def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
+    """Returns the ``values`` of each value; arrays of a device are converted together."""
+    if not values:
+        return []
+    first, parts = values[0], [value._own for value in values]
+    is_alike = not [
+        1
+        for value in values
+        if value._kind != first._kind
+        or value._devices != first._devices
+        or value._form is not None
+        or value._kept is not None
+    ]
+    if not is_alike or [1 for own in parts for part in own if type(part) is not Buffer]:
+        return [value.values for value in values]
+    with StreamScope():
+        columns = [from_buffers(of_device, first._kind) for of_device in zip(*parts, strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 def buffer_of(part: Part) -> Buffer:

@@ -135,14 +135,16 @@ class DryRunDevice(Device):
         nbytes = math.prod(shape) * dtype.itemsize
         return Buffer(self.block(nbytes, peer_mapped=False), 0, shape, dtype)
 
-    def put(self, array: Any, address: int | None = None) -> Buffer:
+    def put_all(
+        self, arrays: Sequence[Any], addresses: Sequence[int] | None = None
+    ) -> list[Buffer]:
         """Raises: there is no memory."""
+        return [self._adopt(array, writable=True) for array in arrays]
+
+    def _adopt(self, array: Any, writable: bool) -> Buffer:
         raise DeviceMismatchError(
             f"{self.name} of a plan has no memory for a {type(array).__name__}"
         )
-
-    def _adopt(self, array: Any, writable: bool) -> Buffer:
-        return self.put(array)
 
     def _array_of(self, buffer: Buffer) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")

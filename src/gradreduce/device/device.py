@@ -152,6 +152,10 @@ class Device(NotCopied, Backend):
         work = Work(self.compute, [(buffer,)], 1)
         self._submit(partial(self._fill_zero, buffer), record, work)
 
+    def put(self, array: Any) -> Buffer:
+        """Returns an array as a Buffer of this device; see ``put_all``."""
+        return self.put_all([array])[0]
+
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
 
@@ -172,44 +176,57 @@ class Device(NotCopied, Backend):
             ValueError: the array is not contiguous.
             TypeError: its dtype cannot be added.
         """
-        self.mesh_state.check_usable(self)
-        buffer = self._adopt(array, writable)
+        (buffer,) = self.adopt_all([array], writable=writable)
         if stream is not None:
             self.wait_for_stream(stream)
         return buffer
 
-    def release(self, buffer: Buffer, stream: Stream | None = None, *, waited: bool = False) -> Any:
-        """Returns the backend's array of ``buffer``'s memory, without a copy.
+    def adopt_all(self, arrays: Sequence[Any], *, writable: bool = True) -> list[Buffer]:
+        """Wraps callers' arrays like ``adopt``, but no queue waits."""
+        self.mesh_state.check_usable(self)
+        return [self._adopt(array, writable) for array in arrays]
+
+    def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
+        """Returns the backend's array of ``buffer``'s memory; see ``release_all``."""
+        return self.release_all([buffer], stream)[0]
+
+    def release_all(
+        self, buffers: Sequence[Buffer], stream: Stream | None = None, *, waited: bool = False
+    ) -> list[Any]:
+        """Returns the backend's arrays of the Buffers' memory, without a copy.
 
         ``stream`` (None: the host) waits for our compute queue. If it is a stream object, not a raw
-        handle, the array may be dropped while the stream still uses it.
+        handle, the arrays may be dropped while the stream still uses them.
 
         Args:
-            buffer: a buffer of this device.
+            buffers: Buffers of this device.
             stream: the caller's stream, or its raw handle.
-            waited: whether ``stream`` already waits for all work queued for ``buffer``.
+            waited: whether ``stream`` already waits for all work queued for the Buffers.
 
         Raises:
             CaptureError: ``stream`` is capturing a CUDA graph.
-            DeviceMismatchError: the buffer is on another device.
+            DeviceMismatchError: a Buffer is on another device.
         """
         self.mesh_state.check_usable(self)
-        # Else our queue waits for other uses below.
-        waited = waited and buffer.block.uses is self.compute
-        if stream is not None and not waited:
+        # The caller may write the arrays, so our queue waits for other uses below.
+        used = [each.block for each in buffers if each.block.uses is not self.compute]
+        waits = not waited or bool(used)
+        if stream is not None and waits:
             self.check_stream(stream)
-        if buffer.device is not self:
-            raise DeviceMismatchError(
-                f"{self.name}.release: {buffer} is on another device: call release there"
-            )
-        buffer.block.shared = True
-        if buffer.block.uses is not self.compute:
-            self.mesh_state.order.wait_for_uses((buffer.block,))  # the caller may write the array
-        if not waited and (stream is not None or self.defers):
+        for buffer in buffers:
+            if buffer.device is not self:
+                raise DeviceMismatchError(
+                    f"{self.name}.release: {buffer} is on another device: call release there"
+                )
+            buffer.block.shared = True
+        if used:
+            self.mesh_state.order.wait_for_uses(used)
+        if waits and (stream is not None or self.defers):
             self.block_stream(stream)
         if stream is not None and not isinstance(stream, int):  # a handle may be stale
-            buffer.block.record_stream(stream)
-        return self._array_of(buffer)
+            for buffer in buffers:
+                buffer.block.record_stream(stream)
+        return [self._array_of(buffer) for buffer in buffers]
 
     def check_stream(self, stream: Stream) -> None:
         """Raises ``CaptureError`` for a caller's stream that is capturing a CUDA graph.

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
 
-from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, arrays_of
 from gradreduce.arrays.types import AllReduceAlg, NestT, OutputType
 from gradreduce.backends import default_mesh
 from gradreduce.comm.process_group import check_one_process
@@ -32,7 +32,7 @@ from gradreduce.errors import CollectiveError
 
 from .algorithm import ProcessesName, ReductionGroups
 from .algorithms import make_settings
-from .arguments import Request, check_op, make_requests, shapes_by_rows, validate_mesh
+from .arguments import Request, check_op, requests_of, shapes_by_rows, validate_mesh
 from .cross_device_ops import CrossDeviceOps, validate_call
 from .nests import Nests
 from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, rehearse_reduction
@@ -209,12 +209,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             {'w': array([2., 2.]), 'b': array([1.])}
         """
         check_op("op", op)
-        nests = self._validate_nests(grads)
-        outs = None if out is None else nests.outs_of(out)
-        reduced = self.batch_reduce(
-            op, nests.pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=deadline
-        )
-        return nests.nest_results([each.values for each in reduced]) if out is None else out
+        if coalesce is not False:
+            coalesce = as_flag("coalesce", coalesce)
+
+        def run(requests: list[Request]) -> list[tuple[Part, ...]]:
+            with SuspendedScope():  # may run code of a caller's subclass
+                return self.reduce_batch(op, requests, coalesce=coalesce)
+
+        return self._run_nested("batch_reduce", op, grads, output_type, out, deadline, run)
 
     def _validate_nests(self, grads: Any) -> Nests:
         """Checks ``grads[device][tensor]``, and that the devices can be reduced."""
@@ -246,7 +248,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> [value.name for value, _ in pairs]
             ['w']
         """
-        return self._validate_nests(grads).pairs
+        return [(value, value) for value in self._validate_nests(grads).values]
 
     @overload
     def reduce_scatter(
@@ -365,18 +367,22 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         output_type: str | None,
         out: Sequence[Any] | None,
         deadline: float | None,
-        run: Callable[[list[Request]], list[tuple[Buffer, ...]]],
+        run: Callable[[list[Request]], Sequence[tuple[Part, ...]]],
     ) -> Any:
         """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
         nests = self._validate_nests(grads)
-        requests = make_requests(nests.pairs, ReduceOp.SUM, self.mesh)
-        shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
         outs = None if out is None else nests.outs_of(out)
+        is_all_reduce, shapes = name == "batch_reduce", None
+        requests = requests_of(nests.values, elementwise=is_all_reduce, out=outs)
+        if not is_all_reduce:
+            shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
         call = validate_call(requests, op, output_type, outs, shapes)
         with call.running(name, deadline):
-            parts = copy_to_out(call.requests, run(call.requests))
-        results = call.finish(parts)
-        return nests.nest_results([each.values for each in results]) if out is None else out
+            reduced = run(call.requests)
+            if call.outs:
+                reduced = copy_to_out(call.requests, reduced)
+        results = call.finish(reduced)
+        return out if out is not None else nests.nest_results(arrays_of(results))
 
     def plan(
         self,

@@ -119,10 +119,8 @@ def make_requests(
     usable: tuple[Device, ...] = ()
     for index, (entry, destination) in enumerate(validate_pairs(pairs)):
         value = _to_distributed(entry, index, reduce_op, destination, mesh)
-        own, checked, form = value.devices, value, None
-        if value._form is not None:
-            checked, form = as_reduced(value, index, out, elementwise=elementwise)
-        _check_replicas(checked, index)
+        own = value.devices
+        checked, form = _check_value(value, index, out, elementwise)
         for device in own if own != usable else ():
             device.mesh_state.check_usable(device)
         usable = own
@@ -139,6 +137,33 @@ def make_requests(
     if external and external[0].devices[0].mesh_state.has_streams:
         wait_for_inputs([buffer_of(part) for value in external for part in value.parts])
     return requests
+
+
+def requests_of(
+    values: Sequence[DistributedValues], *, elementwise: bool, out: Any = None
+) -> list[Request]:
+    """Makes a request of each value that this call has wrapped, for a result on its own devices.
+
+    See ``make_requests``.
+    """
+    for device in values[0].devices if values else ():
+        device.mesh_state.check_usable(device)
+    requests = []
+    for index, value in enumerate(values):
+        checked, form = _check_value(value, index, out, elementwise)
+        requests.append(Request(checked, value._devices, None, form))
+    return requests
+
+
+def _check_value(
+    value: DistributedValues, index: int, out: Any, elementwise: bool
+) -> tuple[DistributedValues, Form]:
+    """Checks the replicas of a value; returns it as it is reduced, and the result's form."""
+    form: Form = None
+    if value._form is not None:
+        value, form = as_reduced(value, index, out, elementwise=elementwise)
+    _check_replicas(value, index)
+    return value, form
 
 
 def _to_distributed(

@@ -39,35 +39,35 @@ class Nests:
     def __init__(self, grads: Any, mesh: Mesh) -> None:
         mesh.mesh_state.check_process()
         grads = as_list(grads)
-        why = f" of {mesh}; pass mesh= for another mesh"
-        _check_entries("grads", grads, len(mesh.devices), why)
+        why = "; pass mesh= for another mesh"
+        _check_entries("grads", grads, len(mesh.devices), lambda: f" of {mesh}{why}")
         self._grads, self._mesh = grads, mesh
         self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators are read only once
         self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
 
     @property
-    def pairs(self) -> list[tuple[PerReplica, PerReplica]]:
-        """Pairs of value and destination, twice the same, of the tensors that are not None."""
-        pairs: list[tuple[PerReplica, PerReplica]] = []
+    def values(self) -> list[PerReplica]:
+        """The tensors that are not None, on the devices of the mesh."""
+        columns: list[Sequence[Any]] = []
+        names: list[tuple[str | int, str]] = []
         for path, column in self._columns.items():
             if column[0] is not None:
-                key = key_of(path)
-                number = len(pairs)
+                key, number = key_of(path), len(columns)
                 name = key if isinstance(key, str) else "" if key == number else str(key)
-                value = PerReplica.of_grads(column, key, name, self._mesh)
-                pairs.append((value, value))
-        return pairs
+                names.append((key, name))
+                columns.append(column)
+        return PerReplica.of_grads(columns, names, self._mesh) if columns else []
 
     def outs_of(self, out: Any) -> list[list[Any]]:
-        """Returns the arrays of ``out`` for each of ``pairs``, after checking its nesting."""
+        """Returns the arrays of ``out`` for each of ``values``, after checking its nesting."""
         out = as_list(out)
-        _check_entries("out", out, len(self._grads), ", as grads has")
+        _check_entries("out", out, len(self._grads), lambda: ", as grads has")
         names = ["grads[0]", *[f"out[{index}]" for index in range(len(out))]]
         found = self._alike([self._grads[0], *out], names, check_none=False)
         return [column[1:] for column in found.values() if column[0] is not None]
 
     def nest_results(self, results: Iterable[Sequence[Any]]) -> Any:
-        """Nests the results of ``pairs``, ``[tensor][device]``, like the gradients."""
+        """Nests the results of ``values``, ``[tensor][device]``, like the gradients."""
         found = iter(results)
         by_path = {
             path: column if column[0] is None else next(found)
@@ -115,8 +115,9 @@ class Nests:
                     f"{name}{where} must be a list, tuple or dict of arrays, or a PyTorch module, "
                     f"not {type(entry).__name__}"
                 )
+            if opened:
+                _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
             opened.append(container)
-            _check_alike(f"{name}{where}", container, f"{names[0]}{where}", opened[0])
         columns: dict[Path, list[Any]] = {}
         for key, part in _items_of(opened[0]):
             column = [container[key] for container in opened]
@@ -145,7 +146,7 @@ class Nests:
         form = _form_of(type(value))
         if form == "array" or (form == "list" and not is_entry and _is_numbers(value)):
             return None
-        if not _is_named(value):
+        if form == "dict" or not _is_named(value):
             container: Container = value
             return container
         made = self._dicts.get(id(value))
@@ -254,6 +255,8 @@ def _items_of(entry: Container) -> Iterable[tuple[Any, Any]]:
 
 def _like(like: Container, parts: list[Any]) -> Any:
     """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
+    if type(like) is dict:
+        return dict(zip(like, parts, strict=True))
     if isinstance(like, dict):
         made = copy.copy(like)
         made.update(zip(like, parts, strict=True))
@@ -263,7 +266,7 @@ def _like(like: Container, parts: list[Any]) -> Any:
     return type(like)(parts)
 
 
-def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
+def _check_entries(name: str, entries: Any, count: int, why: Callable[[], str]) -> None:
     if not isinstance(entries, list | tuple):
         hint = getattr(entries, "_hint", "") if name == "grads" else ""
         raise ValueError(
@@ -273,7 +276,7 @@ def _check_entries(name: str, entries: Any, count: int, why: str) -> None:
     if len(entries) != count:
         raise ValueError(
             f"{name} has {len(entries)} entries; it must have one entry for each of {count} "
-            f"devices{why}"
+            f"devices{why()}"
         )
 
 

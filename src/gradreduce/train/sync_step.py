@@ -14,10 +14,7 @@ from gradreduce.accumulator import ConditionalAccumulator, take_now
 from gradreduce.accumulator.multi import add_pending
 from gradreduce.accumulator.validate import as_required, as_step, buffers_to_add
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert import as_list, to_buffer
-from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, PerReplica
-from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.comm.description import Description, digest_of
@@ -26,7 +23,6 @@ from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
-    Device,
     Mesh,
     PackInfo,
     as_deadline,
@@ -34,16 +30,16 @@ from gradreduce.device import (
     by_physical,
     deadline_scope,
 )
-from gradreduce.errors import NotCopied, about, brief, listed, repeated
+from gradreduce.errors import NotCopied, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from gradreduce.reduce.nests import in_order
 from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
 
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import SCHEMA, DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import OptimizerShards
+from .terms import place_terms
 
 _FORMAT = "gradreduce SyncStep 2"
 
@@ -259,7 +255,7 @@ class SyncStep(NotCopied):
             variable._check_memory()
         for accumulator in self.accumulators:
             accumulator.accumulator_ref.check_step()
-        placed = self._validate_terms(terms)
+        placed = place_terms(terms, self.variables, self.devices)
         with deadline_scope("a SyncStep", seconds, self.devices):
             gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
             step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
@@ -455,27 +451,6 @@ class SyncStep(NotCopied):
             self._described = what, Description.of(what, names, compared=False)
         return self._described[1]
 
-    def _validate_terms(self, terms: Sequence[Any]) -> dict[int, list[list[Buffer]]]:
-        """Returns the terms ``[replica][term]`` of each variable that has any, by its index."""
-        terms = as_list(terms)
-        _check_length("terms", terms, len(self.devices), "device")
-        names = [variable.name for variable in self.variables]
-        terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]
-        for replica, of_replica in enumerate(terms):
-            _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
-        placed = {}
-        for index, variable in enumerate(self.variables):
-            lists = [_without_none(of_replica[index]) for of_replica in terms]
-            if any(each is not None for each in lists):
-                placed[index] = [
-                    _validate_replica_terms(each, variable, replica, self.devices[replica])
-                    for replica, each in enumerate(lists)
-                ]
-        if not placed:
-            raise ValueError("No gradients provided for any variable: all terms are None")
-        wait_for_inputs([part for rows in placed.values() for row in rows for part in row])
-        return placed
-
     def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[list[Buffer]]:
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
@@ -527,46 +502,3 @@ def _validate_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
             f"variables contains {listed(repeated(result))} more than once; pass each variable once"
         )
     return result
-
-
-def _check_length(name: str, value: Any, length: int, of: str) -> None:
-    if not isinstance(value, Sequence):
-        raise TypeError(f"{name}={brief(value)} must be a list with one entry per {of}")
-    if len(value) != length:
-        raise ValueError(f"{name} has {len(value)} entries; expected {length}, one per {of}")
-
-
-def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Removes None from a list of terms; returns None if nothing is left."""
-    if not isinstance(terms, list | tuple) or not any([term is None for term in terms]):
-        return terms
-    return [term for term in terms if term is not None] or None
-
-
-def _validate_replica_terms(
-    terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
-) -> list[Buffer]:
-    """Validates the terms of one replica for one variable, and converts them to Buffers."""
-    where = f"terms of replica {replica} for {variable.name!r}"
-    like = variable._buffers[0]
-    shape, dtype = like.shape, like.dtype
-    if not isinstance(terms, list | tuple) or not terms:
-        raise ValueError(
-            f"{where}: expected a list of at least one gradient (or None on every replica), got "
-            f"{brief(terms)}"
-        )
-    if any([isinstance(term, IndexedSlices) for term in terms]):
-        raise TypeError(f"{where}: IndexedSlices are not supported; pass .to_dense()")
-    try:
-        placed = [to_buffer(term, device, dtype=dtype) for term in terms]
-    except (TypeError, ValueError) as error:
-        raise about(where, error) from None
-    for buffer in placed:
-        if (buffer.shape, buffer.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{where}: got {buffer.dtype}{list(buffer.shape)}, expected {dtype}{list(shape)} "
-                "as of the variable"
-            )
-        if buffer.device is not device:
-            raise ValueError(f"{where}: {buffer} is not on {device.name}")
-    return placed

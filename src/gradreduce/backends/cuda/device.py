@@ -265,14 +265,19 @@ class CudaDevice(Device):
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
         return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    def put(self, array: Any, address: int | None = None) -> Buffer:
-        """See ``Backend.put``: a CuPy array of this GPU is shared if contiguous, else copied.
+    def put_all(
+        self, arrays: Sequence[Any], addresses: Sequence[int] | None = None
+    ) -> list[Buffer]:
+        """See ``Backend.put_all``: a CuPy array of this GPU is shared if contiguous, else copied.
 
-        The compute queue waits for CuPy's current stream. A host array is copied.
+        The compute queue waits for CuPy's current stream. Host arrays are copied.
 
         Raises:
-            DeviceMismatchError: the array is on another GPU.
+            DeviceMismatchError: an array is on another GPU.
         """
+        return [self._put(array) for array in arrays]
+
+    def _put(self, array: Any) -> Buffer:
         if not isinstance(array, cupy.ndarray):
             return self.upload(np.asarray(array))
         stream = cupy.cuda.get_current_stream(array.device.id)

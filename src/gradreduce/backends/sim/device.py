@@ -107,11 +107,10 @@ class SimDevice(Device):
             raise ValueError(
                 "an adopted array must be contiguous in C order and aligned: pass a copy"
             )
-        return self._share(array, None, writable and flags.writeable)
+        return self._share(array, address_of(array), writable and flags.writeable)
 
-    def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
+    def _share(self, array: np.ndarray, address: int, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
-        address = address_of(array) if address is None else address
         if self.external_buffers.is_used and writable:
             block = self.external_buffers.find(address, array.nbytes)
             if block is not None and block.device is self:
@@ -121,18 +120,24 @@ class SimDevice(Device):
             self._deferred_free.track(block)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def put(self, array: Any, address: int | None = None) -> Buffer:
-        """See ``Backend.put``: a NumPy array is shared if contiguous and aligned, else copied.
+    def put_all(
+        self, arrays: Sequence[Any], addresses: Sequence[int] | None = None
+    ) -> list[Buffer]:
+        """See ``Backend.put_all``: NumPy arrays are shared if contiguous and aligned, else copied.
 
-        If work is deferred it is always copied: its owner may change it after the call returns.
+        If work is deferred all are copied: their owner may change them after the call returns.
         """
         self.mesh_state.check_usable(self)
-        array = np.asarray(array)
-        flags = array.flags
-        if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address, flags.writeable)
-        as_dtype(array.dtype)
-        return self.upload(array)
+        buffers = []
+        for index, array in enumerate(map(np.asarray, arrays)):
+            flags = array.flags
+            if flags.c_contiguous and flags.aligned and not self.defers:
+                address = address_of(array) if addresses is None else addresses[index]
+                buffers.append(self._share(array, address, flags.writeable))
+            else:
+                as_dtype(array.dtype)
+                buffers.append(self.upload(array))
+        return buffers
 
     def _array_of(self, buffer: Buffer) -> np.ndarray:
         if buffer.array is None:

@@ -131,11 +131,13 @@ class DeferredFree:
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
         uses = freed.uses
-        # Free now if the home queue runs after all users.
+        # Free now if the home queue runs after all users, or if nothing is kept: a caller's memory
+        # after its stream waits for us.
         if (
-            freed.owned
-            and not freed.streams
+            not freed.streams
             and (uses is home.compute or home.mesh_state.order.is_behind(home.compute, uses))
+            if freed.owned
+            else freed.raw is None
         ):
             self.free(freed, home)
         else:

@@ -40,15 +40,17 @@ class Backend(ABC):
     # -- memory and arrays ------------------------------------------------------------------------
 
     @abstractmethod
-    def put(self, array: Any, address: int | None = None) -> Buffer:
-        """Returns ``array`` as a Buffer of this device, shared if possible, else copied.
+    def put_all(
+        self, arrays: Sequence[Any], addresses: Sequence[int] | None = None
+    ) -> list[Buffer]:
+        """Returns arrays as Buffers of this device, shared if possible, else copied.
 
-        Host arrays are copied to a GPU. On a simulated device, a contiguous NumPy array is shared.
+        Host arrays are copied to a GPU. On a simulated device, contiguous NumPy arrays are shared.
 
         Args:
-            array: an array in host memory, or on this device's GPU, of a dtype that can be added.
-            address: the address of the first element, if the caller knows it: other libraries find
-                it faster than NumPy.
+            arrays: arrays in host memory, or on this device's GPU, of dtypes that can be added.
+            addresses: the address of each array's first element, if the caller knows it: other
+                libraries find it faster than NumPy.
         """
 
     @abstractmethod

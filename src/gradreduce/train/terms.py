@@ -1,0 +1,113 @@
+"""The terms of a training step: checks them, and puts them on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gradreduce.arrays.convert import as_list, of_one_type, to_buffer, to_buffers
+from gradreduce.arrays.convert_gpu import wait_for_inputs
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, Device
+from gradreduce.errors import about, brief
+from gradreduce.reduce.nests import in_order
+
+
+def place_terms(
+    terms: Any, variables: Sequence[Variable], devices: Sequence[Device]
+) -> dict[int, list[list[Buffer]]]:
+    """Returns the terms ``[replica][term]`` of each variable that has any, by its index.
+
+    Args:
+        terms: the argument of ``SyncStep``.
+        variables: the variables of the step.
+        devices: the device of each replica.
+    """
+    terms = as_list(terms)
+    _check_length("terms", terms, len(devices), "device")
+    names = [variable.name for variable in variables]
+    terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]
+    for replica, of_replica in enumerate(terms):
+        _check_length(f"terms[{replica}]", of_replica, len(variables), "variable")
+    rows = [list(map(_without_none, of_variable)) for of_variable in zip(*terms, strict=True)]
+    used = [index for index, row in enumerate(rows) if any([each is not None for each in row])]
+    if not used:
+        raise ValueError("No gradients provided for any variable: all terms are None")
+    columns = []
+    for replica, device in enumerate(devices):
+        pairs = [(variables[index], rows[index][replica]) for index in used]
+        columns.append(_place_on(device, pairs, replica))
+    wait_for_inputs([part for column in columns for row in column for part in row])
+    return dict(zip(used, map(list, zip(*columns, strict=True)), strict=True))
+
+
+def _place_on(
+    device: Device, pairs: Sequence[tuple[Variable, Any]], replica: int
+) -> list[list[Buffer]]:
+    """Converts the terms of one replica for each variable; those of one type together."""
+    for variable, terms in pairs:
+        _check_list(terms, variable, replica)
+    flat = [term for _, terms in pairs for term in terms]
+    together: Iterator[Buffer] | None = None
+    if of_one_type(flat):
+        with suppress(TypeError, ValueError):  # the error below names its variable
+            together = iter(to_buffers(flat, device))
+    placed = []
+    for variable, terms in pairs:
+        try:
+            if together is None:
+                dtype = variable._buffers[0].dtype
+                buffers = [to_buffer(term, device, dtype=dtype) for term in terms]
+            else:
+                buffers = [next(together) for _ in terms]
+            _check_buffers(buffers, variable._buffers[0], device)
+        except (TypeError, ValueError) as error:
+            raise about(_where(variable, replica), error) from None
+        placed.append(buffers)
+    return placed
+
+
+def _check_buffers(buffers: Sequence[Buffer], like: Buffer, device: Device) -> None:
+    """Raises ``ValueError`` unless Buffers are on a device and have the shape and dtype of one."""
+    for buffer in buffers:
+        if buffer.dtype is not like.dtype or buffer.shape != like.shape:
+            raise ValueError(
+                f"got {buffer.dtype}{list(buffer.shape)}, expected {like.dtype}{list(like.shape)} "
+                "as of the variable"
+            )
+        if buffer.device is not device:
+            raise ValueError(f"{buffer} is not on {device.name}")
+
+
+def _check_list(terms: Any, variable: Variable, replica: int) -> None:
+    """Raises unless the terms of a variable are a list of dense gradients."""
+    if not isinstance(terms, list | tuple) or not terms:
+        raise ValueError(
+            f"{_where(variable, replica)}: expected a list of at least one gradient (or None on "
+            f"every replica), got {brief(terms)}"
+        )
+    if any([isinstance(term, IndexedSlices) for term in terms]):
+        raise TypeError(
+            f"{_where(variable, replica)}: IndexedSlices are not supported; pass .to_dense()"
+        )
+
+
+def _where(variable: Variable, replica: int) -> str:
+    """Returns the name of a list of terms in errors."""
+    return f"terms of replica {replica} for {variable.name!r}"
+
+
+def _check_length(name: str, value: Any, length: int, of: str) -> None:
+    if not isinstance(value, list | tuple | Sequence):  # an abstract class is slower to test
+        raise TypeError(f"{name}={brief(value)} must be a list with one entry per {of}")
+    if len(value) != length:
+        raise ValueError(f"{name} has {len(value)} entries; expected {length}, one per {of}")
+
+
+def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Removes None from a list of terms; returns None if nothing is left."""
+    if not isinstance(terms, list | tuple) or not any([term is None for term in terms]):
+        return terms
+    return [term for term in terms if term is not None] or None
