@@ -153,7 +153,7 @@ class DenseStorage(Storage):
         consume = guard if len(batches) == 1 and not taken else None
         for (_, divisor, reducer), together in batches.items():
             reduced = reducer.reduce_buffers(
-                _partials(together),
+                partial_sums(together),
                 divisor=divisor,
                 out_dtypes=[state.dtype for state in together],
                 consume=consume,
@@ -214,7 +214,7 @@ def _allocate_flat(
     return [views[index] for index in range(len(sums))]
 
 
-def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
+def partial_sums(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     """Returns the partial sums of each state; zeros for a device without gradients.
 
     The zeros of a device are allocated back to back, like sums that were added together. So the

@@ -6,8 +6,8 @@ Source: own; in TensorFlow a call uses one accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from operator import attrgetter
 from threading import current_thread
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from .state import (
     additions_of,
     hold_locks,
 )
-from .take_queue import await_take, complete_ready, join, take_locked, withdraw
+from .take_queue import await_take, complete_ready, join, take_locked, take_sums, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
@@ -333,11 +333,28 @@ def take_now(
 ) -> list[Any] | None:
     """Takes from all accumulators without waiting; returns None if it cannot.
 
-    It takes if at least one accumulator has ``num_required`` gradients and no other take waits. The
-    step of every accumulator then increases by one, even if it is empty. The entry of an empty
-    accumulator is None.
+    See ``reduce_now``. The entry of an empty accumulator is None.
     """
     states = [each.accumulator_ref for each in accumulators]
+    taken = reduce_now(states, num_required, take_sums)
+    return None if taken is None else _results_of(states, taken)
+
+
+def reduce_now(
+    states: Sequence[AccumulatorState],
+    num_required: int,
+    reduce: Callable[[Sequence[AccumulatorState], ExitStack], T],
+) -> T | None:
+    """Reduces the sums of all states and resets them without waiting; returns None if it cannot.
+
+    It can if at least one state has ``num_required`` gradients and no take waits. The step of every
+    state then increases by one, even if it is empty.
+
+    Args:
+        states: the states of accumulators of one mesh.
+        num_required: see above.
+        reduce: see ``take_locked``.
+    """
     with hold_locks(states):
         for state in states:
             state.check_open()
@@ -345,19 +362,19 @@ def take_now(
             state.queue and state.first_take() for state in states
         ):
             return None
-        taken = take_locked(states)
-    return _results_of(states, taken)
+        return take_locked(states, reduce)
 
 
 def _results_of(
     states: Sequence[AccumulatorState],
-    taken: Sequence[Taken],
+    taken: Mapping[AccumulatorState, Taken],
     output_type: OutputType | None = None,
 ) -> list[Any]:
-    """Converts the taken Buffers to the arrays that the call returns."""
+    """Converts the taken Buffers to the arrays that the call returns; None for an empty sum."""
     results: list[Any] = []
     with StreamScope():
-        for state, (parts, first) in zip(states, taken, strict=True):
+        for state in states:
+            parts, first = taken.get(state, ((), "native"))
             kind = as_result_kind(output_type, first)
             if not parts:
                 results.append(None)

@@ -19,6 +19,7 @@ from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesce_n
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
     Buffer,
     Device,
@@ -30,8 +31,9 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.ops import RowIndex, merge_row_index, plan_segments
+from gradreduce.ops import Divisor, RowIndex, concatenate_indices, merge_row_index, plan_segments
 from gradreduce.reduce.one_device import copy_to_each
+from gradreduce.reduce.process_values import slices_of_all
 from gradreduce.sums.slices import concatenate_rows
 
 from .state import AccumulatorState, Addend, Addition, Storage
@@ -213,15 +215,27 @@ def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
     """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     per_gradient = state.sparse_mean == "per_gradient"
-    plan, divisor = merge_row_index(
-        [total.slots for total in totals],
-        mean=state.reduction_type == "MEAN" and not per_gradient,
-    )
+    count = state.count
+    divisor: Divisor = 1.0
+    replicas = Replicas(state.devices)
+    if state.over_mesh and replicas.group.size > 1:  # a SyncStep's, with equally many per replica
+        count = count * replicas.count // len(state.devices)
+        sums = [
+            IndexedSlices.of(each.rows, each.slots.by_row(), state.sum_shape) for each in totals
+        ]
+        parts = slices_of_all(home, sums, mean=True, coalesce=True, names=[state.tensor])
+        plan = plan_segments(concatenate_indices([each.indices for each in parts]))
+        rows = concatenate_rows(home, [each.values for each in parts])
+    else:
+        plan, divisor = merge_row_index(
+            [total.slots for total in totals],
+            mean=state.reduction_type == "MEAN" and not per_gradient,
+        )
+        rows = totals[0].rows
+        if len(totals) > 1 or rows.device is not home:
+            rows = concatenate_rows(home, [total.rows for total in totals])
     if per_gradient:
-        divisor = float(state.count)
-    rows = totals[0].rows
-    if len(totals) > 1 or rows.device is not home:
-        rows = concatenate_rows(home, [total.rows for total in totals])
+        divisor = float(count)
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
     coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
     return copy_to_each(

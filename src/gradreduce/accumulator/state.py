@@ -6,7 +6,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,7 +55,7 @@ class PendingTake:
     deadline: float | None = None
     done: Done | threading.Event = field(default_factory=Done)
     in_call: threading.Lock = field(default_factory=threading.Lock)
-    taken: list[Taken] = field(default_factory=list)
+    taken: Mapping[AccumulatorState, Taken] = field(default_factory=dict)
     error: BaseException | None = None
 
     def is_ready(self) -> bool:

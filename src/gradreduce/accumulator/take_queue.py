@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from operator import attrgetter
+from typing import TypeVar
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
@@ -12,32 +13,46 @@ from gradreduce.errors import CancelledError, DeadlineExceededError, listed, log
 
 from .state import AccumulatorState, PendingTake, Storage, Taken, hold_locks
 
+T = TypeVar("T")
 LOG_SECONDS = 60.0  # after so long a take that waits logs what it waits for
 
 
-def take_locked(states: Sequence[AccumulatorState]) -> list[Taken]:
-    """Takes the gradient of each state and resets it; all locks must be held.
+def take_locked(
+    states: Sequence[AccumulatorState],
+    reduce: Callable[[Sequence[AccumulatorState], ExitStack], T],
+) -> T:
+    """Reduces the sums of all states and resets the states; all locks must be held.
 
-    Sums may be reduced or divided in place. If anything fails between this and the reset, the
-    devices of these sums are marked as failed.
-
-    Returns:
-        For each state a pair: its gradient on each of its devices, which is an empty tuple for an
-        empty sum; and the array type to return.
+    Args:
+        states: the states; each must be usable.
+        reduce: called with the states that have gradients, and a guard like that of
+            ``Storage.take``; returns the result of this function.
     """
-    taken: dict[AccumulatorState, tuple[Part, ...]] = {}
-    by_storage: dict[Storage, list[AccumulatorState]] = {}
     for state in states:
         state.check_devices()  # a take without a launch must check too
         state.check_step()
-        if state.count:
-            by_storage.setdefault(state.storage, []).append(state)
     with ExitStack() as guard:
-        for storage in sorted(by_storage, key=attrgetter("overwrites")):
-            taken |= storage.take(by_storage[storage], guard)
+        reduced = reduce([state for state in states if state.count], guard)
         for state in states:
             state.reset(state.step + 1)
-    return [(taken.get(state, ()), state.kind) for state in states]
+    return reduced
+
+
+def take_sums(
+    states: Sequence[AccumulatorState], guard: ExitStack
+) -> dict[AccumulatorState, Taken]:
+    """Returns the gradient of each state, which has one; see ``Storage.take``.
+
+    Sums may be reduced or divided in place. If anything fails between this and the reset, the
+    devices of these sums are marked as failed.
+    """
+    by_storage: dict[Storage, list[AccumulatorState]] = {}
+    for state in states:
+        by_storage.setdefault(state.storage, []).append(state)
+    taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+    for storage in sorted(by_storage, key=attrgetter("overwrites")):
+        taken |= storage.take(by_storage[storage], guard)
+    return {state: (parts, state.kind) for state, parts in taken.items()}
 
 
 def join(pending_take: PendingTake) -> None:
@@ -187,7 +202,7 @@ def _complete(pending_take: PendingTake) -> None:
     devices = (device for state in pending_take.states for device in state.devices)
     try:
         with DeferInterrupts(), deadline_scope("take_grad", pending_take.deadline, devices):
-            pending_take.taken = take_locked(pending_take.states)
+            pending_take.taken = take_locked(pending_take.states, take_sums)
     except Exception as error:
         pending_take.error = error
     pending_take.leave()

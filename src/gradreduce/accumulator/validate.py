@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.arrays.convert import PLAIN, is_array, kind_of, numbers, shape_and_dtype, to_buffer
-from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.distributed import Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
 from gradreduce.arrays.variable import Variable
@@ -51,10 +51,14 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
     return PendingGradient(state, parts, kind)
 
 
-def buffers_to_add(state: AccumulatorState, buffers: Sequence[Buffer]) -> PendingGradient:
-    """Returns a gradient that needs no check: a Buffer of the dtype and shape on each device."""
-    parts = [Addend(index, buffer, buffer.shape) for index, buffer in enumerate(buffers)]
-    return PendingGradient(state, tuple(parts), "buffer")
+def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradient:
+    """Returns a gradient that needs no check: a part of the dtype and shape on each device."""
+    if state.storage.is_sparse:
+        addends = [state.storage.to_addend(state, part) for part in parts]
+    else:
+        buffers = map(buffer_of, parts)
+        addends = [Addend(index, buffer, buffer.shape) for index, buffer in enumerate(buffers)]
+    return PendingGradient(state, tuple(addends), "buffer")
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:

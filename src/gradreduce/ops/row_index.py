@@ -53,6 +53,12 @@ class RowIndex:
         """The number of rows of the sum."""
         return self.indices.size
 
+    def by_row(self) -> np.ndarray:
+        """Returns the index of each row of the sum, in the order of the rows."""
+        indices = np.empty_like(self.indices)
+        indices[self.rows] = self.indices
+        return indices
+
     def add_gradient(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
         """Returns the index after one more gradient, and the rows that it adds to.
 

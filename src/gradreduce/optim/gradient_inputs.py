@@ -203,7 +203,7 @@ def _to_gradient_value(grad: Any, var: Variable) -> GradientValue:
         placed = _to_part(grad, var)
     for part in _parts(placed):
         if isinstance(part, IndexedSlices):
-            _check_rows(part, var)
+            check_rows(part, var)
         elif part.shape != var.shape or part.dtype != var.dtype:
             raise ValueError(
                 f"the gradient of {var!r} is {part.dtype}{list(part.shape)}; it must have the "
@@ -220,7 +220,8 @@ def _to_part(grad: Any, var: Variable) -> Part:
         raise about(f"the gradient of {var!r}", error) from None
 
 
-def _check_rows(slices: IndexedSlices, var: Variable) -> None:
+def check_rows(slices: IndexedSlices, var: Variable) -> None:
+    """Raises ``ValueError`` unless the slices are rows of the variable."""
     shape, dtype = shape_and_dtype(slices.values)
     if not var.shape or shape[1:] != var.shape[1:] or dtype != var.dtype:
         raise ValueError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from gradreduce import checkpoint
-from gradreduce.accumulator import ConditionalAccumulator
+from gradreduce.accumulator import ConditionalAccumulatorBase
 from gradreduce.accumulator.checkpoint import ready_state
 from gradreduce.arrays.convert import is_array
 from gradreduce.comm.description import Description, digest_of
@@ -20,7 +21,9 @@ from gradreduce.device import Device
 
 
 def save_accumulators(
-    accumulators: Mapping[str, ConditionalAccumulator], devices: Sequence[Device], num_replicas: int
+    accumulators: Mapping[str, ConditionalAccumulatorBase],
+    devices: Sequence[Device],
+    num_replicas: int,
 ) -> dict[str, dict[str, Any]]:
     """Returns the states of accumulators, with the counts and sums of all processes.
 
@@ -49,15 +52,33 @@ def _of_all_replicas(devices: Sequence[Device], sums: list[Any]) -> list[Any]:
         return sums
     if sums[0] is None:
         return [None] * sum(counts)
-    shape = sums[0].shape
-    shapes = [[shape] * count for count in counts]
-    what = {"call": "SyncStep.state_dict", "tensors": [list(shape)]}
+    if not isinstance(sums[0], Mapping):
+        return _exchange_sums(replicas, sums, [sums[0].shape] * sum(counts))
+    # The rows of sparse gradients, whose numbers differ between the replicas.
+    with replicas.call(Description.of({"call": "SyncStep.state_dict", "tensors": []})):
+        of_processes = replicas.exchange_numbers([len(each["indices"]) for each in sums], counts)
+    num_rows = [number for numbers in of_processes for number in numbers]
+    columns = []
+    for key in sums[0]:
+        row = sums[0][key].shape[1:]
+        shapes = [(number, *row) for number in num_rows]
+        columns.append(_exchange_sums(replicas, [each[key] for each in sums], shapes))
+    return [dict(zip(sums[0], each, strict=True)) for each in zip(*columns, strict=True)]
+
+
+def _exchange_sums(
+    replicas: Replicas, sums: Sequence[Any], shapes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Returns one array of each replica of all processes; ``shapes`` are those of all replicas."""
+    ends = list(accumulate(replicas.counts, initial=0))
+    by_process = [shapes[start:stop] for start, stop in pairwise(ends)]
+    what = {"call": "SyncStep.state_dict", "tensors": [list(each) for each in shapes]}
     with replicas.call(Description.of(what)):
-        return replicas.exchange_arrays(sums, shapes)
+        return replicas.exchange_arrays(sums, by_process)
 
 
 def ready_accumulators(
-    accumulators: Sequence[ConditionalAccumulator],
+    accumulators: Sequence[ConditionalAccumulatorBase],
     saved: Mapping[str, Any],
     devices: Sequence[Device],
     num_replicas: int,

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.checkpoint import integer, optional, plain
@@ -245,7 +246,7 @@ def _on_host(norm: Buffer) -> float:
     return float(norm.numpy()[0])
 
 
-def first_nonfinite(gradients: Sequence[Sequence[Buffer]], first: int) -> tuple[int, int]:
+def first_nonfinite(gradients: Sequence[Sequence[Part]], first: int) -> tuple[int, int]:
     """Returns the index and the replica of the first gradient that is not finite.
 
     Returns (-1, -1) if all gradients are finite. The host waits for the gradients.
@@ -254,15 +255,14 @@ def first_nonfinite(gradients: Sequence[Sequence[Buffer]], first: int) -> tuple[
         gradients: ``[variable][replica]``, on the replicas of this process.
         first: the number of the first replica of this process.
     """
-    sizes = [of_replicas[0].size for of_replicas in gradients]
-    ends = list(accumulate(map(ops.num_blocks, sizes)))
-    columns = zip(*gradients, strict=True)
+    columns = [list(map(buffer_of, column)) for column in zip(*gradients, strict=True)]
     sums = [ops.block_sums(column, column[0].device) for column in columns]
     wrong = []
-    for replica, of_replica in enumerate(sums, first):
+    for replica, (column, of_replica) in enumerate(zip(columns, sums, strict=True), first):
         totals = of_replica.numpy().tolist()
         block = next((block for block, each in enumerate(totals) if not math.isfinite(each)), -1)
         if block >= 0:
+            ends = list(accumulate([ops.num_blocks(buffer.size) for buffer in column]))
             wrong.append((bisect_right(ends, block), replica))
     return min(wrong, default=(-1, -1))
 

@@ -8,31 +8,38 @@ Variable::
     sums of all replicas ──reduce-scatter──► means of own shards ──optimize──► own shards
                                                 ──all-gather──► all copies of the variables
 
+A variable with sparse gradients is cut between rows. Every replica gets the merged rows of all
+replicas, and updates those that are in its shards.
+
 Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 1.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator import ConditionalAccumulator, take_now
-from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.accumulator.dense_storage import partial_sums
+from gradreduce.accumulator.multi import reduce_now
+from gradreduce.accumulator.sparse_storage import SPARSE
+from gradreduce.accumulator.state import AccumulatorState
+from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable, begin_writes
 from gradreduce.checkpoint import by_name, downloader
 from gradreduce.comm.description import Description
 from gradreduce.comm.replicas import Replicas, abort_others_on_error
-from gradreduce.device import Buffer, Device, DType, Parcel, accumulate_dtype, as_dtype
+from gradreduce.device import Buffer, DType, Parcel, accumulate_dtype, as_dtype
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
 from gradreduce.optim.checkpoint import SlotValues
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
-from gradreduce.reduce.arguments import Request
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.pipeline import (
@@ -72,14 +79,15 @@ class VariableShard(NamedTuple):
 
 
 def plan_shards(
-    variables: Sequence[Variable], num_replicas: int, block: int = 1
+    variables: Sequence[Variable], num_replicas: int, blocks: Sequence[int]
 ) -> list[VariableShard]:
     """Cuts variables into shards of whole blocks; returns the shards in the order of owners.
 
     Args:
         variables: the variables to cut.
         num_replicas: the number of owners.
-        block: the number of elements of a block. Blocks start at the start of each variable.
+        blocks: for each variable the number of elements of a block, of which the first starts at
+            the start of the variable.
     """
     sizes = tuple([variable.buffers[0].size for variable in variables])
     dtypes = tuple([(variable.dtype, variable.dtype) for variable in variables])
@@ -90,8 +98,8 @@ def plan_shards(
             starts = dict(pieces.cut)
             for place, (tensor, size) in enumerate(zip(pieces.tensors, pieces.sizes, strict=True)):
                 index, start = flat.tensors[tensor], starts.get(place, 0)
-                first = _at_block(start, sizes[index], block)
-                end = _at_block(start + size, sizes[index], block)
+                first = _at_block(start, sizes[index], blocks[index])
+                end = _at_block(start + size, sizes[index], blocks[index])
                 if size > 0 and end > first:
                     shards.append(VariableShard(index, owner, first, end - first))
     return sorted(shards, key=lambda shard: shard.owner)
@@ -102,42 +110,42 @@ def _at_block(element: int, size: int, block: int) -> int:
     return size if element == size else min((element + block // 2) // block * block, size)
 
 
-class _TakenMeans(threading.local):
-    """The gradients that the thread's current take has reduced.
+class ShardMeans(NamedTuple):
+    """The mean gradients of an update, divided among the replicas.
 
     Attributes:
-        means: the means of the shards of this process.
-        indices: the indices of all variables with a gradient.
+        indices: the indices of all variables with a gradient, ascending.
+        of_shard: the means of dense gradients, for the shards of this process.
+        rows: the merged rows of sparse gradients on each device, by the index of the variable.
     """
 
-    def __init__(self) -> None:
-        self.means: dict[VariableShard, Buffer] = {}
-        self.indices: list[int] = []
+    indices: list[int]
+    of_shard: dict[VariableShard, Buffer]
+    rows: dict[int, Sequence[Part]]
 
 
-class OptimizerShards(CrossDeviceOps):
-    """Reduces sums of a ``SyncStep`` to shards, updates these, copies them to all.
+class ShardedUpdate:
+    """The last stages of a ``SyncStep``: each replica updates its shards, and copies them to all.
 
     Args:
         variables: the variables of the step.
+        sparse: the indices of those with sparse gradients.
         optimizer: an optimizer with an elementwise rule.
         cross_device_ops: an ``AllReduceCrossDeviceOps``.
         scaling: scales the mean gradients.
 
     Attributes:
         variables: a Variable for each shard of this process.
-        accumulators: the accumulators of the step, one for each variable; set after construction.
 
     Raises:
         ValueError: the optimizer or ``cross_device_ops`` cannot be used, or the optimizer already
             has slots of these variables.
     """
 
-    accumulators: Sequence[ConditionalAccumulator] = ()
-
     def __init__(
         self,
         variables: Sequence[Variable],
+        sparse: Collection[int],
         optimizer: Optimizer,
         cross_device_ops: CrossDeviceOps,
         scaling: GradientScaling,
@@ -159,20 +167,34 @@ class OptimizerShards(CrossDeviceOps):
         self._replicas = Replicas(self._devices)
         self._num_replicas, self._first = self._replicas.count, self._replicas.first
         self._scaling = scaling
-        self._shards = plan_shards(variables, self._num_replicas, ops.BLOCK if scaling.acts else 1)
+        block = ops.BLOCK if scaling.acts else 1
+        blocks = [
+            max(1, math.prod(variable.shape[1:])) if index in sparse else block
+            for index, variable in enumerate(variables)
+        ]
+        self._shards = plan_shards(variables, self._num_replicas, blocks)
         self._own: dict[VariableShard, Variable] = {}
         for shard in self._shards:
             if 0 <= shard.owner - self._first < len(self._devices):
                 variable = variables[shard.variable]
                 memory = shard.of(variable.buffers[shard.owner - self._first])
+                if shard.variable in sparse:
+                    num_rows = shard.size // blocks[shard.variable]
+                    memory = memory.view(0, (num_rows, *variable.shape[1:]))
                 name = f"{variable.name}/shard_{shard.owner}"
                 self._own[shard] = Variable._on_buffers([memory], name, trainable=True)
         self._check_unused()
         self.variables = tuple(self._own.values())
         self._planned = lru_cache(_MOST_PLANS)(self._plan)
-        self._taken = _TakenMeans()
+        optimizer._rehearse_update(
+            [part for shard, part in self._own.items() if shard.variable in sparse], sparse=True
+        )
         gathering = cross_device_ops.settings._replace(wire_dtype=None)
         for dtype in {variable.dtype: None for variable in variables}:
+            rehearse_reduction(
+                cross_device_ops.settings, self._devices, accumulate_dtype(dtype), dtype,
+                call="reduce-scatter",
+            )  # fmt: skip
             rehearse_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
         if scaling.acts:
             rehearse_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
@@ -188,55 +210,41 @@ class OptimizerShards(CrossDeviceOps):
                 "cannot divide them: pass a new optimizer, and load a state of the SyncStep"
             )
 
-    # -- the reduction that the accumulators call -------------------------------------------------
+    # -- reduce -----------------------------------------------------------------------------------
 
-    def reduce_batch(
-        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
-    ) -> list[tuple[Part, ...]]:
-        """See ``CrossDeviceOps.reduce_batch``; not used by the step."""
-        return self._ops.reduce_batch(reduce_op, requests, coalesce=coalesce)
+    def reduce(self, states: Sequence[AccumulatorState], num_required: int) -> ShardMeans | None:
+        """See ``UpdateStages``."""
+        index_of = {state: index for index, state in enumerate(states)}
+        return reduce_now(states, num_required, partial(self._reduce, index_of))
 
-    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """See ``CrossDeviceOps._rehearse_sums``."""
-        rehearse_reduction(
-            self._ops.settings, self._devices, dtype, out_dtype, call="reduce-scatter"
-        )
-
-    def reduce_buffers(
+    def _reduce(
         self,
-        gradients: Sequence[Sequence[Buffer]],
-        *,
-        divisor: float = 1,
-        out_dtypes: Sequence[DType] | None = None,
-        consume: ExitStack | None = None,
-        names: Sequence[str] = (),
-    ) -> list[tuple[Buffer, ...]]:
-        """Reduces the partial sums of accumulators with ``divisor`` gradients to shards.
-
-        Returns:
-            For each accumulator, the means of the shards of this process. They are also kept for
-            ``take_and_update``.
-        """
-        indices = [
-            index
-            for index, accumulator in enumerate(self.accumulators)
-            if accumulator.accumulator_ref.count == divisor
-        ]
-        sums = dict(zip(indices, gradients, strict=True))
-        chosen = [shard for shard in self._shards if shard.variable in sums]
-        divisor = divisor * self._num_replicas / len(self._devices)
-        plan = self._planned("reduce-scatter", tuple(indices), divisor)
-        rows = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
-        results = reduce_batch(plan, rows, positions=indices)
-        mean_of_shard = {
-            shard: mean for shard, means in zip(chosen, results, strict=True) for mean in means
-        }
-        self._taken.means |= mean_of_shard
-        self._taken.indices += indices
-        return [
-            tuple([mean for shard, mean in mean_of_shard.items() if shard.variable == index])
-            for index in indices
-        ]
+        index_of: Mapping[AccumulatorState, int],
+        states: Sequence[AccumulatorState],
+        guard: ExitStack,
+    ) -> ShardMeans:
+        """Reduces the sums of these states; see ``take_locked``."""
+        sparse = [state for state in states if state.storage.is_sparse]
+        rows = SPARSE.take(sparse, guard) if sparse else {}
+        of_shard: dict[VariableShard, Buffer] = {}
+        dense = [state for state in states if not state.storage.is_sparse]
+        for count in dict.fromkeys([state.count for state in dense]):
+            together = [state for state in dense if state.count == count]
+            indices = [index_of[state] for state in together]
+            sums = dict(zip(indices, partial_sums(together), strict=True))
+            chosen = [shard for shard in self._shards if shard.variable in sums]
+            divisor = count * self._num_replicas / len(self._devices)
+            plan = self._planned("reduce-scatter", tuple(indices), divisor)
+            parts = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
+            results = reduce_batch(plan, parts, positions=indices)
+            of_shard |= {
+                shard: mean for shard, means in zip(chosen, results, strict=True) for mean in means
+            }
+        return ShardMeans(
+            sorted([index_of[state] for state in states]),
+            {shard: of_shard[shard] for shard in self._shards if shard in of_shard},
+            {index_of[state]: parts for state, parts in rows.items()},
+        )
 
     def _plan(
         self,
@@ -269,68 +277,79 @@ class OptimizerShards(CrossDeviceOps):
             call=call, divisor=divisor, names=names,
         )  # fmt: skip
 
-    # -- update -----------------------------------------------------------------------------------
+    # -- scale and update -------------------------------------------------------------------------
 
-    def take_and_update(self, num_required: int) -> bool:
-        """Takes the sums, updates the shards, and copies them to all replicas.
+    def scale(self, means: ShardMeans) -> bool:
+        """See ``UpdateStages``."""
+        rows = means.rows.values()
+        gradients = [
+            [mean for mean in means.of_shard.values() if mean.device is device]
+            + [buffer_of(parts[index]) for parts in rows]
+            for index, device in enumerate(self._devices)
+        ]
+        with abort_others_on_error(self._devices[0]):
+            return self._scaling.apply(gradients, partial(self._sums_of_all, means))
 
-        Returns:
-            True if the variables were updated. False if there are not enough gradients, or if the
-            update is skipped.
-        """
-        taken = self._taken
-        taken.means, taken.indices = {}, []
-        if take_now(self.accumulators, num_required) is None:
-            return False
-        indices = sorted(taken.indices)
-        plan = self._planned("all-gather", tuple(indices))
-        wanted = set(indices)
+    def apply(self, means: ShardMeans) -> None:
+        """Updates the shards, and copies them to all replicas."""
+        plan = self._planned("all-gather", tuple(means.indices))
+        wanted = set(means.indices)
         chosen = [shard for shard in self._shards if shard.variable in wanted]
-        # A take reduces sums with the same number of gradients together: means have another order.
-        means = {shard: taken.means[shard] for shard in chosen if shard in taken.means}
-        taken.means = {}  # otherwise they would stay in memory until the next call
         own = [self._own[shard].buffers if shard in self._own else () for shard in chosen]
         out = [
             [shard.of(buffer) for buffer in self._whole[shard.variable].buffers] for shard in chosen
         ]
-        pairs = [(mean, self._own[shard]) for shard, mean in means.items()]
-        first = self._devices[0]
-        with abort_others_on_error(first):
-            if not self._scaling.apply(
-                [
-                    [mean for mean in means.values() if mean.device is device]
-                    for device in self._devices
-                ],
-                partial(self._sums_of_all, indices),
-            ):
-                return False
+        pairs = [
+            (self._mean_of(shard, means), self._own[shard])
+            for shard in chosen
+            if shard in self._own
+        ]
         begin_writes(self._whole)
+        first = self._devices[0]
         # If the update or the copies fail, the copies of a variable would differ.
         with (
             first.mesh_state.fail_on_partial_write(self._devices),
             abort_others_on_error(first),
         ):
             if pairs:
-                self._optimizer._update(pairs)  # the sums are those of all processes
+                self._optimizer._update(pairs)  # the means are those of all processes
             else:
                 self._optimizer._count_update()
-            reduce_batch(plan, own, out=out, positions=indices)
-        return True
+            reduce_batch(plan, own, out=out, positions=means.indices)
 
-    def _sums_of_all(self, indices: Sequence[int], own: Sequence[Buffer]) -> list[Buffer]:
+    def _mean_of(self, shard: VariableShard, means: ShardMeans) -> Part:
+        """Returns the mean gradient of a shard of this process."""
+        parts = means.rows.get(shard.variable)
+        if parts is None:
+            return means.of_shard[shard]
+        part, shape = parts[shard.owner - self._first], self._own[shard].shape
+        assert isinstance(part, IndexedSlices), "the gradients of the variable are sparse"
+        row_size = shard.size // shape[0]
+        first_row = shard.start // row_size
+        start, stop = [bisect_left(part.indices, row) for row in (first_row, first_row + shape[0])]
+        rows = part.values.view(start * row_size, (stop - start, *shape[1:]))
+        return IndexedSlices.of(rows, part.indices[start:stop] - first_row, shape)
+
+    def _sums_of_all(self, means: ShardMeans, own: Sequence[Buffer]) -> list[Buffer]:
         """Copies the sums of all blocks to all replicas, in the order of the variables.
 
         Args:
-            indices: the indices of the variables.
-            own: for each device the sums of the blocks of its shards.
+            means: the mean gradients.
+            own: for each device the sums of the blocks of its shards and of all rows.
 
         Returns:
             For each device the sums of all blocks.
         """
-        sizes = [self._whole[index].buffers[0].size for index in indices]
+        sizes = [
+            buffer_of(means.rows[index][0]).size
+            if index in means.rows
+            else self._whole[index].buffers[0].size
+            for index in means.indices
+        ]
         *starts, total = accumulate(map(ops.num_blocks, sizes), initial=0)
-        start_of = dict(zip(indices, starts, strict=True))
-        chosen = [shard for shard in self._shards if shard.variable in start_of]
+        start_of = dict(zip(means.indices, starts, strict=True))
+        dense = [index for index in means.indices if index not in means.rows]
+        chosen = [shard for shard in self._shards if shard.variable in dense]
         places = [start_of[shard.variable] + shard.start // ops.BLOCK for shard in chosen]
         counts = [ops.num_blocks(shard.size) for shard in chosen]
         all_sums = [device.empty((total,), _SUM) for device in self._devices]
@@ -339,12 +358,30 @@ class OptimizerShards(CrossDeviceOps):
         for owner, sums in enumerate(own, self._first):
             rows = [row for row, shard in enumerate(chosen) if shard.owner == owner]
             begins = accumulate([counts[row] for row in rows], initial=0)
-            parts = sums.parts(list(begins)[:-1], [counts[row] for row in rows])
+            *starts_of, begin = begins
+            parts = sums.parts(starts_of, [counts[row] for row in rows])
             for row, part in zip(rows, parts, strict=True):
                 sent[row].append(part)
-        plan = self._planned("all-gather", tuple(indices), of_sums=True)
-        reduce_batch(plan, sent, out=list(out), positions=indices)
+            self._place_row_sums(means, all_sums[owner - self._first], sums, begin, start_of)
+        if chosen:
+            plan = self._planned("all-gather", tuple(dense), of_sums=True)
+            reduce_batch(plan, sent, out=list(out), positions=dense)
         return all_sums
+
+    def _place_row_sums(
+        self,
+        means: ShardMeans,
+        into: Buffer,
+        sums: Buffer,
+        begin: int,
+        start_of: Mapping[int, int],
+    ) -> None:
+        """Copies the block sums of rows, which begin at ``begin`` of ``sums``, to their places."""
+        counts = [ops.num_blocks(buffer_of(parts[0]).size) for parts in means.rows.values()]
+        begins = list(accumulate(counts, initial=begin))[:-1]
+        outs = into.parts([start_of[index] for index in means.rows], counts)
+        if outs:
+            ops.pack(outs, sums.parts(begins, counts), device=into.device)
 
     # -- checkpoint -------------------------------------------------------------------------------
 
@@ -387,7 +424,7 @@ class OptimizerShards(CrossDeviceOps):
         """Cuts saved slots of whole variables into the slots of this process's shards."""
         return {
             part: {
-                name: value.reshape(-1)[shard.start : shard.start + shard.size]
+                name: value.reshape(-1)[shard.start : shard.start + shard.size].reshape(part.shape)
                 for name, value in values[self._whole[shard.variable]].items()
             }
             for shard, part in self._own.items()

@@ -10,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce import checkpoint
-from gradreduce.accumulator import ConditionalAccumulator, take_now
+from gradreduce.accumulator import (
+    ConditionalAccumulator,
+    ConditionalAccumulatorBase,
+    SparseConditionalAccumulator,
+)
 from gradreduce.accumulator.multi import add_pending
-from gradreduce.accumulator.validate import as_required, as_step, buffers_to_add
+from gradreduce.accumulator.validate import as_required, as_step, parts_to_add
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.distributed import Mirrored, PerReplica
+from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, equal, integer
 from gradreduce.comm.description import Description, digest_of
 from gradreduce.comm.process_group import check_one_process
-from gradreduce.comm.replicas import Replicas, abort_others_on_error
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
-    Buffer,
     DeferInterrupts,
     Mesh,
     PackInfo,
@@ -35,11 +38,13 @@ from gradreduce.optim import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
+from gradreduce.sums.slices import concatenate_slices
 
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import SCHEMA, DynamicLossScale, GradientScaling, first_nonfinite
-from .shards import OptimizerShards
+from .shards import ShardedUpdate
 from .terms import place_terms
+from .update import ReplicatedUpdate, UpdateStages
 
 _FORMAT = "gradreduce SyncStep 2"
 
@@ -54,6 +59,23 @@ class _StepAccumulator(ConditionalAccumulator):
             variable.dtype,
             variable.shape,
             name=f"{variable.name}/grad_accum",
+            device=mesh,
+            cross_device_ops=cross_device_ops,
+        )
+        self.accumulator_ref.tensor = variable.name
+
+
+class _SparseStepAccumulator(SparseConditionalAccumulator):
+    """The same for sparse gradients; divides by the number of gradients, as for dense ones."""
+
+    _spans_processes = True
+
+    def __init__(self, variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps) -> None:
+        super().__init__(
+            variable.dtype,
+            variable.shape,
+            name=f"{variable.name}/grad_accum",
+            sparse_mean="per_gradient",
             device=mesh,
             cross_device_ops=cross_device_ops,
         )
@@ -98,6 +120,11 @@ class SyncStep(NotCopied):
             for float16 variables.
         check_finite: whether to raise an error if the gradient of a replica is infinite or NaN. The
             host waits for the gradients of each call. Not with ``skip_nonfinite``.
+        sparse_variables: those of ``variables`` whose gradients are ``IndexedSlices``, such as
+            embedding tables: only rows are added, sent and updated. The mean divides by the number
+            of all gradients, as for arrays. Norms count the rows after equal ones were added. It
+            needs an ``AllReduceCrossDeviceOps``. With ``shard_optimizer`` they are cut between
+            rows.
 
     Raises:
         ValueError: there is no variable, a variable is passed twice or is not trainable, variables
@@ -119,7 +146,6 @@ class SyncStep(NotCopied):
     """
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
-    _shards: OptimizerShards | None = None  # if ``shard_optimizer`` is True
     # The settings of the last call over processes, and their description.
     _described: tuple[Mapping[str, Any], Description] = ({}, Description("", ""))
 
@@ -136,8 +162,10 @@ class SyncStep(NotCopied):
         skip_nonfinite: bool = False,
         loss_scale: float | DynamicLossScale | None = None,
         check_finite: bool = False,
+        sparse_variables: Sequence[Variable] = (),
     ) -> None:
         self.variables = _validate_variables(variables)
+        self._sparse = _find_sparse(sparse_variables, self.variables)  # indices
         self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
         self.devices = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
@@ -156,17 +184,21 @@ class SyncStep(NotCopied):
         self._scaling = GradientScaling(
             self.variables, clip_norm, skip_nonfinite, loss_scale, check_finite
         )
+        of_update = self.variables, self._sparse, optimizer
+        self._shards: ShardedUpdate | None = None
         if as_flag("shard_optimizer", shard_optimizer):
-            self._shards = OptimizerShards(
-                self.variables, optimizer, cross_device_ops, self._scaling
+            self._shards = ShardedUpdate(*of_update, cross_device_ops, self._scaling)
+        # The stages after the accumulators.
+        self._update: UpdateStages
+        self._update = self._shards or ReplicatedUpdate(*of_update, self._scaling)
+        self.accumulators: list[ConditionalAccumulatorBase] = [
+            (_SparseStepAccumulator if index in self._sparse else _StepAccumulator)(
+                variable, mesh, cross_device_ops
             )
-        # The Variables that the optimizer updates.
-        self._updated = self.variables if self._shards is None else self._shards.variables
-        reducer = cross_device_ops if self._shards is None else self._shards
-        self.accumulators = [_StepAccumulator(each, mesh, reducer) for each in self.variables]
-        if self._shards is not None:
-            self._shards.accumulators = self.accumulators
-        optimizer.prepare(self._updated)
+            for index, variable in enumerate(self.variables)
+        ]
+        self._states = [each.accumulator_ref for each in self.accumulators]
+        optimizer.prepare(self._update.variables)
         if mesh.num_processes > 1:
             copies = cross_device_ops.broadcast(
                 [PerReplica.of(each.buffers[:1], name=each.name) for each in self.variables], mesh
@@ -222,9 +254,10 @@ class SyncStep(NotCopied):
                 gradient. None in a list is ignored. For a variable without a gradient, pass None,
                 or a list of None, on every replica. ``terms[replica]`` may also be a dict of such
                 lists by the names of the variables. Or it is a PyTorch module, or the module's
-                ``named_parameters()``: then each ``.grad`` is the only term. ``IndexedSlices`` must
-                be converted by ``.to_dense()``. Arrays are only read. After the call, work on the
-                current stream of their library may overwrite them.
+                ``named_parameters()``: then each ``.grad`` is the only term. The gradients of
+                ``sparse_variables``, and only these, are ``IndexedSlices`` or
+                ``torch.sparse_coo`` tensors, possibly without rows. Arrays are only read. After the
+                call, work on the current stream of their library may overwrite them.
             local_step: the step at which the gradients were computed: an integer, or a Variable
                 that holds one. Default: ``global_step``. If it is stale in one process, all
                 processes drop their gradients.
@@ -241,7 +274,8 @@ class SyncStep(NotCopied):
                 variables, a gradient has another shape or dtype than its variable, a variable has
                 None on some replicas but not on all, no variable has a gradient, or ``deadline`` is
                 not above 0. After this error and the next two, nothing has changed.
-            TypeError: a gradient is ``IndexedSlices`` or is not an array.
+            TypeError: a gradient is not an array, is ``IndexedSlices`` although its variable is not
+                in ``sparse_variables``, or is not although it is.
             InvalidArgumentError: (a ``ValueError``) the options or hyperparameters of another
                 process differ. The mesh has failed.
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
@@ -250,17 +284,17 @@ class SyncStep(NotCopied):
         """
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
-        self.optimizer.prepare(self._updated)  # so that it fails before a gradient is taken
+        self.optimizer.prepare(self._update.variables)  # may fail: before a gradient is taken
         for variable in self.variables:
             variable._check_memory()
-        for accumulator in self.accumulators:
-            accumulator.accumulator_ref.check_step()
-        placed = place_terms(terms, self.variables, self.devices)
+        for state in self._states:
+            state.check_step()
+        placed = place_terms(terms, self.variables, self._sparse, self.devices)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            gradients = self._aggregate(list(placed.values()), stale=step < self.global_step)
+            gradients = self._aggregate(placed, stale=step < self.global_step)
             step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
             pending_gradients = [
-                buffers_to_add(self.accumulators[index].accumulator_ref, of_replicas)
+                parts_to_add(self._states[index], of_replicas)
                 for index, of_replicas in zip(placed, gradients, strict=True)
             ]
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
@@ -268,12 +302,10 @@ class SyncStep(NotCopied):
                     return False
                 # Every process adds one gradient for each of its replicas at each call.
                 num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
-                if self._shards is not None:
-                    return self._shards.take_and_update(num_here)
-                means = take_now(self.accumulators, num_here)  # pack, all-reduce, unpack
-                if means is None or not self._scale_and_clip(means):
+                means = self._update.reduce(self._states, num_here)
+                if means is None or not self._update.scale(means):
                     return False
-                self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+                self._update.apply(means)
                 return True
 
     def state_dict(
@@ -390,14 +422,8 @@ class SyncStep(NotCopied):
                 load()
             self.num_required = loaded["num_required"]
 
-    def _scale_and_clip(self, means: Sequence[Mirrored | None]) -> bool:
-        """Unscales and clips mean gradients in place; returns False to skip the update."""
-        rows = [mean.buffers for mean in means if mean is not None]
-        with abort_others_on_error(self.devices[0]):
-            return self._scaling.apply(list(zip(*rows, strict=True)))
-
     def _earliest(
-        self, step: int, with_gradients: list[int], checked: Sequence[Sequence[Buffer]] | None
+        self, step: int, with_gradients: list[int], checked: Sequence[Sequence[Part]] | None
     ) -> int:
         """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
 
@@ -442,6 +468,7 @@ class SyncStep(NotCopied):
             "num_required": self.num_required,
             "aggregation_method": self.aggregation_method.name,
             "shard_optimizer": self._shards is not None,
+            "sparse_variables": [self.variables[index].name for index in self._sparse],
             **self.optimizer._settings_to_compare(),
             **self._scaling.options,
             "tensors": with_gradients,
@@ -451,31 +478,56 @@ class SyncStep(NotCopied):
             self._described = what, Description.of(what, names, compared=False)
         return self._described[1]
 
-    def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[list[Buffer]]:
+    def _aggregate(
+        self, placed: Mapping[int, Sequence[Sequence[Any]]], *, stale: bool
+    ) -> list[list[Part]]:
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
         If only another process is stale, that is known later, and the sums are dropped.
         """
-        totals: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
+        totals: dict[int, list[Part]] = {
+            index: [lists[0] for lists in of_one] for index, of_one in placed.items()
+        }
         for replicas in by_physical(() if stale else self.devices).values():
             pairs = [
                 (index, replica)
-                for index, of_one in enumerate(placed)
+                for index, of_one in placed.items()
                 for replica in replicas
                 if len(of_one[replica]) > 1
             ]
+            sparse = [pair for pair in pairs if pair[0] in self._sparse]
+            dense = [pair for pair in pairs if pair[0] not in self._sparse]
             if not pairs:
                 continue
             with self.devices[0].mesh_state.label_scope(self._label):
                 sums = aggregate_buffers(
-                    [placed[index][replica] for index, replica in pairs],
+                    [placed[index][replica] for index, replica in dense],
                     self.devices[replicas[0]],
                     tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
                 )
-            for (index, replica), total in zip(pairs, sums, strict=True):
+                rows = [
+                    concatenate_slices(placed[index][replica], self.devices[replica])
+                    for index, replica in sparse  # the accumulator adds equal rows
+                ]
+            for (index, replica), total in zip(dense, sums, strict=True):
                 totals[index][replica] = total
-        return totals
+            for (index, replica), slices in zip(sparse, rows, strict=True):
+                totals[index][replica] = slices
+        return list(totals.values())
+
+
+def _find_sparse(sparse_variables: Any, variables: Sequence[Variable]) -> tuple[int, ...]:
+    """Returns the indices of the variables with sparse gradients, ascending."""
+    if isinstance(sparse_variables, Variable):
+        raise TypeError("sparse_variables= must be a list of Variables, not a Variable")
+    index_of = {variable: index for index, variable in enumerate(variables)}
+    for each in sparse_variables:
+        if not isinstance(each, Variable) or each not in index_of:
+            raise ValueError(f"sparse_variables= has {brief(each)}, which is not in variables")
+        if not each.shape:
+            raise ValueError(f"sparse_variables= has {each!r}, a scalar, which has no rows")
+    return tuple(sorted({index_of[each] for each in sparse_variables}))
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gradreduce.arrays.convert import as_list, of_one_type, to_buffer, to_buffers
+from gradreduce.arrays.convert import as_list, is_coo, of_one_type, to_buffer, to_buffers
 from gradreduce.arrays.convert_gpu import wait_for_inputs
+from gradreduce.arrays.distributed import Part, buffer_of, part_on
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import about, brief
+from gradreduce.optim.gradient_inputs import check_rows
 from gradreduce.reduce.nests import in_order
 
 
 def place_terms(
-    terms: Any, variables: Sequence[Variable], devices: Sequence[Device]
-) -> dict[int, list[list[Buffer]]]:
+    terms: Any, variables: Sequence[Variable], sparse: Collection[int], devices: Sequence[Device]
+) -> dict[int, list[Sequence[Part]]]:
     """Returns the terms ``[replica][term]`` of each variable that has any, by its index.
 
     Args:
         terms: the argument of ``SyncStep``.
         variables: the variables of the step.
+        sparse: the indices of those whose terms are IndexedSlices.
         devices: the device of each replica.
     """
     terms = as_list(terms)
@@ -35,20 +38,28 @@ def place_terms(
     used = [index for index, row in enumerate(rows) if any([each is not None for each in row])]
     if not used:
         raise ValueError("No gradients provided for any variable: all terms are None")
-    columns = []
+    placed: dict[int, list[Sequence[Part]]] = {index: [] for index in used}
     for replica, device in enumerate(devices):
-        pairs = [(variables[index], rows[index][replica]) for index in used]
-        columns.append(_place_on(device, pairs, replica))
-    wait_for_inputs([part for column in columns for row in column for part in row])
-    return dict(zip(used, map(list, zip(*columns, strict=True)), strict=True))
+        for index in used:
+            _check_list(rows[index][replica], variables[index], replica, index in sparse)
+        dense = [index for index in used if index not in sparse]
+        pairs = [(variables[index], rows[index][replica]) for index in dense]
+        for index, parts in zip(dense, _place_dense(device, pairs, replica), strict=True):
+            placed[index].append(parts)
+        for index in used if sparse else ():
+            if index in sparse:
+                terms = rows[index][replica]
+                placed[index].append(_place_sparse(device, variables[index], terms, replica))
+    wait_for_inputs(
+        [buffer_of(part) for of_one in placed.values() for row in of_one for part in row]
+    )
+    return placed
 
 
-def _place_on(
+def _place_dense(
     device: Device, pairs: Sequence[tuple[Variable, Any]], replica: int
 ) -> list[list[Buffer]]:
     """Converts the terms of one replica for each variable; those of one type together."""
-    for variable, terms in pairs:
-        _check_list(terms, variable, replica)
     flat = [term for _, terms in pairs for term in terms]
     together: Iterator[Buffer] | None = None
     if of_one_type(flat):
@@ -81,16 +92,42 @@ def _check_buffers(buffers: Sequence[Buffer], like: Buffer, device: Device) -> N
             raise ValueError(f"{buffer} is not on {device.name}")
 
 
-def _check_list(terms: Any, variable: Variable, replica: int) -> None:
-    """Raises unless the terms of a variable are a list of dense gradients."""
+def _place_sparse(
+    device: Device, variable: Variable, terms: Sequence[Any], replica: int
+) -> list[Part]:
+    """Converts the IndexedSlices of one replica for a variable."""
+    placed: list[Part] = []
+    for term in terms:
+        try:
+            part = part_on(device, term)
+            assert isinstance(part, IndexedSlices), "the terms are sparse"
+            check_rows(part, variable)
+            if part.device is not device:
+                raise ValueError(f"{buffer_of(part)} is not on {device.name}")
+        except (TypeError, ValueError) as error:
+            raise about(_where(variable, replica), error) from None
+        placed.append(part)
+    return placed
+
+
+def _check_list(terms: Any, variable: Variable, replica: int, is_sparse: bool) -> None:
+    """Raises unless the terms of a variable are a list of gradients, which are sparse or not."""
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(
             f"{_where(variable, replica)}: expected a list of at least one gradient (or None on "
             f"every replica), got {brief(terms)}"
         )
-    if any([isinstance(term, IndexedSlices) for term in terms]):
+    if is_sparse:
+        for term in terms:
+            if not (isinstance(term, IndexedSlices) or is_coo(term)):
+                raise TypeError(
+                    f"{_where(variable, replica)}: the variable is in sparse_variables=, so its "
+                    f"terms must be IndexedSlices, not {type(term).__name__}"
+                )
+    elif any([isinstance(term, IndexedSlices) for term in terms]):
         raise TypeError(
-            f"{_where(variable, replica)}: IndexedSlices are not supported; pass .to_dense()"
+            f"{_where(variable, replica)}: IndexedSlices are not supported; pass .to_dense(), or "
+            "name the variable in sparse_variables="
         )
 
 
