@@ -2,15 +2,12 @@
 
 import gc
 import sys
-import threading
-from functools import partial
 
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
 from support.meshes import MeshCase, num_grown, refused
 from support.reduction_calls import dense
-from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
@@ -115,23 +112,6 @@ def test_what_it_reads_stays_alive(numpy_mesh):
         device.drain()
         device.upload(np.full(40 * 7, np.nan, np.float32))
     assert all(map(same, arrays_of(step()), wanted))
-
-
-def test_threads_take_turns():
-    with MeshCase((0, 1, 1)).open() as mesh:
-        pairs = [(value, value) for value in values_of(mesh)]
-        ops = gr.HierarchicalCopyAllReduce()
-        steps = [ops.prepare(op, pairs) for op in (SUM, MEAN)]
-        together = threading.Barrier(6, timeout=60)
-
-        def work(step):
-            together.wait()
-            for _ in range(50):
-                step()
-
-        in_threads(*[partial(work, step) for step in steps * 3])
-        for step, op in zip(steps, (SUM, MEAN), strict=True):
-            assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])
