@@ -167,6 +167,9 @@ def test_anything_that_names_devices_is_a_destination(mesh, name, places):
         for one in (arrays[0], table):
             for found in (ops.reduce(SUM, one, destination), ops.broadcast(one, destination)):
                 assert found.devices == tuple(mesh.devices[place] for place in places)
+                if one is not table:
+                    check_mirrored(found, one)
+                    assert not any(np.may_share_memory(each, one) for each in found.values)
     if isinstance(destination, gr.Variable):
         assert destination.numpy() == [0]
 
@@ -228,18 +231,6 @@ def test_if_the_devices_match_the_result_has_the_order_of_the_value(mesh, make):
         ):
             found = make(mesh=mesh).reduce(SUM, value, destination)
             assert list(found.devices) == list(wanted)
-
-
-def test_an_array_is_its_own_only_replica(mesh):
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    array = data(0)
-    with gr.replica(1), unchanged(array):
-        here = ops.reduce(MEAN, array, "sim:1")
-        there = ops.reduce(SUM, array, mesh)
-    for found, wanted in ((here, [1]), (there, [0, 1, 2, 3])):
-        assert [device.index for device in found.devices] == wanted
-        check_mirrored(found, array)
-        assert not any(np.may_share_memory(each, array) for each in found.values)
 
 
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])

@@ -5,13 +5,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
-from support.meshes import (
-    PLACEMENTS,
-    MeshCase,
-    expected_of,
-    num_grown,
-    placement_of,
-)
+from support.meshes import PLACEMENTS, MeshCase, expected_of, num_grown, placement_of
 
 import gradreduce as gr
 from gradreduce.device import Device, as_dtype, overlap

@@ -104,17 +104,6 @@ def test_names(mesh):
     assert repr(named) == "<Variable 'weights' float32[] on sim:0, sim:1, sim:2, sim:3>"
 
 
-def test_filled_like(place):
-    variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
-    slot = gr.Variable._full_like(variable, "slot")
-    assert (slot.name, slot.trainable) == ("slot", False)
-    assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
-    assert same_copies(slot, np.zeros((2, 3), "float16"))
-    slot.assign_add(np.ones((2, 3), "float16"))
-    assert same_copies(variable, np.ones((2, 3), "float16"))
-    assert same_copies(slot, np.ones((2, 3), "float16"))
-
-
 # -- get_variable ---------------------------------------------------------------------------------
 
 
