@@ -139,12 +139,6 @@ def test_a_value_in_another_memory_order_has_parts_of_its_own_shape(numpy_mesh):
     for found in (total.buffers[-1].numpy(), np.ascontiguousarray(total.primary),
                   again.primary.numpy()):  # fmt: skip
         assert same(found, wanted)
-    to_one = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
-    (one,) = to_one.batch_reduce(SUM, [(value, numpy_mesh.devices[0])])
-    assert one.primary.shape == (2, 3, 4, 5)
-    accumulator = gr.ConditionalAccumulator("float32", (2, 3, 4, 5), device=numpy_mesh)
-    accumulator.apply_grad(value)
-    assert accumulator.take_grad(1).primary.shape == (2, 3, 4, 5)
     step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
     for array in arrays:
         array[...] = 2

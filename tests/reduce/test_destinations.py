@@ -259,23 +259,3 @@ def test_memory_of_peers_is_read_directly_and_other_memory_is_copied(
     read = [record.nbytes for record in journal.of("launch")]
     assert read == [2 * nbytes * peers] + [0] * (launches - 1)
     assert not journal.of("sync")
-
-
-@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
-def test_rows_are_read_in_place_too(peers):
-    """IndexedSlices alone are concatenated; among dense arrays they become dense in place."""
-    ops, rows = gr.ReductionToOneDevice(), [np.full((2, 5), k, np.float32) for k in range(3)]
-    with MeshCase((0, 1, 2), peers).open() as mesh:
-        tables = [
-            gr.IndexedSlices(owned(device, array), [0, 2], (3, 5))
-            for device, array in zip(mesh, rows, strict=True)
-        ]
-        arrays = [owned(device, data(device.index)) for device in mesh]
-        with mesh.journal() as journal:
-            found = ops.reduce(SUM, gr.PerReplica(tables), "sim:1")
-        assert journal.copies == 2 * (not peers)
-        assert found.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
-        with mesh.journal() as journal:
-            total = ops.reduce(SUM, gr.PerReplica([*arrays[:2], tables[2]]), "sim:0")
-        assert journal.copies == 2 * (not peers)
-        check_mirrored(total, one_device_sum([data(0), data(1), tables[2].to_dense().numpy()]))
