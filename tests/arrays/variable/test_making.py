@@ -59,13 +59,20 @@ def default(mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
 
 
-def test_the_initial_value_is_copied(place):
-    values = np.array([1.0, 2.0], "float32")
-    variable = gr.Variable(values, device=place)
-    values[...] = 9
-    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
-    variable.assign([3.0, 4.0])
-    assert values.tolist() == [9.0, 9.0]
+def test_values_are_copied_and_never_written(place):
+    first, second = np.array([[1.0, 2.0], [3.0, 4.0]], "float32")
+    source = first.copy()
+    variable = gr.Variable(source, device=place)
+    for write, wanted in ((variable.assign, second), (variable.assign_add, 2 * second)):
+        source[...] = second
+        assert same_copies(variable, first)
+        write(source)
+        source[...] = 9
+        assert same_copies(variable, wanted)
+        first = wanted
+    second.flags.writeable = False
+    assert same_copies(variable.assign(second).assign_add(second), 2 * second)
+    assert (source == 9).all()
 
 
 def test_a_buffer_is_copied_and_names_the_default_device(mesh):
