@@ -101,6 +101,16 @@ def test_small_tensors_are_grouped_by_dtype_in_batch_order(batch, limit, group):
         assert plan.together == (len(plan.tensors) > 1)
 
 
+def test_the_small_limit_is_inclusive():
+    def tensors_of(small_max_bytes):
+        pairs = ((FLOAT32, FLOAT32),) * 3
+        return [plan.tensors for plan in plan_packing((4, 4, 5), pairs, 0, small_max_bytes, 10)]
+
+    assert tensors_of(16) == [(0, 1), (2,)]
+    assert tensors_of(15) == [(0,), (1,), (2,)]
+    assert tensors_of(20) == [(0, 1, 2)]
+
+
 def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
     """The mean of integers is a float; the bytes are the gradient's, also if it is empty."""
     pairs = ((as_dtype("int8"), FLOAT32),) * 4
