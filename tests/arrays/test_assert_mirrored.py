@@ -35,18 +35,6 @@ def change(variable, replica, place, value):
     device.copy(variable.buffers[replica], device.upload(array))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_difference_is_named(dtype):
-    with gr.open_mesh((0, 1, 1), backend="sim") as mesh:
-        variables = make(mesh, dtype)
-        gr.assert_mirrored(variables)
-        gr.assert_mirrored(variables[0])
-        for (index, replica, place), at in zip(CHANGES, PLACES, strict=True):
-            change(variables[index], replica, place, 0.25)
-            text = f"{at} differs: 0.5 in replica 0, 0.25 in replica {replica}"
-            assert error_of(variables) == text
-
-
 def test_bits_are_compared_but_those_of_nan():
     with gr.open_mesh(2, backend="sim") as mesh:
         arrays = np.array([[0x7FC00000, 0], [0x7FC00001, 0]], np.uint32).view(np.float32)
@@ -62,11 +50,12 @@ def test_bits_are_compared_but_those_of_nan():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 3)], ids=str)
-def test_all_processes_raise_the_same_error(counts, dtype):
+@pytest.mark.parametrize("counts", [(3,), (1, 1, 1), (1, 3)], ids=str)
+def test_the_first_difference_is_named_in_all_processes(counts, dtype):
     def work(mesh, replicas):
         variables, texts = make(mesh, dtype), []
         gr.assert_mirrored(variables)
+        gr.assert_mirrored(variables[0])
         for index, replica, place in CHANGES:
             if replica in replicas:
                 change(variables[index], replica - replicas.start, place, 0.25)
@@ -75,13 +64,17 @@ def test_all_processes_raise_the_same_error(counts, dtype):
         assert ops.all_reduce([[np.ones(2)] for _ in mesh])[0][0].tolist() == [1.0, 1.0]
         return texts
 
-    last = len(counts) - 1
+    several = len(counts) > 1
+
+    def named(replica):
+        return f"replica {replica}" + f" (process {min(replica, len(counts) - 1)})" * several
+
     wanted = [
-        f"{at} differs: 0.5 in replica 0 (process 0), 0.25 in replica {replica} (process "
-        f"{min(replica, last)})"
+        f"{at} differs: 0.5 in {named(0)}, 0.25 in {named(replica)}"
         for (_, replica, _), at in zip(CHANGES, PLACES, strict=True)
     ]
-    assert run_replicas(counts, work) == [wanted] * len(counts)
+    found = run_replicas(counts, work, placement=None if several else (0, 1, 1))
+    assert found == [wanted] * len(counts)
 
 
 def test_different_tensors_of_processes_are_reported():

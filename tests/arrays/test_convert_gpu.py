@@ -12,7 +12,6 @@ import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int8", "int64")
@@ -128,18 +127,6 @@ def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
                 assert bool((each == 2 * turn).all())
 
 
-def test_an_all_reduce_of_tensors(mesh):
-    arrays = [[exact_data((50, 3), "float32", seed=10 * d + t) for t in range(5)] for d in range(4)]
-    tensors = [[tensor_of(array) for array in row] for row in arrays]
-    for algorithm in ALGORITHMS:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-        results = ops.all_reduce(tensors, gr.ReduceOp.SUM)
-        for row in results:
-            for place, tensor in enumerate(row):
-                assert isinstance(tensor, torch.Tensor)
-                assert same(host(tensor), sum(arrays[d][place] for d in range(4)))
-
-
 def test_strided_conjugated_and_differentiable_tensors(mesh):
     tensor = torch.arange(60, device="cuda", dtype=torch.float32).reshape(6, 10)
     assert same(to_buffer(tensor[:, ::2], mesh.devices[0]).numpy(), host(tensor)[:, ::2].copy())
@@ -155,14 +142,3 @@ def test_simulated_devices_take_no_tensor_of_a_gpu(mesh):
         pytest.raises(DeviceMismatchError, match="on a GPU"),
     ):
         to_buffer(tensor_of(np.zeros(3, np.float32)), sim.devices[0])
-
-
-def test_an_accumulator_of_tensors_on_eight_logical_devices():
-    with gr.open_mesh([0] * 8, backend="cuda") as mesh:
-        accumulator = gr.ConditionalAccumulator("float32", shape=(LARGE // 64,), device=mesh)
-        for replica in range(8):
-            with gr.replica(replica):
-                accumulator.apply_grad(tensor_of(np.full(LARGE // 64, replica, np.float32)))
-        mean = accumulator.take_grad(8, output_type="torch")
-        for each in mean.values:
-            assert same(host(each), np.full(LARGE // 64, 3.5, np.float32))

@@ -272,29 +272,6 @@ def test_an_all_reduce_returns_the_same_nesting(library, mesh):
     assert same(variable.numpy(), np.full((2, 3), 1 - 0.5 * 8, np.float32))
 
 
-def test_an_invalid_gradient_is_named_and_nothing_is_launched(library, mesh):
-    good, other = terms(library, (1, 3))
-    first = r"(replica 0|grads\[0\]\['b'\]) is float32"
-    misfits = [
-        (rf" is float32\[1, 3\], {first}\[2, 3\]", other[:1], ValueError),
-        (": dtype bool cannot be added", library.array(np.ones((2, 3), bool)), TypeError),
-        (rf" is float16\[2, 3\], {first}", library.array(np.ones((2, 3), "f2")), ValueError),
-    ]
-    if library.name == "torch":
-        needy = library.module.ones((2, 3), requires_grad=True)
-        misfits.append((": the tensor requires grad", needy, ValueError))
-    one = r"((value 0: )?replica 1|grads\[1\]\['b'\])"
-    for named, odd, error in misfits:
-        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce, gr.ReductionToOneDevice):
-            with mesh.journal() as journal, pytest.raises(error, match=f"^{one}{named}"):
-                if make is gr.ReductionToOneDevice:
-                    make().reduce(gr.ReduceOp.SUM, gr.PerReplica([good, odd], mesh), mesh)
-                else:
-                    make(mesh=mesh).all_reduce([{"a": good, "b": good}, {"a": good, "b": odd}])
-            assert journal.launches == 0
-    assert same(library.numpy(good), np.full((2, 3), 1, np.float32))
-
-
 def test_sparse_rows_keep_their_array_type(library, mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.backends._default", [mesh])
     indices = library.array(np.array([2, 0, 2], np.int32))

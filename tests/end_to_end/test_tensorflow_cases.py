@@ -111,7 +111,8 @@ def test_only_quirks_have_a_better_behavior():
 
 def test_every_kind_of_step_is_known():
     kinds = re.split("[/,]", ",".join(read_file()["step_vocabulary"]))
-    assert {kind.strip() for kind in kinds} == set(STEPS)
+    used = {step["do"] for case in all_cases() for _, step in case.steps}
+    assert used <= set(STEPS) <= {kind.strip() for kind in kinds}
 
 
 @few([case for case in HOLDING if as_here(case).out])

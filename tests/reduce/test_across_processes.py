@@ -179,35 +179,34 @@ def test_the_flight_record_has_the_calls_of_its_process(tmp_path, monkeypatch):
 
 
 def test_what_works_in_one_process_only_raises():
+    only = r" works inside one process only.* use SyncStep.* gradreduce\.ray"
+    shared = r"^shared_name='w' works .* gradreduce\.ray"
+
     def work(group):
         mesh = gr.open_mesh(2, backend="sim", process_group=group)
         value = gr.PerReplica([np.ones(3)] * 2, mesh)
+        part = gr.PerReplica([np.ones(3)], mesh[0:1])
         variable = gr.Variable(np.zeros(3), device=mesh)
-        to_one = gr.ReductionToOneDevice()
-        accumulator = "ConditionalAccumulator over a mesh"
-        calls = [
-            (accumulator, lambda: gr.ConditionalAccumulator(np.float32, device=mesh)),
-            (accumulator, lambda: gr.SparseConditionalAccumulator(np.float32, device=mesh)),
-            ("ReductionToOneDevice", lambda: to_one.reduce(gr.ReduceOp.SUM, value, value)),
-            (
-                "ReductionToOneDevice",
-                lambda: gr.SyncStep([variable], gr.AdamOptimizer(0.1), to_one),
-            ),
-            ("AGNCenter", lambda: gr.AGNCenter(mesh)),
-        ]
-        for name, call in calls:
-            match = rf"{name} works inside one process only.* use SyncStep.* gradreduce\.ray"
-            with pytest.raises(RuntimeError, match=match):
+        to_one, adam = gr.ReductionToOneDevice(), gr.AdamOptimizer(0.1)
+        for error, text, call in (
+            (RuntimeError, f"ReductionToOneDevice{only}",
+             lambda: to_one.reduce(gr.ReduceOp.SUM, value, value)),
+            (RuntimeError, f"ReductionToOneDevice{only}",
+             lambda: gr.SyncStep([variable], adam, to_one)),
+            (RuntimeError, f"AGNCenter{only}", lambda: gr.AGNCenter(mesh)),
+            (RuntimeError, r"a captured step works inside .*: use prepare",
+             lambda: gr.HierarchicalCopyAllReduce().capture(gr.ReduceOp.SUM, [(value, value)])),
+            (ValueError, "pass one replica for each of the 2 devices",
+             lambda: gr.AllReduceCrossDeviceOps().reduce(gr.ReduceOp.SUM, part, part)),
+        ):  # fmt: skip
+            with pytest.raises(error, match=text):
                 call()
         for kind in (gr.ConditionalAccumulator, gr.SparseConditionalAccumulator):
-            with pytest.raises(RuntimeError, match=r"^shared_name='w' works .* gradreduce\.ray"):
+            with pytest.raises(RuntimeError, match=f"ConditionalAccumulator over a mesh{only}"):
+                kind(np.float32, device=mesh)
+            with pytest.raises(RuntimeError, match=shared):
                 kind(np.float32, shared_name="w", device=mesh[0])
             kind(np.float32, device=mesh[0]).close()
-        with pytest.raises(RuntimeError, match=r"a captured step works inside .*: use prepare"):
-            gr.HierarchicalCopyAllReduce().capture(gr.ReduceOp.SUM, [(value, value)])
-        part = gr.PerReplica([np.ones(3)], mesh[0:1])
-        with pytest.raises(ValueError, match="pass one replica for each of the 2 devices"):
-            gr.AllReduceCrossDeviceOps().reduce(gr.ReduceOp.SUM, part, part)
         mesh.close()
 
     run_processes(2, work)

@@ -167,6 +167,9 @@ def test_anything_that_names_devices_is_a_destination(mesh, name, places):
         for one in (arrays[0], table):
             for found in (ops.reduce(SUM, one, destination), ops.broadcast(one, destination)):
                 assert found.devices == tuple(mesh.devices[place] for place in places)
+                if one is not table:
+                    check_mirrored(found, one)
+                    assert not any(np.may_share_memory(each, one) for each in found.values)
     if isinstance(destination, gr.Variable):
         assert destination.numpy() == [0]
 
@@ -230,18 +233,6 @@ def test_if_the_devices_match_the_result_has_the_order_of_the_value(mesh, make):
             assert list(found.devices) == list(wanted)
 
 
-def test_an_array_is_its_own_only_replica(mesh):
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    array = data(0)
-    with gr.replica(1), unchanged(array):
-        here = ops.reduce(MEAN, array, "sim:1")
-        there = ops.reduce(SUM, array, mesh)
-    for found, wanted in ((here, [1]), (there, [0, 1, 2, 3])):
-        assert [device.index for device in found.devices] == wanted
-        check_mirrored(found, array)
-        assert not any(np.may_share_memory(each, array) for each in found.values)
-
-
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
 @pytest.mark.parametrize("place", [owned, adopted])
 @pytest.mark.parametrize(
@@ -268,23 +259,3 @@ def test_memory_of_peers_is_read_directly_and_other_memory_is_copied(
     read = [record.nbytes for record in journal.of("launch")]
     assert read == [2 * nbytes * peers] + [0] * (launches - 1)
     assert not journal.of("sync")
-
-
-@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
-def test_rows_are_read_in_place_too(peers):
-    """IndexedSlices alone are concatenated; among dense arrays they become dense in place."""
-    ops, rows = gr.ReductionToOneDevice(), [np.full((2, 5), k, np.float32) for k in range(3)]
-    with MeshCase((0, 1, 2), peers).open() as mesh:
-        tables = [
-            gr.IndexedSlices(owned(device, array), [0, 2], (3, 5))
-            for device, array in zip(mesh, rows, strict=True)
-        ]
-        arrays = [owned(device, data(device.index)) for device in mesh]
-        with mesh.journal() as journal:
-            found = ops.reduce(SUM, gr.PerReplica(tables), "sim:1")
-        assert journal.copies == 2 * (not peers)
-        assert found.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
-        with mesh.journal() as journal:
-            total = ops.reduce(SUM, gr.PerReplica([*arrays[:2], tables[2]]), "sim:0")
-        assert journal.copies == 2 * (not peers)
-        check_mirrored(total, one_device_sum([data(0), data(1), tables[2].to_dense().numpy()]))

@@ -1,8 +1,6 @@
 """Flat buffers: filled through arrays of any library, recognized as arguments, not packed."""
 
 import gc
-import importlib
-import math
 import sys
 import weakref
 from collections import deque
@@ -11,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from support.exact_data import same
+from support.libraries import torch
 from support.meshes import MeshCase, num_grown, refused
 
 import gradreduce as gr
@@ -33,8 +32,6 @@ def mesh(request):
 
 @pytest.fixture(params=KINDS)
 def kind(request):
-    if request.param == "torch":
-        importlib.import_module("torch")
     return request.param
 
 
@@ -108,7 +105,7 @@ def test_any_view_of_an_array_is_recognized(mesh, kind):
         back = to_buffer(seen, device)
         assert (back.block, back.address) == (view.block, address(seen))
         assert back.shape == tuple(seen.shape)
-    other = array.view(importlib.import_module("torch").int16 if kind == "torch" else np.int16)
+    other = array.view((torch if kind == "torch" else np).int16)
     back = to_buffer(other, device)
     assert (back.block, back.dtype, back.shape) == (view.block, np.dtype("int16"), (100, 360))
     for copied in (array.T, array[:, ::2]):
@@ -259,39 +256,8 @@ def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
             call()
 
 
-@pytest.mark.torch
-def test_gradients_of_pytorch_accumulate_in_it_and_are_not_packed(mesh):
-    torch = importlib.import_module("torch")
-    torch.manual_seed(0)
-    models = [torch.nn.Linear(300, 80) for _ in mesh]
-    shapes = [parameter.shape for parameter in models[0].parameters()]
-    flat = mesh.flat_buffer(shapes, "float32")
-    for model, views in zip(models, flat.arrays("torch"), strict=True):
-        for parameter, view in zip(model.parameters(), views, strict=True):
-            parameter.grad = view
-    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    for turn in (1, 2):
-        flat.zero()
-        for replica, model in enumerate(models):
-            for _ in range(2):  # two micro-batches
-                model(torch.full((1, 300), float(replica + turn))).sum().backward()
-        with mesh.journal() as journal:
-            means = ops.all_reduce(
-                [[parameter.grad for parameter in model.parameters()] for model in models]
-            )
-        assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
-        expected = 2 * (sum(range(len(mesh))) / len(mesh) + turn)
-        for weight, bias in means:
-            assert (weight == expected).all()
-            assert (bias == 2).all()
-    grads = [[parameter.grad.data_ptr() for parameter in model.parameters()] for model in models]
-    assert grads == [[view.address for view in views] for views in flat.views]
-    assert math.prod(shapes[0]) * 4 > 1 << 16  # large enough for a slice on each device
-
-
 def a_model(mesh, seed: int = 0):
     """Equal layers on each device, and an attached flat buffer of their gradients."""
-    torch = importlib.import_module("torch")
     torch.manual_seed(seed)
     models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
     for model in models:
@@ -299,7 +265,7 @@ def a_model(mesh, seed: int = 0):
     parameters = [list(model.parameters()) for model in models]
     flat = mesh.flat_buffer([parameter.shape for parameter in parameters[0]], "float32")
     flat.attach(model.parameters() for model in models)
-    return torch, models, parameters, flat
+    return models, parameters, flat
 
 
 def are_views(parameters, flat) -> bool:
@@ -322,7 +288,7 @@ def steps_of(mesh, flat):
 @pytest.mark.torch
 @pytest.mark.parametrize("way", [0, 1, 2], ids=["flat", "prepare", "capture"])
 def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh, way):
-    torch, models, parameters, flat = a_model(mesh)
+    models, parameters, flat = a_model(mesh)
     step = steps_of(mesh, flat)[way]
     flat = weakref.ref(flat) if way else flat  # the step of other arrays needs no flat buffer
     optimizers = [torch.optim.SGD(row, 0.1) for row in parameters]
@@ -352,7 +318,7 @@ def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh,
 def test_steps_of_buffers_wait_for_the_owners_of_attached_gradients(made):
     """Buffers have no owner's stream, but PyTorch fills these and must see the sums."""
     with gr.open_mesh([0, 0, 1, 1], backend="sim", schedule_seed=3) as mesh:
-        torch, models, parameters, flat = a_model(mesh)
+        models, parameters, flat = a_model(mesh)
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
         pairs = [(gr.PerReplica(each, mesh), mesh) for each in zip(*flat.views, strict=True)]
         step = getattr(ops, made)(SUM, pairs, out=list(zip(*flat.views, strict=True)))
@@ -368,7 +334,7 @@ def test_steps_of_buffers_wait_for_the_owners_of_attached_gradients(made):
 
 @pytest.mark.torch
 def test_a_parameter_without_a_gradient_contributes_zero(mesh):
-    torch, models, parameters, flat = a_model(mesh)
+    models, parameters, flat = a_model(mesh)
     step = flat.prepare_all_reduce(SUM)
     for view in flat.arrays("torch")[0]:
         view.fill_(7)
@@ -394,7 +360,7 @@ def test_a_parameter_without_a_gradient_contributes_zero(mesh):
 
 @pytest.mark.torch
 def test_an_optimizer_leaves_a_frozen_parameter_alone(mesh):
-    torch, models, parameters, flat = a_model(mesh)
+    models, parameters, flat = a_model(mesh)
     step = flat.prepare_all_reduce(SUM)
     optimizers = [torch.optim.AdamW(row, 0.1, weight_decay=0.1) for row in parameters]
     start = parameters[0][0].detach().clone()
@@ -426,7 +392,7 @@ def test_an_optimizer_leaves_a_frozen_parameter_alone(mesh):
 
 @pytest.mark.torch
 def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed(mesh):
-    torch, models, parameters, flat = a_model(mesh)
+    models, parameters, flat = a_model(mesh)
     steps = [*steps_of(mesh, flat), flat.zero]
     replaced = parameters[0][0].grad = torch.ones_like(parameters[0][0])
 
@@ -457,7 +423,7 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
 
 @pytest.mark.torch
 def test_a_refused_attach_keeps_the_existing_gradients(mesh):
-    torch, models, parameters, flat = a_model(mesh)
+    models, parameters, flat = a_model(mesh)
     others = [[torch.nn.Parameter(each.detach().clone()) for each in row] for row in parameters]
     for row in others:
         row[1].grad = torch.full((4,), 3.0)

@@ -6,7 +6,6 @@ from support import meshes
 from support.thread_group import run_processes
 
 import gradreduce as gr
-from gradreduce.device import PackInfo
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -98,10 +97,6 @@ def test_accumulators_of_the_same_name_have_numbers(mesh):
         gr.apply_grads(accumulators, [ones, ones])
         found = labels_of(mesh, lambda taken=accumulators: gr.take_grads(taken, 3))
         assert found == {f"pack 1 of 1 (tensors {tensors})"}
-
-
-def test_many_names_are_cut():
-    assert str(PackInfo(range(8), names="abcdefgh")) == "tensors a, b, c, d, e and 3 more"
 
 
 def test_errors_have_the_names(mesh):

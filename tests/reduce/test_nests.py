@@ -96,16 +96,6 @@ def test_out_is_nested_too_and_may_be_the_gradients(ops):
     assert all(same(each, wanted) for each in grads)
 
 
-def test_shares_are_nested_too(ops):
-    grads = [{"a": [np.arange(6.0)], "b": (None, {"c": np.ones((3, 2))})} for _ in range(3)]
-    shares = ops.reduce_scatter(grads, MEAN)
-    assert same(shares[1], {"a": [[2, 3]], "b": (None, {"c": [[1, 1]]})})
-    assert all(same(each, grads[0]) for each in ops.all_gather(shares))
-    grads = [{"a": [np.ones(6), np.ones(4)]}] * 3
-    with pytest.raises(ValueError, match=r"^grads\[…\]\['a.1'\] has 4 rows, which 3 replicas"):
-        ops.reduce_scatter(grads)
-
-
 def test_names_are_paths_in_every_description(mesh, ops):
     grads = [model(float(replica)) for replica in range(3)]
     for each in grads:

@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 from support.all_reduce_jobs import pack
 from support.exact_data import random_data, same
-from support.meshes import adopted
 
-from gradreduce.reduce.hierarchical_copy import HierarchicalCopy
 from gradreduce.reduce.pack_buffers import unpack
 from gradreduce.reduce.packing import plan_packing
 
@@ -81,22 +78,3 @@ def test_only_the_replicas_in_another_layout_are_moved(numpy_mesh):
     assert [(r.device, r.num_rows) for r in journal.records] == [(len(numpy_mesh) - 1, 2)]
     kept = [a.block is b.block for a, b in zip(packed.inputs, flat.buffers, strict=True)]
     assert kept == [True] * (len(numpy_mesh) - 1) + [False]
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_peer_reads_no_memory_that_is_not_mapped(numpy_mesh, mapped):
-    buffers = [
-        [adopted(device, random_data((size,), "float32")) for device in numpy_mesh]
-        for size in (4, 8)
-    ]
-    for buffer in [each for replicas in buffers for each in replicas]:
-        buffer.block.peer_mapped = mapped
-    reads_peers = HierarchicalCopy(numpy_mesh.devices).reads_peers
-    physicals = len(numpy_mesh.by_physical)
-    assert reads_peers == (physicals > 1 and bool(numpy_mesh.mesh_state.peer_access))
-    packs_all = reads_peers and not mapped
-    for num_packs in (0, 1):
-        launches = physicals if packs_all or num_packs else 0
-        packed = check_packed(numpy_mesh, buffers, launches, num_packs)
-        if packs_all:
-            assert all(buffer.block.owned for flat in packed for buffer in flat.inputs)

@@ -101,16 +101,14 @@ def test_small_tensors_are_grouped_by_dtype_in_batch_order(batch, limit, group):
         assert plan.together == (len(plan.tensors) > 1)
 
 
-def plan32(sizes, num_packs, *small):
-    """Plans of a batch of float32."""
-    dtypes = ((FLOAT32, FLOAT32),) * len(sizes)
-    return plan_packing(tuple(sizes), dtypes, num_packs, *(small or (0, 0)))
-
-
 def test_the_small_limit_is_inclusive():
-    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 16, 10)] == [(0, 1), (2,)]
-    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 15, 10)] == [(0,), (1,), (2,)]
-    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 20, 10)] == [(0, 1, 2)]
+    def tensors_of(small_max_bytes):
+        pairs = ((FLOAT32, FLOAT32),) * 3
+        return [plan.tensors for plan in plan_packing((4, 4, 5), pairs, 0, small_max_bytes, 10)]
+
+    assert tensors_of(16) == [(0, 1), (2,)]
+    assert tensors_of(15) == [(0,), (1,), (2,)]
+    assert tensors_of(20) == [(0, 1, 2)]
 
 
 def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
@@ -125,23 +123,6 @@ def test_integers_are_transferred_in_their_own_dtype():
     pairs = ((as_dtype("int32"), FLOAT64), (FLOAT64, FLOAT32))
     plans = plan_packing((8, 8), pairs, 1, 0, 0, as_dtype("float16"))
     assert [plan.wire.name for plan in plans] == ["int32", "float16"]
-
-
-def test_twelve_elements_in_five_and_in_thirteen_packs():
-    # TensorFlow makes 2, 2, 2, 2, 4 elements, and twelve empty packs and one of 12.
-    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5, 0, 0)
-    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 12))
-    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13, 0, 0)
-    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12))
-
-
-def test_tensors_of_no_elements_take_no_memory():
-    (plan,) = plan32([0, 5, 0], 3)
-    assert plan.layout.offsets == (0, 0, 8)
-    assert plan.packs == ((0, 4), (4, 8))
-    assert plan32([0, 0], 3)[0].packs == ()
-    assert [plan.packs for plan in plan32([0, 5, 0], 0)] == [(), ((0, 5),), ()]
-    assert plan32([], 1) == ()
 
 
 # -- plans of slices -------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Plans: their counts are those of the journal, and making one has no effect."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from support import meshes
@@ -62,20 +60,6 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
                 reduced, alone = [(0, 2, 6), (3, 5)], [1, 4, 7, 8]
             assert {ways[tensors] for tensors in reduced} == {algorithm}
             assert {ways[place,] for place in alone} == {"one device"}
-
-
-def test_tensors_in_a_flat_buffer_are_not_packed():
-    with MeshCase((0, 1)).open() as mesh:
-        flat = mesh.flat_buffer([(3, 2), (5,)], "float32")
-        pairs = [(value, value) for value in map(gr.PerReplica, zip(*flat.views, strict=True))]
-        apart = [(value, value) for value in (dense(mesh, (3, 2), "float32"),
-                                              dense(mesh, (5,), "float32"))]  # fmt: skip
-        ops = ops_of("hierarchical_copy", mesh)
-        plan, other = agreed(mesh, ops, SUM, pairs), agreed(mesh, ops, SUM, apart)
-    assert (plan.launches, other.launches) == (1, 3)
-    (there,), (moved,) = plan.packs, other.packs
-    assert (there.moved, moved.moved) == (0, 2)
-    assert replace(there, moved=2) == moved
 
 
 @pytest.mark.parametrize(

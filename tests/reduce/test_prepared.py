@@ -2,15 +2,12 @@
 
 import gc
 import sys
-import threading
-from functools import partial
 
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
-from support.meshes import MeshCase, num_grown, refused
+from support.meshes import MeshCase, refused
 from support.reduction_calls import dense
-from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError
@@ -43,19 +40,6 @@ def arrays_of(results):
     return [buffer.numpy() for result in results for buffer in result.buffers]
 
 
-def test_a_call_asks_for_no_memory_and_gives_the_same_arrays(numpy_mesh):
-    values = values_of(numpy_mesh)
-    step = gr.HierarchicalCopyAllReduce().prepare(MEAN, pairs_of(numpy_mesh, values))
-    grown, live = num_grown(numpy_mesh), live_bytes(numpy_mesh)
-    first = step()
-    kept = [buffer.address for result in first for buffer in result.buffers]
-    for _ in range(5):
-        again = step()
-        assert again is first is step.results
-    assert [buffer.address for result in again for buffer in result.buffers] == kept
-    assert (num_grown(numpy_mesh), live_bytes(numpy_mesh)) == (grown, live)
-
-
 def calls_of(function):
     """The number of Python and C functions that it calls."""
     found = [0]
@@ -83,7 +67,8 @@ def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
     before = live_bytes(numpy_mesh)
     ops = gr.HierarchicalCopyAllReduce(2)
     step = ops.prepare(SUM, pairs_of(numpy_mesh, values))
-    step()
+    first = step()
+    kept = [buffer.address for result in first for buffer in result.buffers]
     gc.collect()
     # Memory that the step had freed would be reused by these, and overwritten by the next call.
     others = [
@@ -94,13 +79,14 @@ def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
     ]
     packed = [device.zeros((31_000,), "float32") for device in numpy_mesh.devices for _ in range(4)]
     refill(values, 400)
-    step()
+    assert step() is first is step.results
+    assert [buffer.address for result in first for buffer in result.buffers] == kept
     assert all((other.numpy() == 3).all() for other in others)
     assert not any(flat.numpy().any() for flat in packed)
     refill(values, 400)
     wanted = arrays_of(ops.batch_reduce(SUM, pairs_of(numpy_mesh, values)))
     assert all(map(same, arrays_of(step.results), wanted))
-    del step, others, packed
+    del step, first, others, packed
     gc.collect()
     assert live_bytes(numpy_mesh) == before
 
@@ -115,23 +101,6 @@ def test_what_it_reads_stays_alive(numpy_mesh):
         device.drain()
         device.upload(np.full(40 * 7, np.nan, np.float32))
     assert all(map(same, arrays_of(step()), wanted))
-
-
-def test_threads_take_turns():
-    with MeshCase((0, 1, 1)).open() as mesh:
-        pairs = [(value, value) for value in values_of(mesh)]
-        ops = gr.HierarchicalCopyAllReduce()
-        steps = [ops.prepare(op, pairs) for op in (SUM, MEAN)]
-        together = threading.Barrier(6, timeout=60)
-
-        def work(step):
-            together.wait()
-            for _ in range(50):
-                step()
-
-        in_threads(*[partial(work, step) for step in steps * 3])
-        for step, op in zip(steps, (SUM, MEAN), strict=True):
-            assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
 
 
 @pytest.mark.parametrize("form", ["prepare", "capture"])

@@ -1,12 +1,12 @@
 """Prepared and captured steps read and write users' arrays in place, and copy nothing."""
 
-import importlib
 from itertools import chain
 
 import numpy as np
 import pytest
 from reduce.test_prepared import calls_of
 from support.exact_data import same
+from support.libraries import jnp, torch
 from support.meshes import MeshCase, owned, refused
 
 import gradreduce as gr
@@ -17,7 +17,6 @@ SHAPES = [(40, 7), (), (0, 2), (1000,)]
 
 @pytest.mark.torch
 def test_tensors_are_read_and_written_in_place():
-    torch = importlib.import_module("torch")
     with MeshCase((0, 1, 1)).open() as mesh:
         rows = [[torch.full(shape, float(r + 1)) for r in range(3)] for shape in SHAPES]
         rows.append([torch.full((9,), float(r + 1), dtype=torch.bfloat16) for r in range(3)])
@@ -35,7 +34,6 @@ def test_tensors_are_read_and_written_in_place():
 
 @pytest.mark.torch
 def test_tensors_that_pytorch_would_copy_are_refused():
-    torch = importlib.import_module("torch")
     with MeshCase((0, 1)).open() as mesh:
         for tensor in (torch.ones(6, 6)[:, ::2], torch.ones(3, dtype=torch.complex64).conj()):
             dense = torch.ones_like(tensor).resolve_conj().contiguous()
@@ -46,10 +44,9 @@ def test_tensors_that_pytorch_would_copy_are_refused():
 
 @pytest.mark.jax
 def test_arrays_of_jax_are_read_and_never_written():
-    numpy = importlib.import_module("jax.numpy")
     text = "value 0: later calls cannot overwrite results of kind 'jax'"
     with MeshCase((0, 1)).open() as mesh:
-        value = gr.PerReplica([numpy.arange(5.0), numpy.ones(5)], mesh)
+        value = gr.PerReplica([jnp.arange(5.0), jnp.ones(5)], mesh)
         ops = gr.HierarchicalCopyAllReduce()
         with refused(mesh, ValueError, text):
             ops.prepare(SUM, [(value, value)])
@@ -161,7 +158,6 @@ def test_what_no_call_could_write_is_refused(way):
 @pytest.mark.torch
 @pytest.mark.parametrize("way", WAYS)
 def test_autograd_notices_each_call(way):
-    torch = importlib.import_module("torch")
     with MeshCase((0, 1)).open() as mesh:
         value = gr.PerReplica([torch.ones(4) for _ in mesh], mesh)
         outs = [torch.zeros(4) for _ in mesh]

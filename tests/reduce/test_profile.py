@@ -1,8 +1,6 @@
 """``profile``: bytes and lower bounds computed by hand, and its journal; no side effects."""
 
 import pytest
-from support import reduction_calls as scenes
-from support.exact_data import same
 from support.meshes import MeshCase
 
 import gradreduce as gr
@@ -81,35 +79,6 @@ def test_a_wire_of_its_own_is_unpacked(bandwidths, peer_access):
         assert told[name].traffic.read == {0: 32 * read, 1: 32 * read}
         assert told[name].traffic.written == {0: 32 * written, 1: 32 * written}
         assert told[name].planned == told[name].done
-
-
-@pytest.mark.parametrize(
-    ("placement", "peer_access", "algorithm"),
-    [
-        ((0, 0, 1, 1), False, "hierarchical_copy"),
-        ((0, 1, 1, 2, 0), True, "hierarchical_copy"),
-        ((0, 1, 1, 2, 0), True, "nccl"),
-        ((0,) * 3, True, "nccl"),
-    ],
-)
-def test_the_journal_agrees_and_nothing_changes(bandwidths, placement, peer_access, algorithm):
-    with MeshCase(placement, peer_access).open() as mesh:
-        ops = hierarchical(mesh, 2, algorithm)
-        pairs = scenes.pairs_of(mesh, 1)
-        before = [list(scenes.arrays_of(value)) for value, _ in pairs]
-        for coalesce in (False, True):
-            told = ops.profile(MEAN, pairs, coalesce=coalesce)
-            assert told.differences == ()
-            assert [each.planned for each in told.stages] == [each.done for each in told.stages]
-            assert told.plan == ops.plan(MEAN, pairs, coalesce=coalesce)
-            total = [
-                sum(getattr(each.done, name) for each in told.stages)
-                for name in ("launches", "copies", "collectives", "bytes")
-            ]
-            plan = told.plan
-            assert total == [plan.launches, plan.copies, plan.collectives, plan.bytes]
-        for (value, _), arrays in zip(pairs, before, strict=True):
-            assert all(map(same, scenes.arrays_of(value), arrays))
 
 
 def test_gpus_and_links_work_in_parallel(bandwidths):

@@ -5,16 +5,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
-from support.meshes import (
-    PLACEMENTS,
-    MeshCase,
-    expected_of,
-    num_grown,
-    placement_of,
-)
+from support.meshes import PLACEMENTS, MeshCase, expected_of, num_grown, placement_of
 
 import gradreduce as gr
-from gradreduce.device import Device, as_dtype, overlap
+from gradreduce.device import overlap
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 
@@ -61,28 +55,6 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
         for buffer in flat.buffers:
             content = buffer.numpy()
             assert not content[[55, 57, 58, 59]].any()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtypes", ["float32 float16", "float32 float32", "complex64 complex64"])
-def test_packs_and_slices_start_at_vector_boundaries(numpy_mesh, monkeypatch, dtypes, algorithm):
-    given, out = map(as_dtype, dtypes.split())
-    starts = []
-    launch = Device.launch
-
-    def noted(device, kernel, template, rows, *rest, **options):
-        starts.extend(operand.address for row in rows for operand in row)
-        launch(device, kernel, template, rows, *rest, **options)
-
-    monkeypatch.setattr(Device, "launch", noted)
-    for num_packs in (0, 1, 3, 7):
-        buffers = [
-            [device.zeros((size,), given) for device in numpy_mesh] for size in (33_333, 7, 1001)
-        ]
-        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
-        ops.reduce_buffers(buffers, divisor=2, out_dtypes=[out] * 3)
-    assert starts
-    assert not any(start % 16 for start in starts)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

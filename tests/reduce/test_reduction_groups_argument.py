@@ -22,6 +22,8 @@ def journal_on(placement, sizes, *, peer_access, dtype="float32", groups=None):
         with mesh.journal() as journal:
             hierarchical_copy(jobs, groups)
     assert len(journal.records) == journal.launches + journal.copies  # no sync, no upload, no fill
+    if not peer_access:  # no launch touches memory of another GPU
+        assert not any(record.nbytes for record in journal.of("launch"))
     return journal
 
 
@@ -55,48 +57,66 @@ def test_each_dtype_is_a_launch_of_its_own():
     assert sorted((r.device, r.num_rows) for r in launches) == [(0, 2), (2, 1), (2, 1)]
 
 
-# Without peer access, one small pack, main device 0: every copy, in order, and every launch.
-# The keys: the placement, and the reduction groups.
+# Islands of two physical devices, whose launches reach each other.
+ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
+# One small pack, main device 0: every copy and launch, in order; and the elements of other GPUs'
+# memory that a launch touches. The keys: the placement, peer access, and the reduction groups.
 STAGED = {
     # r1 is the other group, already in the accumulate type, so it needs no launch.
-    ((0, 1), None): ([(1, 0), (0, 1)], ["all_sum@0"]),
-    ((0, 1, 2), None): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
-    ((0, 0, 1, 1), None): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
-    ((0, 1, 2, 3), None): (
+    ((0, 1), False, None): ([(1, 0), (0, 1)], ["all_sum@0"]),
+    ((0, 1, 2), False, None): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
+    ((0, 0, 1, 1), False, None): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
+    ((0, 1, 2, 3), False, None): (
         [(1, 0), (3, 2), (2, 0), (0, 1), (0, 2), (0, 3)],
         ["add_n@0", "add_n@2", "all_sum@0"],
     ),
-    ((0, 1, 1, 2, 0), None): (
+    ((0, 1, 1, 2, 0), False, None): (
         [(1, 0), (3, 2), (4, 2), (2, 0), (0, 1), (0, 3), (1, 2)],
         ["add_n@0", "add_n@2", "all_sum@0"],
     ),
-    ((0, 1, 2, 3), ((0, 2), (1, 3))): (
+    ((0, 1, 2, 3), False, ((0, 2), (1, 3))): (
         [(2, 0), (3, 1), (1, 0), (0, 1), (0, 2), (0, 3)],
         ["add_n@0", "add_n@1", "all_sum@0"],
     ),
     # Islands that do not follow the order of the replicas: one partial sum is copied, not inputs.
-    ((0, 1, 0, 1), ((0, 2), (1, 3))): (
+    ((0, 1, 0, 1), False, ((0, 2), (1, 3))): (
         [(1, 0), (0, 1), (1, 3)],
         ["add_n@0", "add_n@1", "all_sum@0"],
     ),
     # Replica 0 is the last of its group, replica 3 the last of the other.
-    ((0, 1, 2, 3, 4), ((1, 0), (4, 3, 2))): (
+    ((0, 1, 2, 3, 4), False, ((1, 0), (4, 3, 2))): (
         [(1, 0), (4, 3), (2, 3), (3, 0), (0, 1), (0, 2), (0, 3), (0, 4)],
         ["add_n@0", "add_n@3", "all_sum@0"],
     ),
-    ((0, 1, 2), ((), (2, 1, 0))): (
+    ((0, 1, 2), False, ((), (2, 1, 0))): (
         [(2, 0), (1, 0), (0, 1), (0, 2)],
         ["add_n@0", "all_sum@0"],
     ),
+    # In each group one launch adds both; the sum is copied, and later the result.
+    ((0, 1, 2, 3), ISLANDS, None): (
+        [(2, 0), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0 touches 1", "add_n@2 touches 1", "all_sum@0"],
+    ),
+    ((0, 2, 1, 3), ISLANDS, None): (
+        [(1, 0), (3, 2), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0", "add_n@2", "all_sum@0 touches 1"],
+    ),
+    # Lone replicas: one launch reads both, or one is copied.
+    ((0, 1), frozenset({(0, 1)}), None): ([(0, 1)], ["all_sum@0 touches 1"]),
+    ((1, 2), ISLANDS, None): ([(1, 0), (0, 1)], ["all_sum@0"]),
 }
 
 
-@pytest.mark.parametrize(("placement", "groups"), STAGED, ids=str)
-def test_without_peers_groups_are_added_separately_and_copied(placement, groups):
-    journal = journal_on(placement, [SMALL], peer_access=False, groups=groups)
-    copies, launches = STAGED[placement, groups]
-    assert directions(journal) == copies
-    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
+@pytest.mark.parametrize(("placement", "access", "groups"), STAGED, ids=str)
+def test_groups_are_added_separately_and_only_what_is_not_accessible_is_copied(
+    placement, access, groups
+):
+    journal = journal_on(placement, [SMALL], peer_access=access, groups=groups)
+    launches = [
+        f"{r.name}@{r.device}" + f" touches {r.nbytes // (4 * SMALL)}" * (r.nbytes > 0)
+        for r in journal.of("launch")
+    ]
+    assert (directions(journal), launches) == STAGED[placement, access, groups]
     assert all(record.nbytes == 4 * SMALL for record in journal.of("copy"))
 
 
@@ -119,44 +139,6 @@ def test_a_single_replica_is_transferred_in_its_own_dtype():
     assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == [
         "add_n@1", "add_n@1", "add_n@0", "all_sum@0", "add_n@1", "all_sum@1",
     ]  # fmt: skip
-
-
-# Islands of two physical devices, whose launches reach each other; one small pack, main device 0.
-ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
-ISLED = {
-    # In each group one launch adds both; the sum is copied, and later the result.
-    (0, 1, 2, 3): ([(2, 0), (0, 1), (0, 2), (0, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
-    (0, 2, 1, 3): (
-        [(1, 0), (3, 2), (0, 1), (0, 2), (0, 3)],
-        ["add_n@0", "add_n@2", "all_sum@0"],
-    ),
-    # Lone replicas: one launch reads both, or one is copied.
-    (0, 1): ([(0, 1)], ["all_sum@0"]),
-    (1, 2): ([(1, 0), (0, 1)], ["all_sum@0"]),
-}
-
-
-@pytest.mark.parametrize("placement", ISLED, ids=str)
-def test_accessible_memory_is_not_copied(placement):
-    access = ISLANDS if placement != (0, 1) else frozenset({(0, 1)})  # one way
-    journal = journal_on(placement, [SMALL], peer_access=access)
-    copies, launches = ISLED[placement]
-    assert directions(journal) == copies
-    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
-    crossed = {(0, 1, 2, 3): [4, 4, 0], (0, 2, 1, 3): [0, 0, 4], (0, 1): [4], (1, 2): [0]}
-    assert [r.nbytes // SMALL for r in journal.of("launch")] == crossed[placement]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "int16"])
-@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if len(set(p)) > 1], ids=str)
-def test_without_peers_no_launch_touches_another_device(placement, dtype):
-    sizes = [SMALL, 3, LARGE, 2 * LARGE]
-    staged = journal_on(placement, sizes, peer_access=False, dtype=dtype)
-    assert staged.copies > 0
-    assert {record.nbytes for record in staged.of("launch")} == {0}
-    direct = journal_on(placement, sizes, peer_access=True, dtype=dtype)
-    assert direct.copies == 0
-    assert 0 not in {record.nbytes for record in direct.of("launch")}
 
 
 def test_without_peers_every_physical_device_adds_its_slice():

@@ -118,16 +118,18 @@ def test_results_lie_on_their_replicas_devices_and_have_the_kind_and_nesting_of_
     with gr.open_mesh((0, 0, 1), backend="sim") as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         grads = [
-            {"a": np.full((3, 2), 1.0 + i), "none": None, "i": np.arange(6, dtype=np.int32)}
+            {"a": [np.full((3, 2), 1.0 + i)], "b": (None, {"i": np.arange(6, dtype=np.int32)})}
             for i in range(3)
         ]
         shares = ops.reduce_scatter(tuple(grads), MEAN, output_type="buffer")
         assert isinstance(shares, tuple) and [list(each) for each in shares] == [[*grads[0]]] * 3
-        assert [each["a"].device for each in shares] == list(mesh.devices)
-        assert [each["i"].numpy().tolist() for each in shares] == [[0, 1], [2, 3], [4, 5]]
-        assert {each["i"].dtype.name for each in shares} == {"float64"}
-        whole = ops.all_gather(shares, output_type="numpy")
-        assert all(each["none"] is None and (each["a"] == 2.0).all() for each in whole)
+        assert [each["a"][0].device for each in shares] == list(mesh.devices)
+        numbers = [each["b"][1]["i"] for each in shares]
+        assert [each.numpy().tolist() for each in numbers] == [[0, 1], [2, 3], [4, 5]]
+        assert {each.dtype.name for each in numbers} == {"float64"}
+        for each in ops.all_gather(shares, output_type="numpy"):
+            assert each["b"][0] is None and (each["a"][0] == 2.0).all()
+            assert each["b"][1]["i"].tolist() == [0, 1, 2, 3, 4, 5]
         empty = [[np.ones((0, 2))]] * 3
         assert ops.all_gather(ops.reduce_scatter(empty))[2][0].shape == (0, 2)
         assert ops.reduce_scatter([[], [], []]) == [[], [], []] == ops.all_gather([[], [], []])
@@ -141,6 +143,8 @@ def test_what_cannot_be_shared_raises():
                 ops.reduce_scatter([[np.ones(4), np.ones((5, 2))]] * 2)
             with pytest.raises(ValueError, match=r"\['a'\] is a scalar, which has no rows"):
                 ops.all_gather([{"a": np.float32(1)}] * 2)
+            with pytest.raises(ValueError, match=r"\['a.1'\] has 3 rows, which 2 rep"):
+                ops.reduce_scatter([{"a": [np.ones(6), np.ones(3)]}] * 2)
             rows = gr.IndexedSlices(np.ones((1, 2)), [0], (4, 2))
             with pytest.raises(TypeError, match=r"IndexedSlices: pass .to_dense\(\)"):
                 ops.reduce_scatter([[rows]] * 2)

@@ -5,11 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import examples
-from support.meshes import (
-    MeshCase,
-    launches_of,
-    per_replica,
-)
+from support.meshes import MeshCase, launches_of, per_replica
 
 import gradreduce as gr
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from sums.test_aggregation import TREE, reference
 from support.exact_data import DTYPES, finite_data, random_data, same
-from support.exhaustive import seeds
-from support.meshes import refused, unchanged
+from support.meshes import refused
 
 import gradreduce as gr
 
@@ -56,13 +55,6 @@ def test_a_thousand_inputs(call):
     assert not same(reference(terms, TREE), reference(terms, 0))  # the data can tell
 
 
-@pytest.mark.parametrize("numbers", seeds(34, 130))
-def test_every_number_of_inputs(call, numbers):
-    values = finite_data((130, 3), "float16")
-    for num_terms in sorted(set(numbers) - {0, 1}):
-        check(call, list(values[:num_terms]))
-
-
 def shifted(values: np.ndarray, nbytes: int) -> np.ndarray:
     """An array that starts a number of bytes after a vector boundary."""
     memory = np.zeros(values.nbytes + nbytes, np.uint8)[nbytes:].view(values.dtype)
@@ -101,30 +93,6 @@ def test_any_form_of_array_is_taken_in_and_left_alone(call, form):
         other = form(random_data((6, 10), dtype, seed=9))
         for terms in ([other, *plain], [*plain, other], [other, other], [other, plain[0], other]):
             check(call, terms)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forms_and_starts_may_be_mixed(call, dtype):
-    values = random_data((len(FORMS), 6, 10), dtype)
-    check(call, [form(value) for form, value in zip(FORMS.values(), values, strict=True)])
-    memory = random_data((1000,), dtype)
-    check(call, [memory[start : start + 901] for start in (0, 1, 2, 3, 5, 8, 16, 99)])
-
-
-def test_buffers_of_any_start(call, mesh):
-    """Buffers on a device; the result is on the same device and has the same shape."""
-    device = mesh.devices[1]
-    values = random_data((64, 21), "bfloat16")
-    memory = [device.upload(row) for row in values[:9]]
-    terms = [whole.view(start, (4, 3)) for start, whole in enumerate(memory)]
-    parts = [row[start : start + 12].reshape(4, 3) for start, row in enumerate(values[:9])]
-    total, method = call
-    with unchanged(values):
-        made = total(terms)
-    assert (type(made), made.device, made.shape) == (gr.Buffer, device, (4, 3))
-    assert same(made.numpy(), reference(parts, method))
-    assert all(same(whole.numpy(), row) for whole, row in zip(memory, values, strict=False))
-    assert all(made.block is not whole.block for whole in memory)
 
 
 # -- what a result is -----------------------------------------------------------------------------

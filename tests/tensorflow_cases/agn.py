@@ -188,10 +188,6 @@ def _error(world: World, step: dict[str, Any]) -> None:
     kinds[step["kind"]](gr.AGNOptimizer(*arguments))
 
 
-def _untold(world: World, step: dict[str, Any]) -> Any:
-    raise AbsentError(f"the vocabulary leaves {step['do']} to a case, and the file has none")
-
-
 STEPS: dict[str, Doing] = {
     "agn_setup": _setup,
     "agn_step": _step,
@@ -199,6 +195,4 @@ STEPS: dict[str, Doing] = {
     "agn_custom_getter": _custom_getter,
     "agn_init_check": _init_check,
     "agn_error": _error,
-    "agn_defaults": _untold,
-    "agn_minimize": _untold,
 }

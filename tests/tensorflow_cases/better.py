@@ -101,7 +101,6 @@ def balanced(num_packs: int) -> Callable[[dict[str, Any]], None]:
 
 
 DENSE = array([[1.0, 1.0], [2.0, 3.0], [1.0, 1.0]], [3, 2])
-WITHOUT_NONE = gives(r=row(1.0))
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 ROWS = array([[1.0, 2.0]], [1, 2])
 
@@ -124,14 +123,9 @@ def getter_of(*names: str, worker_device: str) -> Change:
 BETTER: dict[str, Change] = {
     "ACCN-023": refuses(0),
     "ADDN-023": gives(r=row(2050.0, dtype="float16")),
-    "AGG-005": gives(is_first=DENSE, dense_first=DENSE),
-    "AGG-008": WITHOUT_NONE,
-    "AGG-105": gives(is_first=DENSE, dense_first=DENSE),
-    "AGG-108": WITHOUT_NONE,
-    "AGG-205": gives(is_first=DENSE, dense_first=DENSE),
-    "AGG-208": WITHOUT_NONE,
-    "AGG-305": gives(is_first=DENSE, dense_first=DENSE),
-    "AGG-308": WITHOUT_NONE,
+    **dict.fromkeys(("AGG-005", "AGG-105", "AGG-205", "AGG-305"),
+                    gives(is_first=DENSE, dense_first=DENSE)),
+    **dict.fromkeys(("AGG-008", "AGG-108", "AGG-208", "AGG-308"), gives(r=row(1.0))),
     # One inner optimizer object, and so one pair of powers: the rule of AGN is TensorFlow's.
     "AGN-006": same_as_tensorflow,
     "AGN-015": refuses(0, 2, only=(0, 2)),

@@ -59,13 +59,20 @@ def default(mesh, monkeypatch):
     monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
 
 
-def test_the_initial_value_is_copied(place):
-    values = np.array([1.0, 2.0], "float32")
-    variable = gr.Variable(values, device=place)
-    values[...] = 9
-    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
-    variable.assign([3.0, 4.0])
-    assert values.tolist() == [9.0, 9.0]
+def test_values_are_copied_and_never_written(place):
+    first, second = np.array([[1.0, 2.0], [3.0, 4.0]], "float32")
+    source = first.copy()
+    variable = gr.Variable(source, device=place)
+    for write, wanted in ((variable.assign, second), (variable.assign_add, 2 * second)):
+        source[...] = second
+        assert same_copies(variable, first)
+        write(source)
+        source[...] = 9
+        assert same_copies(variable, wanted)
+        first = wanted
+    second.flags.writeable = False
+    assert same_copies(variable.assign(second).assign_add(second), 2 * second)
+    assert (source == 9).all()
 
 
 def test_a_buffer_is_copied_and_names_the_default_device(mesh):
@@ -102,17 +109,6 @@ def test_names(mesh):
     named = gr.Variable(1.0, "weights", device=mesh)
     assert named.name == "weights"
     assert repr(named) == "<Variable 'weights' float32[] on sim:0, sim:1, sim:2, sim:3>"
-
-
-def test_filled_like(place):
-    variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
-    slot = gr.Variable._full_like(variable, "slot")
-    assert (slot.name, slot.trainable) == ("slot", False)
-    assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
-    assert same_copies(slot, np.zeros((2, 3), "float16"))
-    slot.assign_add(np.ones((2, 3), "float16"))
-    assert same_copies(variable, np.ones((2, 3), "float16"))
-    assert same_copies(slot, np.ones((2, 3), "float16"))
 
 
 # -- get_variable ---------------------------------------------------------------------------------

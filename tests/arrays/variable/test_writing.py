@@ -12,18 +12,19 @@ import gradreduce as gr
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_assign_and_assign_add(place, mesh, dtype):
-    start, value, delta = exact_data((3, 2, 5), dtype)
-    variable = gr.Variable(start, trainable=False, device=place)
-    assert variable.assign(value) is variable
-    assert same_copies(variable, value)
-    with np.errstate(all="ignore"):
-        wanted = value + delta
-    assert variable.assign_add(delta) is variable
-    assert same_copies(variable, wanted)
-    for device in mesh.devices:  # from each device of the mesh
-        variable.assign(device.put(value)).assign_add(device.put(delta))
+    for shape in ((2, 5), (), (0, 3)):
+        start, value, delta = map(np.asarray, exact_data((3, *shape), dtype))
+        variable = gr.Variable(start, trainable=False, device=place)
+        assert variable.assign(value) is variable
+        assert same_copies(variable, value)
+        with np.errstate(all="ignore"):
+            wanted = np.asarray(value + delta)
+        assert variable.assign_add(delta) is variable
         assert same_copies(variable, wanted)
-    assert same(value, exact_data((3, 2, 5), dtype)[1])
+        for device in mesh.devices:  # from each device of the mesh
+            variable.assign(device.put(value)).assign_add(device.put(delta))
+            assert same_copies(variable, wanted)
+        assert same(value, np.asarray(exact_data((3, *shape), dtype)[1]))
 
 
 def test_numbers_and_lists_become_the_variables_dtype(place):
@@ -73,19 +74,6 @@ def test_incompatible_values_change_nothing(place, method):
     assert same_copies(other, np.array([5, 2], "float32"))
 
 
-def test_assigned_memory_is_not_kept(place):
-    variable = gr.Variable([1.0, 2.0], device=place)
-    value = np.array([3.0, 4.0], "float32")
-    value.flags.writeable = False
-    variable.assign(value)
-    source = value.copy()
-    variable.assign(source)
-    source[...] = 9
-    assert same_copies(variable, value)
-    variable.assign_add(value)
-    assert value.tolist() == [3.0, 4.0]
-
-
 def test_a_copy_of_the_variable_may_be_what_is_added_to_it(mesh):
     """All copies add its old value; otherwise they would differ."""
     variable = gr.Variable([1.0, 3.0], device=mesh)
@@ -95,14 +83,6 @@ def test_a_copy_of_the_variable_may_be_what_is_added_to_it(mesh):
         assert same_copies(variable, 2 * before)
         variable.assign(buffer)
         assert same_copies(variable, 2 * before)
-
-
-def test_scalars_and_variables_without_elements(place):
-    empty = gr.Variable(np.empty((0, 3), "float32"), device=place)
-    assert same_copies(empty.assign(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
-    assert same_copies(empty.assign_add(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
-    scalar = gr.Variable(1.5, device=place)
-    assert same_copies(scalar.assign_add(1), np.float32(2.5))
 
 
 def test_writing_does_not_synchronize(place):
