@@ -2,14 +2,14 @@
 
 import gc
 import sys
-import threading
 import tracemalloc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from device.contract import FLOAT, SIZE, add, adopted, data, uploaded
 from support.exact_data import same
+from support.threads import in_threads
 
 from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import BackendUnavailableError, CollectiveError
@@ -77,9 +77,7 @@ def test_a_block_freed_by_others_returns_to_its_pool(one_gpu_mesh, by):
     held: list = [uploaded(device, 1)]
     ended = weakref.ref(held[0].block)
     if by == "another thread":
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join(timeout=30)
+        in_threads(held.clear)
     else:
         held.append(held)
         del held
@@ -110,8 +108,7 @@ def test_many_threads_share_a_device(one_gpu_mesh):
             add(device, out, uploaded(device, seed), uploaded(device, seed + 1))
             assert same(out.numpy(), data((SIZE,), seed=seed) + data((SIZE,), seed=seed + 1))
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, (0, 10, 20, 30), timeout=60))
+    in_threads(*(partial(work, seed) for seed in (0, 10, 20, 30)))
 
 
 def test_memory_does_not_grow_with_use(two_gpu_mesh):
