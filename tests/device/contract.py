@@ -11,6 +11,7 @@ from support.exact_data import exact_data
 
 from gradreduce.backends import open_mesh
 from gradreduce.device import ELEMENT_OF, Buffer, Device, Mesh, as_dtype
+from gradreduce.errors import BackendUnavailableError, CollectiveError
 from gradreduce.ops.add_n import ADD_N
 
 QUEUES = ("compute", "transfer")
@@ -90,3 +91,57 @@ def add(device: Device, out: Buffer, *terms: Buffer, **options) -> None:
     """``out = terms[0] + terms[1] + …`` as one launch, without the checks of ``ops``."""
     name = ELEMENT_OF[out.dtype].name
     device.launch(ADD_N, (name, name, 0), [(out, *terms)], (len(terms),), **options)
+
+
+def every_call(mesh: Mesh, buffer: Buffer) -> dict:
+    """Every public call on a device or mesh that uses its devices."""
+    device, other = mesh.devices[0], mesh.devices[1]
+    row, template = [[buffer, buffer]], ("float32", "float32", 1)
+    nothing = [[buffer.view(0, (0,)), buffer.view(0, (0,))]]
+    mark = device.queue_mark()
+    values, theirs = data((SIZE,)), device.release(buffer)
+    return {
+        "empty": lambda: device.empty((3,), FLOAT),
+        "empty of nothing": lambda: device.empty((0,), FLOAT),
+        "zeros": lambda: device.zeros((3,), FLOAT),
+        "put": lambda: device.put(values),
+        "put in pieces": lambda: device.put(values[::2]),
+        "adopt": lambda: device.adopt(theirs),
+        "release": lambda: device.release(buffer),
+        "upload": lambda: device.upload(values),
+        "upload into": lambda: device.upload(values, out=buffer),
+        "download": lambda: device.download(buffer),
+        "numpy": buffer.numpy,
+        "copy": lambda: device.copy(buffer, buffer),
+        "launch": lambda: device.launch(ADD_N, template, row, (1,)),
+        "launch of nothing": lambda: device.launch(ADD_N, template, nothing, (1,)),
+        "compile_kernel": lambda: device.compile_kernel(ADD_N, template),
+        "fill_zero": lambda: device.fill_zero(buffer),
+        "queue_mark": device.queue_mark,
+        "queue_wait": lambda: device.queue_wait(mark),
+        "queue_wait for another": lambda: other.queue_wait(mark, queue="transfer"),
+        "block_stream": lambda: device.block_stream(None),
+        "device.synchronize": device.synchronize,
+        "device.trim": device.trim,
+        "mesh.synchronize": mesh.synchronize,
+        "mesh.trim": mesh.trim,
+        "flat_buffer": lambda: mesh.flat_buffer([(3,)], FLOAT),
+        "all_reduce": lambda: mesh.collective.all_reduce([buffer]),
+        "broadcast": lambda: mesh.collective.broadcast([buffer], 0),
+        "all_gather": lambda: mesh.collective.all_gather([buffer], [buffer]),
+        "part": lambda: mesh[1:].devices[0].empty((3,), FLOAT),
+    }
+
+
+def calls_that_succeed(calls: dict, said: str) -> list[str]:
+    """The calls that do not raise a ``BackendUnavailableError`` with these words."""
+    found = []
+    for name, call in calls.items():
+        try:
+            call()
+        except (BackendUnavailableError, CollectiveError) as error:
+            if isinstance(error, BackendUnavailableError) and said in str(error):
+                continue
+            name = f"{name}: {error}"
+        found.append(name)
+    return found

@@ -5,7 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from device.contract import FLOAT, SIZE, add, adopted, data, uploaded
+from device.contract import (
+    BACKENDS_APART,
+    FLOAT,
+    SIZE,
+    add,
+    adopted,
+    calls_that_succeed,
+    data,
+    every_call,
+    uploaded,
+)
 from support.exact_data import same
 from support.meshes import refused
 
@@ -13,8 +23,6 @@ import gradreduce as gr
 from gradreduce.device import ensure_accessible
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.reduce.algorithms import ALGORITHMS
-
-from .contract import BACKENDS_APART
 
 REASON = "it fell off the bus"
 
@@ -30,29 +38,11 @@ def raises_failed(name: str):
 
 
 def test_every_use_of_a_failed_device_says_which_and_why(mesh):
-    device = mesh.devices[2]
-    buffer, other = uploaded(device, 1), uploaded(device, 2)
-    device.synchronize()
-    device.mark_failed(REASON)
-    uses = [
-        lambda: device.empty((2,), FLOAT),
-        lambda: device.zeros((2,), FLOAT),
-        lambda: device.put(np.zeros(2, np.float32)),
-        lambda: device.upload(data((SIZE,)), out=buffer),
-        lambda: device.release(buffer),
-        lambda: device.copy(buffer, other),
-        lambda: add(device, buffer, other),
-        lambda: device.queue_mark(),
-        lambda: device.queue_wait(mark),
-        lambda: device.block_stream(None),
-        lambda: device.trim(),
-        device.synchronize,
-        buffer.numpy,
-    ]
-    mark = mesh.devices[3].queue_mark()
-    for use in uses:
-        with raises_failed(device.name):
-            use()
+    buffer = uploaded(mesh.devices[0], 1)
+    calls = every_call(mesh, buffer)
+    mesh.synchronize()
+    mesh.devices[0].mark_failed(REASON)
+    assert calls_that_succeed(calls, f" failed: {REASON}") == []
 
 
 def test_a_buffer_on_a_failed_device_is_refused_by_the_others(mesh):

@@ -2,18 +2,26 @@
 
 import gc
 import sys
-import threading
 import tracemalloc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from device.contract import FLOAT, SIZE, add, adopted, data, uploaded
+from device.contract import (
+    FLOAT,
+    SIZE,
+    add,
+    adopted,
+    calls_that_succeed,
+    data,
+    every_call,
+    uploaded,
+)
 from support.exact_data import same
+from support.threads import in_threads
 
-from gradreduce.device import Buffer, Device, Mesh
-from gradreduce.errors import BackendUnavailableError, CollectiveError
-from gradreduce.ops.add_n import ADD_N
+from gradreduce.device import Buffer, Device
+from gradreduce.errors import BackendUnavailableError
 
 
 def overwrite(device: Device, num_buffers: int = 4) -> list[Buffer]:
@@ -77,9 +85,7 @@ def test_a_block_freed_by_others_returns_to_its_pool(one_gpu_mesh, by):
     held: list = [uploaded(device, 1)]
     ended = weakref.ref(held[0].block)
     if by == "another thread":
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join(timeout=30)
+        in_threads(held.clear)
     else:
         held.append(held)
         del held
@@ -110,8 +116,7 @@ def test_many_threads_share_a_device(one_gpu_mesh):
             add(device, out, uploaded(device, seed), uploaded(device, seed + 1))
             assert same(out.numpy(), data((SIZE,), seed=seed) + data((SIZE,), seed=seed + 1))
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, (0, 10, 20, 30), timeout=60))
+    in_threads(*(partial(work, seed) for seed in (0, 10, 20, 30)))
 
 
 def test_memory_does_not_grow_with_use(two_gpu_mesh):
@@ -164,76 +169,19 @@ def test_two_meshes_work_side_by_side(reopen):
             first.devices[0].empty((1,), FLOAT)
 
 
-def every_call(mesh: Mesh, buffer: Buffer) -> dict:
-    """Every public call on a device or mesh that uses its devices."""
-    device, other = mesh.devices[0], mesh.devices[1]
-    row, template = [[buffer, buffer]], ("float32", "float32", 1)
-    nothing = [[buffer.view(0, (0,)), buffer.view(0, (0,))]]
-    mark = device.queue_mark()
-    values, theirs = data((SIZE,)), device.release(buffer)
-    return {
-        "empty": lambda: device.empty((3,), FLOAT),
-        "empty of nothing": lambda: device.empty((0,), FLOAT),
-        "zeros": lambda: device.zeros((3,), FLOAT),
-        "put": lambda: device.put(values),
-        "put in pieces": lambda: device.put(values[::2]),
-        "adopt": lambda: device.adopt(theirs),
-        "release": lambda: device.release(buffer),
-        "upload": lambda: device.upload(values),
-        "upload into": lambda: device.upload(values, out=buffer),
-        "download": lambda: device.download(buffer),
-        "numpy": buffer.numpy,
-        "copy": lambda: device.copy(buffer, buffer),
-        "launch": lambda: device.launch(ADD_N, template, row, (1,)),
-        "launch of nothing": lambda: device.launch(ADD_N, template, nothing, (1,)),
-        "compile_kernel": lambda: device.compile_kernel(ADD_N, template),
-        "fill_zero": lambda: device.fill_zero(buffer),
-        "queue_mark": device.queue_mark,
-        "queue_wait": lambda: device.queue_wait(mark),
-        "queue_wait for another": lambda: other.queue_wait(mark, queue="transfer"),
-        "block_stream": lambda: device.block_stream(None),
-        "device.synchronize": device.synchronize,
-        "device.trim": device.trim,
-        "mesh.synchronize": mesh.synchronize,
-        "mesh.trim": mesh.trim,
-        "flat_buffer": lambda: mesh.flat_buffer([(3,)], FLOAT),
-        "all_reduce": lambda: mesh.collective.all_reduce([buffer]),
-        "broadcast": lambda: mesh.collective.broadcast([buffer], 0),
-        "all_gather": lambda: mesh.collective.all_gather([buffer], [buffer]),
-        "part": lambda: mesh[1:].devices[0].empty((3,), FLOAT),
-    }
-
-
-def calls_that_succeed(calls: dict) -> list[str]:
-    """The calls that do not raise ``BackendUnavailableError``."""
-    found = []
-    for name, call in calls.items():
-        try:
-            call()
-        except BackendUnavailableError:
-            continue
-        except CollectiveError as error:
-            found.append(f"{name}: {error}")
-        else:
-            found.append(name)
-    return found
-
-
 def test_no_call_works_after_close(one_gpu_mesh):
     buffer = uploaded(one_gpu_mesh.devices[0], 1)
     calls = every_call(one_gpu_mesh, buffer)
-    assert calls_that_succeed(calls) == list(calls)
+    assert calls_that_succeed(calls, "") == list(calls)
     out = one_gpu_mesh.devices[0].zeros((SIZE,), FLOAT)
     shown = one_gpu_mesh.devices[0].release(out)
     with one_gpu_mesh.journal() as journal:
         one_gpu_mesh[0:1].close()  # closing a part closes the whole
-        assert calls_that_succeed(calls) == []
+        assert calls_that_succeed(calls, "was closed") == []
         one_gpu_mesh.close()  # closing twice is allowed
         with pytest.raises(BackendUnavailableError):
             one_gpu_mesh.collective.all_gather([out], [buffer])
     assert journal.records == []
     assert (shown == 0).all()
-    with pytest.raises(BackendUnavailableError, match="was closed"):
-        one_gpu_mesh.devices[1].empty((3,), FLOAT)
     del buffer, calls, out, shown  # which may be freed now
     gc.collect()

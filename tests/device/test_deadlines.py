@@ -1,24 +1,35 @@
-"""Calls with a deadline: the named device, calls that do not block, and failed meshes."""
+"""Calls and host waits with a deadline: the named device, and what works after a reset."""
 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.exact_data import same
-from support.hanging_devices import TEST_TIMEOUT, clock, resume, stall, wait_for_failure, watchdogs
+from support.hanging_devices import (
+    TEST_TIMEOUT,
+    clock,
+    late_waits,
+    resume,
+    stall,
+    wait_for_failure,
+    watchdogs,
+)
 
 import gradreduce as gr
 from gradreduce.device import Mesh
 from gradreduce.device.failure import pending_calls
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
+from gradreduce.reduce import profile
 from gradreduce.reduce.algorithms import ALGORITHMS
 
-__all__ = ["clock"]
+__all__ = ["clock", "late_waits"]
 SIZES = (40, 70, 3)
 SUM = gr.ReduceOp.SUM
 REFUSED = re.escape("; mesh.reset() makes it usable again")
@@ -151,34 +162,113 @@ def test_a_call_that_finishes_in_time_does_not_fail_the_mesh(mesh, clock):
     assert mesh.mesh_state.reason is None
 
 
-def trained(mesh, ops, value) -> None:
-    variable = gr.Variable(np.zeros(SIZES[1], np.float32), "w", device=mesh)
+def calls_of(mesh: Mesh) -> tuple[dict[str, Callable], dict[str, Callable]]:
+    """Every call with a deadline: those that only queue work, and those that wait on the host."""
+    rows = [[device.upload(np.ones(4, np.float32))] for device in mesh]
+    value = gr.PerReplica([row[0] for row in rows], mesh)
+    pairs, hosts = [(value, value)], [[[np.ones(4, np.float32)]]] * len(mesh)
+    ops, device = gr.HierarchicalCopyAllReduce(mesh=mesh), mesh.devices[2]
+    variable = gr.Variable(np.zeros(4, np.float32), "w", device=mesh)
+    away = gr.Variable(np.zeros(4, np.float32), device=mesh[[2, 3]])
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
     optimizer.cross_device_ops = ops
-    optimizer.apply_gradients([(value, variable)], deadline=9)
+    flat = mesh.flat_buffer([(4,)], "float32")
+    flat.arrays("numpy")
+    taken = gr.ConditionalAccumulator("float32", device=mesh, name="w")
+    stored = gr.ConditionalAccumulator("float32", device=device)
+    for accumulator in (taken, stored):
+        accumulator.apply_grad(np.ones(3, np.float32))
+    queued = {
+        "reduce": partial(ops.reduce, SUM, value, value),
+        "batch_reduce": partial(ops.batch_reduce, SUM, pairs),
+        "to one": partial(gr.ReductionToOneDevice().batch_reduce, SUM, [(value, device)]),
+        "broadcast": partial(ops.broadcast, rows[0][0], mesh),
+        "ops.all_reduce": partial(ops.all_reduce, rows),
+        "gr.all_reduce": partial(gr.all_reduce, rows, mesh=mesh),
+        "prepare": partial(ops.prepare, SUM, pairs),
+        "capture": partial(ops.capture, SUM, pairs),
+        "a prepared step": ops.prepare(SUM, pairs),
+        "a SyncStep": partial(gr.SyncStep([variable], optimizer, ops), hosts),
+        "apply_gradients": partial(optimizer.apply_gradients, [(value, variable)]),
+        "take_grad": partial(taken.take_grad, 1),
+        "take_grads": partial(gr.take_grads, [taken], 1),
+    }
+    return queued, {
+        "profile": partial(ops.profile, SUM, pairs),
+        "state_dict": stored.state_dict,
+        "Variable.numpy": away.numpy,
+        "FlatBuffer.zero": flat.zero,
+        "FlatBuffer.release": flat.release,
+        "Buffer.numpy": rows[2][0].numpy,
+        "download": partial(device.download, rows[2][0]),
+        "Device.synchronize": device.synchronize,
+        "Mesh.synchronize": mesh.synchronize,
+    }
 
 
-OTHERS = {
-    "prepare": lambda mesh, ops, value: ops.prepare(SUM, [(value, value)], deadline=9),
-    "capture": lambda mesh, ops, value: ops.capture(SUM, [(value, value)], deadline=9),
-    "apply_gradients": trained,
-    "reduce": lambda mesh, ops, value: ops.reduce(SUM, value, value, deadline=9),
-    "to one": lambda mesh, ops, value: gr.ReductionToOneDevice().batch_reduce(
-        SUM, [(value, mesh.devices[2])], deadline=9
-    ),
-    "broadcast": lambda mesh, ops, value: ops.broadcast(value.buffers[0], mesh, deadline=9),
-}
+NAMED = ("a SyncStep", "apply_gradients", "take_grad", "take_grads")
 
 
-@pytest.mark.parametrize("call", OTHERS)
-def test_every_call_across_devices_takes_a_deadline(mesh, clock, call):
-    value = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
-    stall(mesh.devices[2])
-    OTHERS[call](mesh, gr.HierarchicalCopyAllReduce(mesh=mesh), value)
-    clock.advance(10)
-    name = "w" if call == "apply_gradients" else "0"
-    words = rf"of 9 s for \w+ passed: sim:2 has not joined .*tensor {name}\b"
-    assert re.search(words, wait_for_failure(mesh))
+@pytest.mark.parametrize("waits", [False, True], ids=["only queues", "waits"])
+def test_every_call_takes_a_deadline(late_waits, clock, monkeypatch, waits):
+    """It names the device and the tensor, and works again after a reset."""
+    monkeypatch.setattr(profile, "HOST_BYTES", 1 << 20)  # which otherwise copies 64 MB
+    with opened() as mesh:
+        names = list(calls_of(mesh)[waits])
+    for name in names:
+        said = rf"joined .*tensor {'w' if name in NAMED else 0}\b"
+        if waits:
+            said = r"(finished its queues; the first .* is fill, #\d+$|joined )"
+        with opened() as mesh:
+            call = calls_of(mesh)[waits][name]
+            mesh.synchronize()
+            stall(mesh.devices[2])
+            mesh.devices[2].zeros((4,), "float32")
+            with pytest.raises(CollectiveError) if waits else nullcontext():
+                call(deadline=5)
+            clock.advance(6)
+            reason = wait_for_failure(mesh)
+            assert re.search(f"passed: sim:2 has not {said}", reason), (name, reason)
+            mesh.reset(timeout=TEST_TIMEOUT)
+            if "take" not in name:  # the accumulators are empty
+                call(deadline=TEST_TIMEOUT)
+            mesh.synchronize(deadline=TEST_TIMEOUT)
+
+
+def minimizers(mesh: Mesh) -> tuple[gr.Variable, list[gr.Optimizer]]:
+    """A Variable of AGN, and optimizers that can minimize a loss of it."""
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    variable = gr.get_variable("w", np.zeros(4, np.float32), custom_getter=getter)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    return variable, [optimizer, gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter)]
+
+
+@pytest.mark.parametrize("deadline", [True, 0, -1.0, float("nan"), "5", 1j])
+def test_a_deadline_is_a_number_above_zero(mesh, deadline):
+    queued, waits = calls_of(mesh)
+    loss = [].pop  # would raise, if it were called
+    calls = [*queued.values(), *waits.values()]
+    calls += [partial(each.minimize, loss) for each in minimizers(mesh)[1]]
+    with mesh.journal() as journal:
+        for call in calls:
+            with pytest.raises(ValueError, match=re.escape(f"deadline={deadline!r} must be")):
+                call(deadline=deadline)
+        with pytest.raises(ValueError, match=re.escape(f"timeout={deadline!r} must be")):
+            mesh.reset(timeout=deadline)
+    assert journal.records == []
+    assert mesh.mesh_state.watchdog is None
+
+
+def test_minimize_has_its_update_done_by_one(mesh, monkeypatch):
+    """Every optimizer's ``minimize`` passes the deadline to its own update."""
+    variable, optimizers = minimizers(mesh)
+    for optimizer in optimizers:
+        given = []
+        monkeypatch.setattr(
+            optimizer, "apply_gradients", lambda *_, into=given, **more: into.append(more)
+        )
+        optimizer.minimize(lambda: np.sum(variable), deadline=30)
+        assert given == [{"deadline": 30}]
 
 
 @pytest.mark.parametrize(
@@ -208,23 +298,6 @@ def test_a_recorded_step_names_its_packs_and_works_again_after_a_reset(
     mesh.reset(timeout=TEST_TIMEOUT)
     first, *_ = step(deadline=TEST_TIMEOUT)
     assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
-
-
-def test_a_step_of_training_takes_a_deadline(mesh, clock):
-    variable = gr.Variable(np.zeros(4, np.float32), "w", device=mesh)
-    step = gr.SyncStep([variable], gr.MomentumOptimizer(1.0, 0.5), gr.NcclAllReduce(mesh=mesh))
-    terms = [[[np.ones(4, np.float32)]]] * 4
-    assert step(terms, deadline=TEST_TIMEOUT)
-    mesh.synchronize()
-    stall(mesh.devices[3])
-    step(terms, deadline=5)
-    clock.advance(6)
-    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor w)" in wait_for_failure(
-        mesh
-    )
-    mesh.reset(timeout=TEST_TIMEOUT)
-    assert step(terms, deadline=TEST_TIMEOUT)
-    mesh.synchronize(deadline=TEST_TIMEOUT)
 
 
 @pytest.fixture
@@ -349,3 +422,62 @@ def test_without_a_deadline_no_mark_is_made_and_no_thread_runs(mesh, monkeypatch
         reduce_all(mesh, deadline=TEST_TIMEOUT)
     assert watched.records == plain.records
     assert len(set(watchdogs()) - before) == 1
+
+
+@pytest.mark.usefixtures("late_waits")
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("wait", ["_download", "_synchronize"])
+def test_a_wait_that_an_abort_ends_raises(mesh, monkeypatch, wait, is_reset):
+    """After an abort of a collective its queue continues, and the wait itself succeeds."""
+    device = mesh.devices[0]
+    buffer = device.zeros((4,), "float32")
+    succeeds = getattr(device, wait)
+
+    def aborted(*arguments):
+        mesh.mesh_state.fail("aborted")
+        if is_reset:
+            mesh.reset(timeout=TEST_TIMEOUT)
+        return succeeds(*arguments)
+
+    monkeypatch.setattr(device, wait, aborted)
+    with pytest.raises(CollectiveError):
+        device.synchronize() if wait == "_synchronize" else buffer.numpy()
+
+
+HOW = {
+    "reduce": lambda ops, pairs: lambda: ops.batch_reduce(SUM, pairs),
+    "prepare": lambda ops, pairs: ops.prepare(SUM, pairs),
+    "capture": lambda ops, pairs: ops.capture(SUM, pairs),
+}
+
+
+@pytest.mark.usefixtures("late_waits")
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [("nccl", "reduce"), ("nccl", "prepare"), *(("hierarchical_copy", how) for how in HOW)],
+)
+def test_a_host_wait_names_the_device_that_others_wait_for(algorithm, how):
+    """The host waits for device 0, which waits for device 3, which hangs."""
+    for seed in (0, 1):
+        with opened([0, 1, 2, 3], seed) as mesh:
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+            terms = [device.upload(np.ones(70, np.float32)) for device in mesh]
+            value = gr.PerReplica(terms, mesh)
+            step = HOW[how](ops, [(value, value)])
+            mesh.synchronize()
+            stall(mesh.devices[3])
+            results = step()
+            waits = (mesh.synchronize, results[0].buffers[0].numpy)
+            words = r"passed: sim:3 has not finished its queues.* packs 1 to 2 of 2 "
+            with pytest.raises(CollectiveError, match=words + r"\(tensor 0\), #\d+;"):
+                waits[seed](deadline=5)
+
+
+def test_all_devices_that_may_be_stuck_are_named(mesh, late_waits):
+    for device in mesh.devices[1:3]:
+        device.zeros((4,), "float32")
+        stall(device)
+        device.zeros((4,), "float32")
+    words = "sim:1, sim:2 have not finished their queues; the first .* fill on sim:1, #1"
+    with pytest.raises(CollectiveError, match=words):
+        mesh.synchronize(deadline=5)

@@ -1,12 +1,12 @@
 """Ctrl-C in a block that defers it."""
 
 import signal
-import threading
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 from support.signal_injection import ctrl_c, interrupted_at, num_points_of
+from support.threads import in_threads
 
 from gradreduce.device import DeferInterrupts
 from gradreduce.device.failure import interrupts
@@ -95,13 +95,9 @@ def test_without_a_python_handler_nothing_is_replaced(kept):
 
 def test_other_threads_defer_nothing():
     """Other threads get no KeyboardInterrupt and cannot set handlers."""
-    found = []
 
     def work():
         with DeferInterrupts():
-            found.append(handler())
+            return handler()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    assert found == [signal.default_int_handler]
+    assert in_threads(work) == [signal.default_int_handler]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import pytest
 from support.exact_data import same
 from support.hanging_devices import (
@@ -27,7 +26,6 @@ from gradreduce.accumulator.take_queue import await_take, join
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim.scheduler import RandomScheduler
 from gradreduce.device import Mesh, deadline_scope
-from gradreduce.device.failure import pending_calls
 from gradreduce.device.failure.watchdog import _check_calls
 from gradreduce.device.order.order import Work
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
@@ -396,13 +394,3 @@ def test_closing_a_mesh_ends_waits_of_other_threads():
             waiting = pool.submit(buffer.numpy)
         with pytest.raises(BackendUnavailableError, match="was closed"):
             waiting.result(TEST_TIMEOUT)
-
-
-def test_the_host_polls_only_where_there_was_a_deadline():
-    with queued() as mesh:
-        device = mesh.devices[0]
-        assert not pending_calls.WaitPolicy(device).polls
-        assert pending_calls.WaitPolicy(device, 5).polls
-        mesh.mesh_state.guard()
-        assert pending_calls.WaitPolicy(device).polls
-        assert device.put(np.ones(3, np.float32)).numpy().sum() == 3

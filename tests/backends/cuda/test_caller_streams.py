@@ -4,7 +4,6 @@ The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The cl
 find what is not ordered, whatever the seed.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from fake_cupy.caller_tensors import (
 )
 from fake_cupy.foreign import Tensor
 from support.exact_data import same
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce import ops
@@ -220,20 +220,17 @@ def test_memory_that_a_per_thread_default_stream_reads_is_not_reused(mesh, comes
     device = mesh.devices[0]
     mine = cupy.asarray(data(SHAPE))
 
-    def read() -> None:
+    def read() -> cupy.ndarray:
         with cupy.cuda.Stream.ptds:
             made = from_buffer(device.upload(data(SHAPE)), "cupy")
-            kept.append(made.copy())
+            return made.copy()
 
-    kept: list = []
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
+    (kept,) = in_threads(read)
     with cupy.cuda.Stream.ptds:
         if comes_in:  # it does not wait for the other thread's stream
             to_buffer(mine, device)
         device.upload(np.zeros(SHAPE, "float32"))
-    assert same(kept[0].get(), data(SHAPE))
+    assert same(kept.get(), data(SHAPE))
 
 
 def test_memory_that_cannot_be_marked_is_kept_and_the_error_raised(mesh, monkeypatch):

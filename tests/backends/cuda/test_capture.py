@@ -1,7 +1,6 @@
 """Captured steps as CUDA graphs, whose launch costs one call."""
 
 import gc
-import threading
 from functools import partial
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from support.captures import captured
 from support.exact_data import same
 from support.reduction_calls import dense
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce import ops
@@ -27,15 +27,10 @@ def test_other_threads_use_the_devices_during_a_capture(gpus):
             near = mesh.devices[1].zeros((5,), "float64")
             mesh.devices[1].copy(near, source)
             mesh.synchronize()
-            found.append(near.numpy())
-
-        def meanwhile():
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join(60)
+            return near.numpy()
 
         copy = partial(mesh.devices[1].copy, target, source)
-        step = captured(mesh.devices, copy, meanwhile)
+        step = captured(mesh.devices, copy, lambda: found.extend(in_threads(work)))
         assert same(found[0], np.ones(5))
         mesh.devices[0].upload(np.full(5, 2.0), out=source)
         assert same(target.numpy(), np.ones(5))

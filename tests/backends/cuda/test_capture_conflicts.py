@@ -1,7 +1,6 @@
 """Captures of callers contain none of our work; effects of other threads on our captures."""
 
 import sys
-import threading
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from support.captures import captured
 from support.exact_data import same
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
@@ -285,9 +285,7 @@ def in_another_thread(call, *arguments):
         with sys.modules["cupy"].cuda.Device(0), suppress(RuntimeError):
             call(*arguments)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
+    in_threads(work)
 
 
 @pytest.mark.gpu

@@ -3,14 +3,13 @@
 The fake reports a context that our code makes on a GPU outside the meshes, in every test.
 """
 
-from threading import Thread
-
 import cupy
 import numpy as np
 import pytest
 from support.hanging_devices import TEST_TIMEOUT, wait_for_failure
 from support.reduction_calls import dense
 from support.thread_group import run_processes
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.backends.cuda import libcuda
@@ -37,9 +36,7 @@ def test_a_mesh_makes_contexts_on_its_own_gpus_only(gpus, algorithm):
             late = mesh.devices[1].upload(GRAD)
         mark = mesh.devices[0].queue_mark()
         assert (late.numpy(deadline=TEST_TIMEOUT) == GRAD).all()
-        asks = Thread(target=lambda: mark.passed)  # its current GPU is 0
-        asks.start()
-        asks.join(TEST_TIMEOUT)
+        in_threads(lambda: mark.passed)  # of which the current GPU is 0
         mesh.flight_record()
         mesh.mesh_state.fail("for a test")
         wait_for_failure(mesh)
@@ -87,9 +84,7 @@ def test_a_new_thread_sets_its_gpu_before_its_first_launch(gpus, monkeypatch):
                 return call(*arguments, **options)
 
             monkeypatch.setattr(owner, name, note)
-        thread = Thread(target=step)
-        thread.start()
-        thread.join(TEST_TIMEOUT)
+        in_threads(step)
     assert calls.index("setDevice") < calls.index("__call__")
 
 

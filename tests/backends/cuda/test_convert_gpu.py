@@ -4,7 +4,6 @@ PyTorch and JAX cannot be had on a machine without a GPU; what stands for them s
 validation looks at: a current stream, DLPack.
 """
 
-import threading
 from types import SimpleNamespace
 
 import cupy
@@ -13,6 +12,7 @@ from device.contract import data
 from fake_cupy import foreign, machine
 from fake_cupy.foreign import Tensor, made_on
 from support.exact_data import same
+from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce import ops
@@ -162,9 +162,7 @@ def test_a_threads_default_stream_is_its_own(gpus):
 
     gpus(1)
     array = cupy.asarray(data(SHAPE))
-    thread = threading.Thread(target=fill)
-    thread.start()
-    thread.join()
+    in_threads(fill)
     with pytest.raises(machine.Fault, match="unordered: cupy fill on default of MainThread"):
         fill()
     gpus()  # whose faults are not those

@@ -4,6 +4,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -209,8 +210,8 @@ def called(mesh: Mesh, outcomes: list[str]) -> None:
 
 
 @contextmanager
-def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading.Event]:
-    """Threads that call it hang at the end of their first group until the event is set."""
+def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[None]:
+    """A thread calls it, and hangs at the end of its first group as long as this context lasts."""
     group_end, inside, let_go = nccl.groupEnd, threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -225,7 +226,7 @@ def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading
         caller.start()
         assert inside.wait(TEST_TIMEOUT)
         try:
-            yield let_go
+            yield
         finally:
             let_go.set()
             caller.join(TEST_TIMEOUT)
@@ -364,19 +365,11 @@ def test_a_wait_for_a_gpu_that_fails_ends(here, mesh):
     buffer = mesh.devices[3].upload(np.ones(9, np.float32))
     mesh.devices[3].synchronize(deadline=TEST_TIMEOUT)
     here.stall(mesh.devices[3])
-    outcomes: list = []
-
-    def wait() -> None:
-        try:
-            buffer.numpy()
-        except BackendUnavailableError as error:
-            outcomes.append(str(error))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
-    waiting.join(TEST_TIMEOUT)
-    assert "cuda:3 failed" in outcomes[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(buffer.numpy)
+        here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+        with pytest.raises(BackendUnavailableError, match="cuda:3 failed"):
+            waiting.result(TEST_TIMEOUT)
     here.freed.clear()
     here.resume()
 

@@ -430,13 +430,12 @@ def test_a_process_that_leaves_is_named_before_the_deadline(here):
 @pytest.mark.parametrize(
     ("backend", "said"), [("cuda", "processes 0 and 1 share GPU"), ("sim", "are simulated")]
 )
-def test_a_group_that_must_send_host_memory_and_cannot_is_an_error(here, backend, said):
+def test_a_group_of_nccl_alone_that_must_send_host_memory_is_an_error(here, backend, said):
     def work(group):
-        group.sends_host_memory = False
-        with pytest.raises(ValueError, match=f"sends only GPU memory, but .*{said}"):
-            gr.open_mesh([0], backend=backend, process_group=group)
+        with pytest.raises(ValueError, match=f"sends only GPU memory, but .*{said}.*make it with"):
+            gr.open_mesh([0], backend=backend, process_group=group, timeout=60)
 
-    run_all(2, work)
+    run_torch(2, work, "cuda:nccl")
 
 
 def test_the_default_group_is_made_with_nccl_and_destroyed(here, monkeypatch):
@@ -449,14 +448,6 @@ def test_the_default_group_is_made_with_nccl_and_destroyed(here, monkeypatch):
         assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
         mesh.close()
         assert made.destroyed
-
-
-def test_a_group_of_nccl_alone_is_an_error_for_simulated_devices(here):
-    def work(group):
-        with pytest.raises(ValueError, match="the devices of the mesh are simulated: make it with"):
-            gr.open_mesh(1, backend="sim", process_group=group, timeout=60)
-
-    run_torch(2, work, "cuda:nccl")
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])

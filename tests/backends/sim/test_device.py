@@ -1,6 +1,5 @@
 """Behavior of simulated devices only: pools, filled memory, and wrong references."""
 
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from device.contract import FLOAT, SIZE, data, simulated, uploaded
 from support.exact_data import DTYPES, same
+from support.threads import in_threads
 
 from gradreduce.backends.sim import pool as sim_pool
 from gradreduce.backends.sim.pool import GRANULE, START, Memory, SimPool
@@ -131,11 +131,8 @@ def test_freeing_a_block_acquires_no_lock(mesh):
     """The collector may run in the thread that holds the pool's lock."""
     device = mesh.devices[0]
     held = [uploaded(device, 1)]
-    thread = threading.Thread(target=held.clear, daemon=True)
     with device._pool._lock, mesh.mesh_state.launch_lock, mesh.mesh_state.log._lock:
-        thread.start()
-        thread.join(timeout=30)
-        assert not thread.is_alive()
+        in_threads(held.clear)
     assert len(device.freed) == 1
 
 

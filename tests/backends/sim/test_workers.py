@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from support.exact_data import random_data, same
+from support.threads import in_threads
 
 from gradreduce.backends import open_mesh
 from gradreduce.backends.sim import workers as sim_workers
@@ -33,23 +34,6 @@ def opened(num_threads: int, implementation: str = "numpy") -> Iterator[Device]:
     with mesh:
         assert mesh.devices[0].options.workers.num_threads == num_threads
         yield mesh.devices[0]
-
-
-def in_time(work: Callable[[], None]) -> BaseException | None:
-    """Runs ``work`` in a thread, for at most a minute; returns what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive(), "it hangs"
-    return raised[0] if raised else None
 
 
 def together(num_threads: int):
@@ -89,7 +73,7 @@ def test_large_launches_alone_run_in_several_threads(size, num_rows, num_threads
             device.launch(kernel, PAIR, rows, (2,))
             assert threading.get_ident() in seen
 
-        assert in_time(launch) is None
+        in_threads(launch)
         assert len(seen) == expected
 
 
@@ -155,11 +139,11 @@ def test_a_failure_comes_when_no_job_runs(where, error):
         finally:
             ended.append("all")
 
-    raised = in_time(run)
-    assert isinstance(raised, error)
+    with pytest.raises(error, match="planted"):
+        in_threads(run)
     assert ended == [*([] if where == "everywhere" else [None, None]), "all"]
     # The threads still work.
-    assert in_time(lambda: workers.run([partial(threading.Barrier(3).wait, TIMEOUT)] * 3)) is None
+    in_threads(lambda: workers.run([partial(threading.Barrier(3).wait, TIMEOUT)] * 3))
     workers.close()
 
 
@@ -222,7 +206,7 @@ def test_where_threads_cannot_start_the_caller_does_each_job_once(monkeypatch, n
         workers.run(jobs)
         assert times == [1] * len(jobs)
     workers.run(jobs)  # starts the missing threads, which do the remaining work
-    assert in_time(lambda: workers.run([partial(threading.Barrier(4).wait, TIMEOUT)] * 4)) is None
+    in_threads(lambda: workers.run([partial(threading.Barrier(4).wait, TIMEOUT)] * 4))
     assert times == [2] * len(jobs)
     workers.close()
 
@@ -314,7 +298,7 @@ def test_threads_end_with_their_mesh(end):
         weakref.finalize(local.here, ended.put, threading.get_ident())
         barrier.wait(TIMEOUT)
 
-    assert in_time(lambda: workers.run([job] * 3)) is None
+    in_threads(lambda: workers.run([job] * 3))
     threads = set(workers._threads)
     assert len(threads) == 2
     if end == "closed":
