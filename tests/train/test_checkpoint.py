@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.checkpoint_cases import changed
 from support.thread_group import run_processes
 from train import training
 
@@ -86,10 +87,6 @@ def test_dropped_gradients_are_counted_over_all_processes():
     assert run_processes(2, work) == [(4, 2)] * 2
 
 
-def changed(state, *path, to):
-    return {**state, path[0]: changed(state[path[0]], *path[1:], to=to) if path[1:] else to}
-
-
 def test_what_is_wrong_is_named_and_changes_nothing():
     _, state = train([4], range(3), num_required=8)
     with gr.open_mesh(2, backend="sim") as mesh:
@@ -97,13 +94,13 @@ def test_what_is_wrong_is_named_and_changes_nothing():
         before = step.state_dict()
         whole = train([4], range(3))[1]
         for given, error, match in [
-            (changed(whole, "num_required", to=0), ValueError,
+            (changed(whole, ["num_required"], 0), ValueError,
              r"state\['num_required'\]=0 must be at least 1"),
-            (changed(whole, "num_replicas", to=3), ValueError,
+            (changed(whole, ["num_replicas"], 3), ValueError,
              r"state\['accumulators'\]\['w'\]\['partial_sums'\] has 4 entries; expected 3"),
-            (changed(whole, "optimizer", "optimizer", to="Adagrad"), ValueError,
+            (changed(whole, ["optimizer", "optimizer"], "Adagrad"), ValueError,
              r"state\['optimizer'\]\['optimizer'\] is 'Adagrad'; expected 'AdamOptimizer'"),
-            (changed(whole, "accumulators", to={}), KeyError,
+            (changed(whole, ["accumulators"], {}), KeyError,
              r"state\['accumulators'\] has wrong keys: 'w', 'b' missing"),
             (state, ValueError,
              "^the state has 4 gradients of 4 replicas that wait for an update, and 2 replicas"),
