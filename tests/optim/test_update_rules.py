@@ -246,15 +246,6 @@ def test_lion_is_that_of_optax(dtype, bound):
         assert np.abs(variable.numpy() - np.asarray(theirs)).max() <= bound
 
 
-@pytest.mark.parametrize("make", [gr.AdamWOptimizer, gr.LionOptimizer])
-def test_weights_decay_in_all_rows_unless_it_is_lazy(mesh, make):
-    for lazy, wanted in [(False, [0.75, 0.75, 0.75]), (True, [1.0, 0.75, 1.0])]:
-        variable = gr.Variable([1.0, 1.0, 1.0], dtype="float64", device=mesh)
-        optimizer = make(0.5, weight_decay=0.5, lazy=lazy)
-        optimizer.apply_gradients([(gr.IndexedSlices(np.zeros(1), [1]), variable)])
-        assert variable.numpy().tolist() == wanted
-
-
 @pytest.mark.parametrize("make", [gr.AdamOptimizer, lambda **o: gr.RMSPropOptimizer(0.1, **o)])
 def test_epsilon_is_where_tensorflow_or_pytorch_has_it(make):
     assert (make().eps_mode, make(eps_mode="torch").eps_mode) == ("tensorflow", "torch")

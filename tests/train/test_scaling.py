@@ -293,17 +293,6 @@ def test_the_decision_takes_no_exchange_of_its_own(is_sharded, more):
         assert scaled == plain + more
 
 
-def test_different_options_of_processes_raise():
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            step = make_step(mesh, clip_norm=1.0 + group.rank)
-            with pytest.raises(gr.InvalidArgumentError) as error:
-                step(terms_of(0, step, [group.rank]))
-            return str(error.value)
-
-    assert "clip_norm is 1.0 in process 0, 2.0 in process 1" in run_processes(2, work)[0]
-
-
 @pytest.mark.parametrize("counts", [([2], [1, 1]), ([1, 1], [2])], ids=str)
 def test_a_training_continues_with_its_scale(counts):
     before, after = counts

@@ -27,6 +27,8 @@ OPTIMIZERS = {
 OPTIONS = {
     "num_required": (4, "num_required is 2 in process 0, 4 in process 1"),
     "aggregation_method": (1, "aggregation_method is ADD_N in process 0, EXPERIMENTAL_TREE"),
+    "shard_optimizer": (True, "shard_optimizer is False in process 0, True in process 1"),
+    "clip_norm": (2.0, "clip_norm is None in process 0, 2.0 in process 1"),
 }
 
 
