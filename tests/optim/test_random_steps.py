@@ -124,11 +124,3 @@ def test_only_half_precision_variables_have_a_master(mesh):
         kept = np.float32 if has_one else variable.dtype
         assert all(optimizer.get_slot(variable, name).dtype == kept for name in "mv")
     assert optimizer.get_slot_names() == ["m", MASTER, "v"]
-
-
-@pytest.mark.parametrize("wrong", ["float64", "float16", "bfloat16", np.int32])
-def test_a_master_is_float32(wrong):
-    with pytest.raises(ValueError, match="master_dtype"):
-        gr.AdamOptimizer(master_dtype=wrong)
-    with pytest.raises(TypeError):
-        gr.AdamOptimizer(master_dtype="half a float")
