@@ -13,7 +13,7 @@ from functools import partial
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from accumulator.kinds import bits, expected
+from accumulator.kinds import contents
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.exhaustive import examples
@@ -116,7 +116,7 @@ class Waiting:
 
 
 class Model:
-    """A dense accumulator in plain Python; results are ``bits``."""
+    """A dense accumulator in plain Python."""
 
     cls = gr.ConditionalAccumulator
 
@@ -142,9 +142,9 @@ class Model:
         return taken
 
     def result(self):
-        mean = self.options.get("sparse_mean", "per_row")
-        given = [grad.value(self.dtype) for grad in self.grads]
-        return expected([given], self.dtype, "SUM" if self.reduction_type == "SUM" else mean)
+        total = np.sum([grad.values for grad in self.grads], axis=0, dtype="float32")
+        divisor = len(self.grads) if self.reduction_type == "MEAN" else 1
+        return (total / np.float32(divisor)).astype(self.dtype).tolist()
 
 
 class SparseModel(Model):
@@ -179,8 +179,21 @@ class SparseModel(Model):
         )
 
     def result(self):
-        indices, rows, _ = super().result()
-        return indices, rows, self.whole(self.grads[0])
+        sums, touches = {}, {}
+        for grad in self.grads:
+            for index, value in zip(grad.indices, grad.values, strict=True):
+                sums[index] = sums.get(index, 0) + value
+            for index in set(grad.indices):
+                touches[index] = touches.get(index, 0) + 1
+        indices = sorted(sums)
+        total = np.array([sums[index] for index in indices], "float32")
+        if self.options.get("sparse_mean") == "per_gradient":
+            total /= np.float32(len(self.grads))
+        elif self.reduction_type == "MEAN":
+            total /= np.array([touches[index] for index in indices], "float32")
+        shape = self.whole(self.grads[0])
+        table = [[value] * shape[1] for value in total.astype(self.dtype).tolist()]
+        return indices, table, shape
 
 
 class World:
@@ -273,7 +286,7 @@ class Accumulators(RuleBasedStateMachine):
 
     def teardown(self):
         for part, wanted in getattr(self, "held", []):
-            assert bits(part) == wanted
+            assert contents(part) == wanted
         if hasattr(self, "mesh"):
             self.mesh.close()
 
@@ -287,7 +300,7 @@ class Accumulators(RuleBasedStateMachine):
                 assert result is None
                 continue
             for part in result.values if isinstance(result, gr.Mirrored) else [result]:
-                assert bits(part) == values
+                assert contents(part) == values
                 self.held.append((part, values))
 
     def checked(self, call, wanted):
