@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from support import golden_files
-from support.checkpoint_cases import CASES, after_steps, bits, leaves, where
+from support.checkpoint_cases import CASES, after_steps, bits, changed, leaves, where
 
 import gradreduce as gr
 from gradreduce.checkpoint import downloader
@@ -157,18 +157,6 @@ def test_variables_may_have_the_names_of_entries():
 
 
 # -- what is wrong --------------------------------------------------------------------------------
-
-
-def changed(state, path, value=None):
-    """A state with another value at a path; without it if the value is ``...``."""
-    made = copy.deepcopy(state)
-    inner = made
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    if value is ...:
-        del inner[path[-1]]
-    return made
 
 
 ANY = {"kind"}  # has tests with its class

@@ -9,7 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 from numpy.lib import format as npy
-from support.checkpoint_cases import CASES, after_steps, bits, unnamed
+from support.checkpoint_cases import CASES, after_steps, bits, changed, unnamed
 from support.thread_group import run_processes
 
 import gradreduce as gr
@@ -63,15 +63,6 @@ def nodes(value, path=()):
             yield from nodes(value[key], (*path, key))
 
 
-def replaced(entries, path, value):
-    """Entries with another value at a path."""
-    if not path:
-        return value
-    copy = entries.copy()
-    copy[path[0]] = replaced(entries[path[0]], path[1:], value)
-    return copy
-
-
 def damaged_file(draw, state):
     """A file with a few damages: other entries, arrays that claim too much, other bytes."""
     tensors, metadata = gr.checkpoint.split(state)
@@ -84,7 +75,7 @@ def damaged_file(draw, state):
             value = draw.choice([{"tensor": name}, [{"tensor": name}], {"a": {"tensor": name}}])
         if kind == 4 and tensors:
             tensors = {**tensors, draw.choice([*tensors]): draw.choice(HEADERS)}
-        entries = replaced(entries, draw.choice([*nodes(entries)]), value)
+        entries = changed(entries, draw.choice([*nodes(entries)]), value)
         if not isinstance(entries, dict | list):
             break
     compression = zipfile.ZIP_BZIP2 if draw.random() < 0.05 else zipfile.ZIP_DEFLATED

@@ -8,25 +8,15 @@ from typing import Any
 
 import pytest
 from accumulator.kinds import KINDS, Dense, Sparse
+from support.meshes import implementation, with_and_without_peers
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
 
-IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
-# A placement, and whether its devices have peer access; one physical device needs none.
-MESHES = [
-    ([0, 0], True),
-    ([0, 0, 1, 1], True),
-    ([0, 0, 1, 1], False),
-    ([0, 1, 1, 2, 0], True),
-    ([0, 1, 1, 2, 0], False),
-]
+__all__ = ["implementation"]
+
+mesh = with_and_without_peers([0, 0], [0, 0, 1, 1], [0, 1, 1, 2, 0])
 LIMIT_S = 30.0  # these calls take milliseconds, so only a deadlock takes so long
-
-
-@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
-def implementation(request) -> str:
-    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -36,43 +26,24 @@ def device(implementation) -> Iterator[gr.Device]:
         yield mesh.devices[1]
 
 
-@pytest.fixture
-def accumulator(device) -> Callable[..., gr.ConditionalAccumulator]:
-    """Makes accumulators on the device."""
+def makes(cls: type) -> Callable[..., Any]:
+    """A fixture that makes accumulators on the device."""
 
-    def make(dtype="float32", shape=None, **options):
-        return gr.ConditionalAccumulator(dtype, shape, device=device, **options)
+    @pytest.fixture
+    def maker(device):
+        return lambda dtype="float32", *args, **options: cls(dtype, *args, device=device, **options)
 
-    return make
+    return maker
 
 
-@pytest.fixture
-def sparse(device) -> Callable[..., gr.SparseConditionalAccumulator]:
-    """Makes sparse accumulators on the device."""
-
-    def make(dtype="float32", shape=None, **options):
-        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
-
-    return make
+accumulator = makes(gr.ConditionalAccumulator)
+sparse = makes(gr.SparseConditionalAccumulator)
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS)
 def kind(request) -> type[Dense | Sparse]:
     """What both kinds of accumulators do."""
     return request.param
-
-
-@pytest.fixture(
-    scope="session",
-    params=MESHES,
-    ids=lambda param: f"{''.join(map(str, param[0]))}{'' if param[1] else '-no-peers'}",
-)
-def mesh(request, implementation) -> Iterator[gr.Mesh]:
-    placement, peers = request.param
-    with gr.open_mesh(
-        placement, backend="sim", peer_access=peers, kernels=implementation, strict=True
-    ) as made:
-        yield made
 
 
 @pytest.fixture(params=["device", "mesh"])

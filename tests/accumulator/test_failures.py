@@ -68,14 +68,29 @@ def dense(home, *gradients, dtype="float32", **options):
 # -- what is made to fail: the accumulators, and the call -----------------------------------------
 
 
-def dense_applies(mesh, earlier=(), grad=(1.0,), dtype="float32"):
-    acc = dense(mesh.devices[1], *earlier, dtype=dtype)
-    return [acc], lambda: acc.apply_grad(grad)
+def applies(make, earlier, grad, mesh, *, home=1, **options):
+    """An apply to one sum; gradients are functions of the mesh, or gradients."""
+    *added, grad = [each(mesh) if callable(each) else each for each in (*earlier, grad)]
+    acc = make(mesh if home is None else mesh.devices[home], *added, **options)
+    return [acc], lambda: gr.apply_grads([acc], [grad], cast=True)
 
 
-def dense_takes(mesh, dtype, **options):
-    acc = dense(mesh.devices[1], [1.0], [3.0], dtype=dtype, **options)
-    return [acc], lambda: acc.take_grad(2)
+def takes(make, added, mesh, *, home=1, **options):
+    """A take of all gradients of one sum."""
+    (acc,), _ = applies(make, added, None, mesh, home=home, **options)
+    return [acc], lambda: gr.take_grads([acc], acc.num_accumulated())
+
+
+def uploaded(mesh):
+    return gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
+
+
+def halves(mesh):
+    return gr.PerReplica([np.full(1, place, "float16") for place in range(len(mesh))], mesh)
+
+
+def rows_from_all(*indices):
+    return lambda mesh: gr.PerReplica([rows([place, *indices]) for place in range(3)], mesh)
 
 
 def takes_now(mesh):
@@ -83,22 +98,10 @@ def takes_now(mesh):
     return accumulators, lambda: take_now(accumulators, 1)
 
 
-def replicas_on_one_device(mesh, num_earlier):
-    given = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
-    acc = dense(mesh.devices[0], *[given] * num_earlier)
-    return [acc], lambda: acc.apply_grad(given)
-
-
 def dense_joint(mesh):
     home = mesh.devices[1]
     accumulators = [dense(home), dense(home, [1.0]), dense(home, dtype="float16")]
     return accumulators, lambda: gr.apply_grads(accumulators, [[5.0]] * 3)
-
-
-def dense_across(mesh, num_earlier):
-    given = gr.PerReplica([np.full(1, place, "float16") for place in range(len(mesh))], mesh)
-    acc = dense(mesh, *[given] * num_earlier, dtype="float16")
-    return [acc], lambda: acc.apply_grad(given)
 
 
 def partly_filled_take(mesh):
@@ -108,12 +111,6 @@ def partly_filled_take(mesh):
     return [acc], lambda: acc.take_grad(1)
 
 
-def applies(mesh, earlier=(), indices=(3, 1, 3), dtype="float32"):
-    acc = sparse(mesh.devices[1], *map(rows, earlier))
-    grad = rows(list(indices), dtype)
-    return [acc], lambda: acc.apply_indexed_slices_grad(grad, cast=True)
-
-
 def several(mesh, sums, terms):
     home = mesh.devices[1]
     accumulators = [sparse(home, *sums), dense(home, *[np.ones(4, "float32")] * len(sums))]
@@ -121,31 +118,12 @@ def several(mesh, sums, terms):
     return accumulators, lambda: gr.apply_grads(accumulators, [rows(terms), far])
 
 
-def replicas(mesh, indices):
-    return gr.PerReplica([rows([place, *indices]) for place in range(3)], mesh)
-
-
-def across(mesh, earlier, indices):
-    acc, given = sparse(mesh, *[replicas(mesh, each) for each in earlier]), replicas(mesh, indices)
-    return [acc], lambda: acc.apply_indexed_slices_grad(given)
-
-
 def new_and_old(mesh):
     """On the second GPU in place, and on the first into new memory, which is launched first."""
-    acc, given = sparse(mesh[[2, 0]]), replicas(mesh, [])
+    acc, given = sparse(mesh[[2, 0]]), rows_from_all()(mesh)
     with gr.replica(2):
         acc.apply_indexed_slices_grad(rows([1, 2]))
     return [acc], lambda: acc.apply_indexed_slices_grad(given)
-
-
-def takes(mesh):
-    acc = sparse(mesh.devices[1], rows([3, 1]), rows([1]))
-    return [acc], lambda: acc.take_grad(2)
-
-
-def takes_over_a_mesh(mesh):
-    acc = sparse(mesh, replicas(mesh, [4, 5]))
-    return [acc], lambda: acc.take_grad(3)
 
 
 def takes_both(mesh):
@@ -187,33 +165,35 @@ class Case(NamedTuple):
 
 
 F32, F16 = "float32", "float16"
+TWO, TWICE = ([1.0], [3.0]), rows([3, 1, 3])  # gradients; one with two rows of one index
 PLAN = "allocate upload "
 FAR = "allocate copy "
 CASES = [
-    Case("dense first", dense_applies, "allocate launch update"),
-    Case("dense later", partial(dense_applies, earlier=[[1.0]], grad=[100.0], dtype=F16),
-         "launch UPDATE"),
-    Case("dense upload", partial(dense_applies, earlier=[[1, 1]], grad=np.ones(4, F32)[::2]),
+    Case("dense first", partial(applies, dense, [], [1.0]), "allocate launch update"),
+    Case("dense later", partial(applies, dense, [[1.0]], [100.0], dtype=F16), "launch UPDATE"),
+    Case("dense upload", partial(applies, dense, [[1, 1]], np.ones(4, F32)[::2]),
          f"{PLAN}launch UPDATE"),
-    Case("dense take", partial(dense_takes, dtype=F32), "launch UPDATE"),
-    Case("half take", partial(dense_takes, dtype=F16), "allocate launch update"),
-    Case("take of a sum", partial(dense_takes, dtype=F32, reduction_type="SUM"), "update"),
+    Case("dense take", partial(takes, dense, TWO), "launch UPDATE"),
+    Case("half take", partial(takes, dense, TWO, dtype=F16), "allocate launch update"),
+    Case("take of a sum", partial(takes, dense, TWO, reduction_type="SUM"), "update"),
     Case("takes now", takes_now, "allocate launch update"),
-    Case("replicas first", partial(replicas_on_one_device, num_earlier=0),
+    Case("replicas first", partial(applies, dense, [], uploaded, home=0),
          f"{FAR}allocate launch launch update", peers=False),
-    Case("replicas later", partial(replicas_on_one_device, num_earlier=1), "launch UPDATE"),
-    Case("replicas later, copied", partial(replicas_on_one_device, num_earlier=1),
+    Case("replicas later", partial(applies, dense, [uploaded], uploaded, home=0), "launch UPDATE"),
+    Case("replicas later, copied", partial(applies, dense, [uploaded], uploaded, home=0),
          f"{FAR}launch UPDATE", peers=False),
     Case("dense joint", dense_joint, "allocate allocate launch launch launch UPDATE"),
-    Case("dense across first", partial(dense_across, num_earlier=0),
+    Case("dense across first", partial(applies, dense, [], halves, home=None, dtype=F16),
          "allocate allocate allocate launch launch update"),
-    Case("dense across later", partial(dense_across, num_earlier=1), "launch LAUNCH UPDATE"),
+    Case("dense across later", partial(applies, dense, [halves], halves, home=None, dtype=F16),
+         "launch LAUNCH UPDATE"),
     Case("partly filled take", partly_filled_take,
          "allocate allocate launch COLLECTIVE LAUNCH UPDATE"),
-    Case("first", applies, f"allocate {PLAN}launch update"),
-    Case("later", partial(applies, earlier=[[1, 2, 3]]), f"{PLAN}launch UPDATE"),
-    Case("grows", partial(applies, earlier=[[1, 2]]), f"allocate launch {PLAN}launch update"),
-    Case("casts", partial(applies, earlier=[[1, 3]], indices=[3, 1], dtype=F16),
+    Case("first", partial(applies, sparse, [], TWICE), f"allocate {PLAN}launch update"),
+    Case("later", partial(applies, sparse, [rows([1, 2, 3])], TWICE), f"{PLAN}launch UPDATE"),
+    Case("grows", partial(applies, sparse, [rows([1, 2])], TWICE),
+         f"allocate launch {PLAN}launch update"),
+    Case("casts", partial(applies, sparse, [rows([1, 3])], rows([3, 1], F16)),
          f"{PLAN}launch UPDATE"),
     Case("several first", partial(several, sums=[], terms=[3, 1]),
          f"allocate {PLAN}allocate launch launch update"),
@@ -225,14 +205,15 @@ CASES = [
          f"{PLAN}{FAR}launch LAUNCH UPDATE", peers=False),
     Case("several grow", partial(several, sums=[rows([1])], terms=[1, 3]),
          f"allocate launch {PLAN}launch launch UPDATE"),
-    Case("across first", partial(across, earlier=[], indices=[4, 5]),
+    Case("across first", partial(applies, sparse, [], rows_from_all(4, 5), home=None),
          f"allocate allocate allocate {PLAN}{PLAN}launch launch update"),
-    Case("across later", partial(across, earlier=[[4, 5]], indices=[5]),
-         f"{PLAN}{PLAN}launch LAUNCH UPDATE"),
+    Case("across later", partial(applies, sparse, [rows_from_all(4, 5)], rows_from_all(5),
+         home=None), f"{PLAN}{PLAN}launch LAUNCH UPDATE"),
     Case("new and old", new_and_old, f"allocate {PLAN}{PLAN}{PLAN}launch launch LAUNCH UPDATE"),
-    Case("takes", takes, f"allocate {PLAN}launch update"),
-    Case("takes over a mesh", takes_over_a_mesh, f"allocate launch allocate {PLAN}launch "
-         "allocate allocate launch copy update"),
+    Case("takes", partial(takes, sparse, [rows([3, 1]), rows([1])]),
+         f"allocate {PLAN}launch update"),
+    Case("takes over a mesh", partial(takes, sparse, [rows_from_all(4, 5)], home=None),
+         f"allocate launch allocate {PLAN}launch allocate allocate launch copy update"),
     Case("takes both", takes_both, f"allocate {PLAN}launch launch UPDATE"),
     # Takes of several dense sums.
     Case("side by side", partial(dense_take, sums=[(F32, 0, 2), (F32, 1, 2)]), "launch UPDATE"),

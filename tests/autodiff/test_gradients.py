@@ -144,13 +144,6 @@ def test_writing_or_storing_a_traced_value_raises(v):
         DESCENT.compute_gradients(item_of_stopped)
     assert not plain.any() and v.numpy().tolist() == [1.0, 2.0, 3.0]
 
-    def augmented():
-        total = v * 1
-        total += v * 2
-        return np.sum(total)
-
-    assert gradients(augmented)[0].tolist() == [3.0] * 3
-
 
 def test_a_traced_value_has_the_attributes_of_an_array(v):
     def loss():

@@ -25,7 +25,8 @@ def test_the_loss_is_called_once_for_each_replica(mesh, as_var_list):
         devices.append(gr.add_n([ONE, ONE], output_type="buffer").device)
         read.append(float(data.get()))
         yield value
-        yield np.sum(gr.embedding_lookup(table, [len(read) - 1])) * (count * read[-1])
+        row = len(read) - 1
+        yield np.sum(gr.embedding_lookup(table, [row, row])) * (count * read[-1])
 
     optimizer = descent()
     optimizer.minimize(loss, var_list=as_var_list([scale, table]))
@@ -34,7 +35,7 @@ def test_the_loss_is_called_once_for_each_replica(mesh, as_var_list):
     for copy in scale.buffers:
         assert copy.numpy() == -sum(range(count))
     for copy in table.buffers:
-        assert copy.numpy().tolist() == [[-count * row] * 2 for row in range(count)]
+        assert copy.numpy().tolist() == [[-2 * count * row] * 2 for row in range(count)]
 
 
 def test_variables_on_one_device_have_one_replica(mesh):

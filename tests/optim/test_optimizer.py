@@ -117,15 +117,6 @@ def test_slots(mesh):
     assert other.get_name() == "other"
 
 
-@pytest.mark.parametrize("name", ["", None])
-def test_an_optimizer_has_a_name(name):
-    with pytest.raises(ValueError, match="Must specify the optimizer name"):
-        gr.GradientDescentOptimizer(1.0, name=name)
-    for wrong in (True, 3, b"name"):
-        with pytest.raises(TypeError, match=f"name={wrong} must be a string"):
-            gr.GradientDescentOptimizer(1.0, name=wrong)
-
-
 # -- launches -------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from support.exact_data import exact_data
 
 import gradreduce as gr
 
@@ -56,33 +55,6 @@ def test_two_hooks_make_an_optimizer(mesh, dtype):
     assert [each.name for each in optimizer.variables()][:1] == [f"{alone.name}/Lion"]
 
 
-def test_a_hook_gets_each_row_of_a_sparse_gradient_once(mesh):
-    optimizer = Lion(0.25)
-    variable = gr.Variable(np.zeros((6, 2), "float32"), device=mesh)
-    values = exact_data((4, 2), "float32")
-    optimizer.apply_gradients([(gr.IndexedSlices(values, [5, 1, 5, 3]), variable)])
-    assert optimizer.shapes == [(3, 2)] * len(mesh)
-    sums = np.zeros((6, 2), "float32")
-    np.add.at(sums, [5, 1, 5, 3], values)
-    for buffer in variable.buffers:
-        assert (buffer.numpy() == -0.25 * np.sign(sums)).all()
-    count = optimizer.get_slot(variable, "count").numpy()
-    assert count[:, 0].tolist() == [4, 5, 4, 5, 4, 5]
-
-
-def test_a_hook_gets_the_master_of_a_half_precision_variable(mesh):
-    optimizer = Lion(2.0**-13, master_dtype="float32")
-    variable = gr.Variable(np.ones(4, "float16"), device=mesh)
-    for _ in range(40):
-        optimizer.apply_gradients([(np.ones(4, "float16"), variable)])
-    wanted = 1 - 40 * 2.0**-13
-    assert (optimizer.get_slot(variable, "master").numpy() == wanted).all()
-    assert all((buffer.numpy() == np.float16(wanted)).all() for buffer in variable.buffers)
-    variable.assign(np.full(4, 3, "float16"))
-    optimizer.apply_gradients([(np.ones(4, "float16"), variable)])
-    assert (optimizer.get_slot(variable, "master").numpy() == 3 - 2.0**-13).all()
-
-
 def test_an_error_in_a_hook_changes_nothing(mesh):
     optimizer = Lion(0.25)
     variables = [gr.Variable(np.ones(3, "float32"), device=mesh) for _ in range(3)]
@@ -100,8 +72,9 @@ def test_an_error_in_a_hook_changes_nothing(mesh):
         with pytest.raises(RuntimeError, match="planted"):
             optimizer.apply_gradients(pairs)
         assert state(optimizer, *(variable for _, variable in pairs)) == before
-    optimizer.fails_at = None
+    optimizer.shapes, optimizer.fails_at = [], None
     optimizer.apply_gradients(pairs)  # nothing is lost
+    assert sorted(optimizer.shapes) == [(1,)] * len(mesh) + [(3,)] * 3 * len(mesh)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

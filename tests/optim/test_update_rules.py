@@ -246,15 +246,6 @@ def test_lion_is_that_of_optax(dtype, bound):
         assert np.abs(variable.numpy() - np.asarray(theirs)).max() <= bound
 
 
-@pytest.mark.parametrize("make", [gr.AdamWOptimizer, gr.LionOptimizer])
-def test_weights_decay_in_all_rows_unless_it_is_lazy(mesh, make):
-    for lazy, wanted in [(False, [0.75, 0.75, 0.75]), (True, [1.0, 0.75, 1.0])]:
-        variable = gr.Variable([1.0, 1.0, 1.0], dtype="float64", device=mesh)
-        optimizer = make(0.5, weight_decay=0.5, lazy=lazy)
-        optimizer.apply_gradients([(gr.IndexedSlices(np.zeros(1), [1]), variable)])
-        assert variable.numpy().tolist() == wanted
-
-
 @pytest.mark.parametrize("make", [gr.AdamOptimizer, lambda **o: gr.RMSPropOptimizer(0.1, **o)])
 def test_epsilon_is_where_tensorflow_or_pytorch_has_it(make):
     assert (make().eps_mode, make(eps_mode="torch").eps_mode) == ("tensorflow", "torch")
@@ -372,20 +363,28 @@ def test_a_subclass_has_any_attributes():
     assert (optimizer.lr, optimizer.learning_rate, optimizer.note) == (0.5, 0.5, "mine")
 
 
-@pytest.mark.parametrize("wrong", [None, "fast", [0.1], gr.ReduceOp.SUM])
-def test_hyperparameters_are_numbers(wrong):
-    for make in (
-        lambda: gr.GradientDescentOptimizer(wrong),
-        lambda: gr.MomentumOptimizer(0.1, wrong),
-        lambda: gr.AdamOptimizer(epsilon=wrong),
-        lambda: gr.AdagradOptimizer(0.1, wrong),
-        lambda: gr.RMSPropOptimizer(0.1, momentum=wrong),
-    ):
-        with pytest.raises((TypeError, ValueError)):
-            make()
+NUMBERS = [(gr.GradientDescentOptimizer, "learning_rate"), (gr.MomentumOptimizer, "momentum"),
+           (gr.AdamOptimizer, "epsilon"), (gr.AdagradOptimizer, "initial_accumulator_value"),
+           (gr.RMSPropOptimizer, "momentum")]  # fmt: skip
+MASTERS = ["float64", "float16", "bfloat16", np.int32]
 
 
-@pytest.mark.parametrize("value", [0, -0.5, float("nan")])
-def test_adagrad_starts_above_zero(value):
-    with pytest.raises(ValueError, match="initial_accumulator_value must be positive"):
-        gr.AdagradOptimizer(0.1, value)
+@pytest.mark.parametrize(
+    ("kind", "wrong", "error", "text"),
+    [
+        *[(kind, {name: wrong}, (TypeError, ValueError), None) for kind, name in NUMBERS
+          for wrong in (None, "fast", [0.1], gr.ReduceOp.SUM)],
+        *[(gr.AdagradOptimizer, {"initial_accumulator_value": wrong}, ValueError,
+           "initial_accumulator_value must be positive") for wrong in (0, -0.5, math.nan)],
+        *[(gr.AdamOptimizer, {"master_dtype": wrong}, ValueError, "master_dtype")
+          for wrong in MASTERS],
+        (gr.AdamOptimizer, {"master_dtype": "half a float"}, TypeError, None),
+        *[(gr.GradientDescentOptimizer, {"name": wrong}, ValueError,
+           "Must specify the optimizer name") for wrong in ("", None)],
+        *[(gr.GradientDescentOptimizer, {"name": wrong}, TypeError, f"name={wrong} must be a str")
+          for wrong in (True, 3, b"name")],
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_refused(kind, wrong, error, text):
+    with pytest.raises(error, match=text):
+        kind(**{"learning_rate": 0.1, **wrong})

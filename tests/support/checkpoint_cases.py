@@ -1,6 +1,6 @@
 """An object of every class that has checkpoints, with gradients, on two simulated devices."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -152,6 +152,18 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from leaves(each, (*path, key))
         else:
             yield (*path, key), each
+
+
+def changed(state: Any, path: Sequence[Any], value: Any) -> Any:
+    """A state with another value at a path; without that entry if the value is ``...``."""
+    if not path:
+        return value
+    copy, (key, *rest) = state.copy(), path
+    if value is ... and not rest:
+        del copy[key]
+    else:
+        copy[key] = changed(state[key], rest, value) if rest else value
+    return copy
 
 
 def where(path: tuple[Any, ...]) -> str:

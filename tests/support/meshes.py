@@ -83,6 +83,31 @@ def mesh(request) -> Iterator[Mesh]:
         yield opened
 
 
+@pytest.fixture(scope="session", params=["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+def implementation(request) -> str:
+    """``kernels=`` of the meshes of ``with_and_without_peers``."""
+    return request.param
+
+
+def with_and_without_peers(*placements: Sequence[int]) -> Callable[..., Iterator[Mesh]]:
+    """A fixture: a mesh of each placement, with peer access and, if it has peers, without."""
+
+    @pytest.fixture(
+        scope="session",
+        params=[
+            pytest.param((tuple(each), peers), id=f"{''.join(map(str, each))}{name}")
+            for each in placements
+            for peers, name in ((True, ""), (False, "-no-peers"))
+            if peers or not is_one_physical(each)
+        ],
+    )
+    def mesh(request, implementation) -> Iterator[Mesh]:
+        with MeshCase(*request.param, implementation).open() as opened:
+            yield opened
+
+    return mesh
+
+
 @pytest.fixture(scope="module", params=cases(implementations=("numpy",)))
 def numpy_mesh(request) -> Iterator[Mesh]:
     """Like ``mesh``, with NumPy references only; for tests that do not test a kernel's values."""

@@ -293,17 +293,6 @@ def test_the_decision_takes_no_exchange_of_its_own(is_sharded, more):
         assert scaled == plain + more
 
 
-def test_different_options_of_processes_raise():
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            step = make_step(mesh, clip_norm=1.0 + group.rank)
-            with pytest.raises(gr.InvalidArgumentError) as error:
-                step(terms_of(0, step, [group.rank]))
-            return str(error.value)
-
-    assert "clip_norm is 1.0 in process 0, 2.0 in process 1" in run_processes(2, work)[0]
-
-
 @pytest.mark.parametrize("counts", [([2], [1, 1]), ([1, 1], [2])], ids=str)
 def test_a_training_continues_with_its_scale(counts):
     before, after = counts
@@ -328,16 +317,13 @@ def test_states_of_other_scales():
     with gr.open_mesh(2, backend="sim") as mesh:
         step = make_step(mesh, loss_scale=4.0)
         before = step.state_dict()
-        for change, error, text in [
-            (waiting, ValueError, "^the state has gradients with loss_scale 8 that wait for an "
+        for change, text in [
+            (waiting, "^the state has gradients with loss_scale 8 that wait for an "
              "update, but this step has loss_scale 4: use the same loss_scale, or load a state "
              "that was saved right after the step returned True$"),
-            ({"num_skipped": -1}, ValueError, r"state\['num_skipped'\]=-1 must be at least 0"),
-            ({"loss_scale": 0.0}, ValueError, r"^state\['loss_scale'\]=0\.0 must be above 0"),
-            ({"loss_scale": "8"}, TypeError, r"state\['loss_scale'\]='8' must be a number"),
-            ({"growth_tracker": 1.5}, TypeError, "growth_tracker.* must be an integer"),
+            ({"loss_scale": 0.0}, r"^state\['loss_scale'\]=0\.0 must be above 0"),
         ]:  # fmt: skip
-            with pytest.raises(error, match=text):
+            with pytest.raises(ValueError, match=text):
                 step.load_state_dict({**fixed, **change})
             np.testing.assert_equal(step.state_dict(), before)
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from optim.agn.team import Own
 from optim.test_update_rules import RULES
 from support.thread_group import run_processes
 from train import training
@@ -22,19 +23,6 @@ VARIABLES = {
 }
 
 
-class SignOptimizer(gr.Optimizer):
-    """A rule of a user, in Python."""
-
-    _slot_names = ("last",)
-
-    def __init__(self):
-        super().__init__("Sign", master_dtype="float32")
-
-    def _apply(self, variable, slots, gradient):
-        variable -= np.sign(gradient + slots["last"]).astype(variable.dtype) / 8
-        slots["last"][...] = gradient
-
-
 def decaying():
     """A learning rate that depends on how often it was asked for."""
     rates = iter(1 / number for number in range(1, 1000))
@@ -46,7 +34,7 @@ OPTIMIZERS = {
     "sgd": lambda: gr.GradientDescentOptimizer(decaying()),
     "momentum": lambda: gr.MomentumOptimizer(0.1, 0.9, master_dtype="float32"),
     "adam": lambda: gr.AdamOptimizer(decaying(), master_dtype="float32"),
-    "python": SignOptimizer,
+    "python": lambda: Own(master_dtype="float32"),
 }
 STALE = 2  # the call whose gradients are
 
@@ -193,21 +181,6 @@ def test_processes_exchange_terms_and_values_of_shards_alone():
 
     for sent in run_processes(3, work):
         assert abs(sent - 2 * 2 / 3 * size * 4) <= 2 * 8 + 4 * 16  # and a number for each step
-
-
-@pytest.mark.parametrize("num_sharded", [1, 2])
-def test_processes_that_shard_differently_raise(num_sharded):
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            step = make_step(mesh, shard_optimizer=group.rank < num_sharded)
-            if num_sharded == 2:
-                return str(step([ONES]))
-            with pytest.raises(ValueError) as error:
-                step([ONES])
-            return str(error.value)
-
-    wanted = "shard_optimizer is True in process 0" if num_sharded == 1 else "True"
-    assert wanted in run_processes(2, work)[0]
 
 
 class OwnReduction(gr.AllReduceCrossDeviceOps):

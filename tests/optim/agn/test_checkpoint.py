@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from optim.agn.team import Own, pair, whole
+from support.checkpoint_cases import changed
 
 import gradreduce as gr
 from gradreduce.accumulator.sparse_storage import SparseSum
@@ -119,43 +120,26 @@ def test_missing_slots_are_made_for_variables_of_earlier_pushes(mesh):
     assert worker.center["a"].tolist() == worker.center["b"].tolist()
 
 
-def changed(state, *path, to=None, drop=False):
-    if len(path) == 1:
-        rest = {key: value for key, value in state.items() if key != path[0]}
-        return rest if drop else {**rest, path[0]: to}
-    return {**state, path[0]: changed(state[path[0]], *path[1:], to=to, drop=drop)}
-
-
-WRONG = np.ones((3, 3), "float32")
 # Cases in addition to those that tests/test_checkpoint.py has for every class.
-OF_A_WORKER = [
-    ((("optimizer", "slots", "table", "momentum"), WRONG), ValueError, "['momentum'] is float32"),
-    ((("sums", "nobody"), WRONG), KeyError, "state['sums'] has wrong keys: 'nobody' unknown"),
-    ((("sums", "table", "indices"), ...), KeyError, "state['sums']['table'] has wrong keys"),
-    ((("sums", "table", "indices"), np.array([9, 1])), ValueError, "state['sums']['table']"),
-    ((("sums", "table", "values"), WRONG), ValueError, "state['sums']['table']"),
-    ((("local_step",), 2**31), ValueError, "['local_step']=2147483648 must be at most 2147483647"),
-    ((("is_due",), 1), TypeError, "state['is_due']=1 must be True or False"),
-]
-OF_A_CENTER = [
-    ((("variables", "nobody"), WRONG), KeyError, "has wrong keys: 'nobody' unknown"),
-    ((("optimizer", "slots"), 3), TypeError, "expected a dict"),
+WRONG = [
+    ("worker", ("sums", "table", "indices"), np.array([9, 1]), ValueError, "['sums']['table']"),
+    ("worker", ("local_step",), 2**31, ValueError, "=2147483648 must be at most 2147483647"),
+    ("worker", ("is_due",), 1, TypeError, "state['is_due']=1 must be True or False"),
+    ("center", ("optimizer", "slots"), 3, TypeError, "expected a dict"),
 ]
 
 
-@pytest.mark.parametrize("which", ["worker", "center"])
-def test_what_is_wrong_changes_nothing(mesh, which):
+def test_what_is_wrong_changes_nothing(mesh):
     team = team_of(mesh, "momentum")
     steps(team, [2, 3, 4, 5, 6, 10, 12])  # a period, and sums of rows in the next
-    states = saved(team)
-    target = team[0].optimizer if which == "worker" else team[0].getter.center
-    state = states[1] if which == "worker" else states[0]
-    before = [worker.everything() for worker in team], saved(team)
-    for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTER:
+    states, everything = saved(team), [worker.everything() for worker in team]
+    targets = {"center": team[0].getter.center, "worker": team[0].optimizer}
+    for which, path, value, error, text in WRONG:
+        state = changed(states[which == "worker"], path, value)
         with pytest.raises(error, match=re.escape(text)):
-            target.load_state_dict(changed(state, *path, to=to, drop=to is ...))
-        assert [worker.everything() for worker in team] == before[0]
-    assert pickle.dumps(saved(team)) == pickle.dumps(before[1])
+            targets[which].load_state_dict(state)
+        assert [worker.everything() for worker in team] == everything
+    assert pickle.dumps(saved(team)) == pickle.dumps(states)
 
 
 def test_states_of_sums_that_cannot_be_pushed(mesh):

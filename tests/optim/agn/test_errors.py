@@ -127,7 +127,14 @@ def test_gradients_and_variables(mesh, worker):
                 call(deadline=deadline)
     with pytest.raises(KeyError, match=r"'alien' .* was not created by"):
         worker.optimizer.prepare([alien])
+    counter, local_step = gr.Variable(0, trainable=False, device=other), worker.optimizer.local_step
     other.close()
+    refused(worker, RuntimeError, "was closed", good, global_step=counter)
+    refused(worker, TypeError, "read-only", good, global_step=local_step)
+    for only_read in (local_step, total):
+        for change in (only_read.assign, only_read.assign_add):
+            with pytest.raises(TypeError, match="is read-only"):
+                change(1)
     assert worker.step(ONES) is True
 
 
