@@ -274,15 +274,9 @@ def test_little_more_than_one_copy_of_the_gradients_is_held():
                 loose.append(weakref.ref(parameter.grad))
                 inside = [bucket.flat.buffers[0] for bucket in dp._reducer._buckets]
                 views = [range(each.address, each.address + each.nbytes) for each in inside]
-                alive = [each() for each in loose if each() is not None]
-                most[-1] = max(
-                    most[-1],
-                    sum(
-                        each.nbytes
-                        for each in {id(each): each for each in alive}.values()
-                        if not any(each.data_ptr() in view for view in views)
-                    ),
-                )
+                alive = {id(each()): each() for each in loose if each() is not None}.values()
+                outside = [each for each in alive if not any(each.data_ptr() in v for v in views)]
+                most[-1] = max(most[-1], sum(each.nbytes for each in outside))
 
             for parameter in net.parameters():
                 parameter.register_post_accumulate_grad_hook(count)
