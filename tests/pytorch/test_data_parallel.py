@@ -414,6 +414,7 @@ def test_a_bucket_has_one_dtype_and_is_filled_in_the_order_of_readiness():
         (two, [0, 1, 2, 3], 8, [[0, 2], [1, 3]]),
         (two, [1, 3, 0, 2], 4, [[1, 3], [0], [2]]),
         (two, [1, 0, 2, 3], 4, [[0], [2], [1, 3]]),
+        ([("f", 3)] * 3, [0, 1, 2], 8, [[0, 1], [2]]),
         ([], [], 8, []),
     ]:
         parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
