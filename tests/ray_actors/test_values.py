@@ -55,16 +55,16 @@ def check_same(found: list[Any], wanted: list[Any]) -> None:
 KINDS: dict[str, tuple[str, dict[str, str]]] = {  # the reduction type, and options
     "MEAN": ("MEAN", {}),
     "SUM": ("SUM", {}),
-    "per gradient": ("MEAN", {"sparse_mean": "per_gradient"}),
+    "per_gradient": ("MEAN", {"sparse_mean": "per_gradient"}),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "num_shards"),
-    [("MEAN", 2), ("SUM", 1), ("per gradient", 2)]
+    [("MEAN", 2), ("SUM", 1), ("per_gradient", 2)]
     + [
         pytest.param(*each, marks=pytest.mark.exhaustive)
-        for each in (("MEAN", 1), ("SUM", 2), ("per gradient", 1))
+        for each in (("MEAN", 1), ("SUM", 2), ("per_gradient", 1))
     ],
 )
 def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards, tmp_path):
