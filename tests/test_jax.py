@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.compiled_first import check_compiled_first
 from support.exact_data import exact_data, same
+from support.examples import rows_of
 from support.hanging_devices import TEST_TIMEOUT, resume, stall
 from support.processes import run
 
@@ -496,13 +497,9 @@ def example(jax, tmp_path, monkeypatch, capsys):
         status = script.main(list(flags))
         text = capsys.readouterr().out
         assert "100%" in text
-        return status, table(text)
+        return status, rows_of(text)
 
     return train
-
-
-def table(text):
-    return dict(re.findall(r"│ (.*?) +│ (.*?) +│", text))
 
 
 @pytest.mark.repo
@@ -525,7 +522,7 @@ def test_the_example_reaches_the_goal_and_computes_the_same_in_two_processes(exa
     assert (status, float(rows["test accuracy"]) >= 0.95) == (0, True)
     done = run("mpi", 2, script, "--devices", "2")
     assert done.returncode == 0, done.text
-    assert table(done.text)["digest of the weights"] == rows["digest of the weights"]
+    assert rows_of(done.text)["digest of the weights"] == rows["digest of the weights"]
 
 
 def test_no_call_compiles_after_its_first_launch(jax, sharded):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.examples import is_picture, load_example, options_of
+from support.examples import is_picture, load_example, options_of, rows_of
 
 import gradreduce as gr
 
@@ -44,7 +44,7 @@ def test_four_threads_reach_the_goal(early):
     assert (early.returncode, early.stderr) == (0, "")
     text = early.stdout
     assert re.findall(r"worker (\d) \S+ 100%", text) == ["0", "1", "2", "3"]
-    rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", text))
+    rows = rows_of(text)
     assert rows["workers"] == "4, each of 1 replicas"
     assert rows["pushes"] == "400"
     assert float(rows["test accuracy"]) >= 0.95

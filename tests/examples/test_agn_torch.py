@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.examples import rows_of
 from support.libraries import torch
 
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
@@ -20,7 +21,7 @@ def train(capsys):
     def run(*flags):
         status = script.main([*FEW, *flags])
         text = capsys.readouterr().out
-        return status, dict(re.findall(r"│ (.*?) +│ (.*?) +│", text)), text
+        return status, rows_of(text), text
 
     yield run
     torch.set_num_threads(threads)

@@ -2,15 +2,13 @@
 
 import hashlib
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import examples
-from support.examples import cells, is_picture, load_example
+from support.examples import is_picture, load_example, rows_of
+from support.processes import run
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
@@ -21,7 +19,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 PLACEMENTS = ("0,1,2,3", "0,0,1,1", "0,1,0,1", "0,0,0,0")
 NUM_PACKS = (0, 1, 3, 7)
 STEPS = 3
-ALLOWED_S = 60.0  # the promise for the whole command on two cores
 PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
 
 
@@ -39,23 +36,6 @@ def train(script, digits, *flags: str):
     return examples.train(script, digits, "--steps", str(STEPS), *flags)
 
 
-def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with the gradreduce that this one has."""
-    env = {
-        **os.environ, "PYTHONPATH": str(Path(gr.__file__).parent.parent),
-        "PYTHONIOENCODING": "utf-8", **environment,
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags],
-        env=env, capture_output=True, text=True, encoding="utf-8", timeout=4 * ALLOWED_S,
-    )  # fmt: skip
-
-
-def table(text: str) -> dict[str, str]:
-    """The rows of the closing table."""
-    return {row[0]: row[1] for row in cells(text)}
-
-
 def digest(weights: dict[str, np.ndarray]) -> str:
     return hashlib.sha256(b"".join(value.tobytes() for value in weights.values())).hexdigest()[:16]
 
@@ -69,16 +49,17 @@ def test_the_plain_command_reaches_the_goal(early):
     # Without a flag, so that the defaults are what is tested; only the backend is kept off GPUs.
     assert (early.returncode, early.stderr) == (0, "")
     assert "100%" in early.stdout  # the progress bar
-    rows = table(early.stdout)
+    rows = rows_of(early.stdout)
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
     assert is_picture(early.folder / "train_digits.png")
 
 
-def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
-    assert script.main(["--backend", "sim", "--steps", "1"]) == 1
+@pytest.mark.parametrize("name", ["train_digits", "sync_replicas"])
+def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(name, capsys):
+    assert load_example(name).main(["--backend", "sim", "--steps", "1"]) == 1
     assert "below 0.95" in capsys.readouterr().out
-    assert Path("train_digits.png").is_file()
+    assert Path(f"{name}.png").is_file()
 
 
 @pytest.mark.parametrize("aggregation", ["add_n", "tree", "accumulate_n"])
@@ -114,11 +95,13 @@ def test_every_optimizer_learns_and_no_two_have_equal_results(script, digits):
     )
 
 
-def test_the_seed_alone_decides_in_every_process(script, digits):
-    done = run("--steps", str(STEPS), "--seed", "3", GRADREDUCE_BACKEND="sim", PYTHONHASHSEED="7")
+def test_the_seed_alone_decides_in_every_process(script, digits, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    flags = ("--backend", "sim", "--steps", str(STEPS), "--seed", "3")
+    done = run("none", 1, str(SCRIPT), *flags)
     expected = train(script, digits, "--seed", "3").digest
-    assert done.returncode == 1, done.stderr  # the goal is missed
-    assert table(done.stdout)["digest of the weights"] == expected
+    assert done.returncode == 1, done.text  # the goal is missed
+    assert rows_of(done.text)["digest of the weights"] == expected
     assert train(script, digits, "--seed", "4").digest != expected
 
 
@@ -128,7 +111,7 @@ def test_saved_weights_are_those_of_the_digest(script, capsys):
     with np.load("w.npz") as saved:
         weights = {name: saved[name] for name in saved.files}
     assert list(weights) == ["hidden/kernel", "hidden/bias", "output/kernel", "output/bias"]
-    assert table(capsys.readouterr().out)["digest of the weights"] == digest(weights)
+    assert rows_of(capsys.readouterr().out)["digest of the weights"] == digest(weights)
     assert sorted(path.name for path in Path().iterdir()) == ["a.png", "w.npz"]
 
 
@@ -149,7 +132,7 @@ def test_the_table_counts_what_the_journal_counts(
     script.main(["--backend", "sim", "--steps", "4", "--all-reduce", all_reduce,
                  "--placement", placement])  # fmt: skip
     assert len(journals) == 4
-    rows = table(capsys.readouterr().out)
+    rows = rows_of(capsys.readouterr().out)
     counted = {name: float(rows[f"{name} per step"]) for name in ("launches", "copies", "bytes")}
     for name, count in counted.items():
         assert count == sum(getattr(journal, name) for journal in journals) / 4

@@ -1,13 +1,12 @@
 """torch.compile: each call of this library in a compiled function is one graph break."""
 
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.libraries import torch
+from support.processes import run
 
 import gradreduce as gr
 from gradreduce import hide_from_torch_compile
@@ -206,13 +205,10 @@ assert finders.count("gradreduce.hide_from_torch_compile") == {int(order == "fir
 mesh = gr.open_mesh(1, backend="sim")
 def f(x):
     return gr.add_n([x * 2, x], output_type="torch") * 3
-found = torch._dynamo.explain(f)(torch.ones(3)) if "torch._dynamo" in sys.modules else None
-found = found or __import__("torch._dynamo", fromlist=["explain"]).explain(f)(torch.ones(3))
+from torch._dynamo import explain
+found = explain(f)(torch.ones(3))
 assert (found.graph_count, found.graph_break_count) == (2, 1), found
 assert all(type(each).__module__ != "gradreduce.hide_from_torch_compile" for each in sys.meta_path)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
-        env={"PYTHONPATH": ":".join(sys.path), "GRADREDUCE_BACKEND": "sim"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run("none", 1, "-c", program)
+    assert done.returncode == 0, done.text

@@ -274,15 +274,9 @@ def test_little_more_than_one_copy_of_the_gradients_is_held():
                 loose.append(weakref.ref(parameter.grad))
                 inside = [bucket.flat.buffers[0] for bucket in dp._reducer._buckets]
                 views = [range(each.address, each.address + each.nbytes) for each in inside]
-                alive = [each() for each in loose if each() is not None]
-                most[-1] = max(
-                    most[-1],
-                    sum(
-                        each.nbytes
-                        for each in {id(each): each for each in alive}.values()
-                        if not any(each.data_ptr() in view for view in views)
-                    ),
-                )
+                alive = {id(each()): each() for each in loose if each() is not None}.values()
+                outside = [each for each in alive if not any(each.data_ptr() in v for v in views)]
+                most[-1] = max(most[-1], sum(each.nbytes for each in outside))
 
             for parameter in net.parameters():
                 parameter.register_post_accumulate_grad_hook(count)
@@ -408,22 +402,20 @@ def test_the_module_can_be_copied_and_saved(dp, mesh):
         copy.deepcopy(dp)
 
 
-def planned(sizes, order, most):
+def test_a_bucket_has_one_dtype_and_is_filled_in_the_order_of_readiness():
+    """Its place is that of its last parameter."""
     from gradreduce.torch.replica import plan_buckets
 
-    parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
-    return plan_buckets(parameters, order, most)
-
-
-def test_buckets_fill_in_the_order_of_readiness():
-    sizes = [("f", 4), ("f", 4), ("f", 9), ("f", 1), ("f", 4)]
-    assert planned(sizes, [4, 3, 2, 1, 0], 8) == [[4, 3], [2], [1, 0]]
-    assert planned(sizes, [4, 3, 2, 1, 0], 100) == [[4, 3, 2, 1, 0]]
-    assert planned([], [], 8) == []
-
-
-def test_a_bucket_has_one_dtype_and_its_place_is_that_of_its_last_parameter():
-    sizes = [("f", 4), ("h", 2), ("f", 4), ("h", 2)]
-    assert planned(sizes, [0, 1, 2, 3], 8) == [[0, 2], [1, 3]]
-    assert planned(sizes, [1, 3, 0, 2], 4) == [[1, 3], [0], [2]]
-    assert planned(sizes, [1, 0, 2, 3], 4) == [[0], [2], [1, 3]]
+    one = [("f", 4), ("f", 4), ("f", 9), ("f", 1), ("f", 4)]
+    two = [("f", 4), ("h", 2), ("f", 4), ("h", 2)]
+    for sizes, order, most, wanted in [
+        (one, [4, 3, 2, 1, 0], 8, [[4, 3], [2], [1, 0]]),
+        (one, [4, 3, 2, 1, 0], 100, [[4, 3, 2, 1, 0]]),
+        (two, [0, 1, 2, 3], 8, [[0, 2], [1, 3]]),
+        (two, [1, 3, 0, 2], 4, [[1, 3], [0], [2]]),
+        (two, [1, 0, 2, 3], 4, [[0], [2], [1, 3]]),
+        ([("f", 3)] * 3, [0, 1, 2], 8, [[0, 1], [2]]),
+        ([], [], 8, []),
+    ]:
+        parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
+        assert plan_buckets(parameters, order, most) == wanted

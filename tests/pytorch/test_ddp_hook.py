@@ -4,10 +4,12 @@ Each thread has a DDP module over a group of one process, which leaves all reduc
 """
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import torch_layers
 from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import open_mesh
@@ -16,20 +18,9 @@ import gradreduce as gr
 from gradreduce.errors import CollectiveError
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_process")]
-SIZE = 20  # of a layer
-
-
-def make_net():
-    """The same layers in every process; their gradients are integers."""
-    layers = [torch.nn.Linear(SIZE, SIZE, bias=index < 2).double() for index in range(3)]
-    net = torch.nn.Sequential(*layers)
-    for number, parameter in enumerate(net.parameters()):
-        torch.nn.init.constant_(parameter, float(number % 3))
-    return net
-
-
-def batch(rank, step=0):
-    return torch.full((2, SIZE), float(1 + rank + step), dtype=torch.float64)
+SIZE = 16  # of a layer; halves of it are multiples of 8 bytes on a wire of 16 bits
+make_net = partial(torch_layers.layers, 3, SIZE)
+batch = partial(torch_layers.batch, size=SIZE)
 
 
 def gradients_of(net, x):
@@ -119,7 +110,7 @@ def test_a_wire_of_16_bits_halves_the_bytes():
         return nbytes
 
     for full, half in with_hook(2, work):
-        num_elements = 3 * SIZE**2 + 2 * SIZE
+        num_elements = 3 * (SIZE**2 + SIZE)
         assert full == 4 * num_elements  # half of each term, and half of each sum
         assert full == 2 * half
 

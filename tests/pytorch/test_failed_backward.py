@@ -10,7 +10,16 @@ from functools import partial
 import pytest
 from support.libraries import torch
 from support.thread_group import run_processes
-from support.torch_layers import TINY_MB, assert_equal, gradients, in_processes, layers, means
+from support.torch_layers import (
+    TINY_MB,
+    assert_equal,
+    batch,
+    gradients,
+    in_processes,
+    layers,
+    means_of,
+    plain,
+)
 
 import gradreduce as gr
 from gradreduce.errors import CollectiveError
@@ -21,14 +30,6 @@ BY_THE_USER = " by ValueError('of the user')"
 
 def loss_of(net, value):
     return net(torch.full((2, 3), float(value), dtype=torch.float64)).sum()
-
-
-def means_of(values):
-    """The means of the gradients of replicas with these values."""
-    nets = [layers() for _ in values]
-    for net, value in zip(nets, values, strict=True):
-        loss_of(net, value).backward()
-    return means(map(gradients, nets))
 
 
 def interrupted_twice(call, delay, gap):
@@ -61,7 +62,7 @@ def interrupted_twice(call, delay, gap):
 def test_two_ctrl_c_within_microseconds_leave_the_next_step_right(seed, times, monkeypatch):
     monkeypatch.setattr("sys.unraisablehook", lambda _: None)
     before = signal.getsignal(signal.SIGALRM)
-    wanted = {step: means_of([1 + step, 4 + step]) for step in range(2)}
+    wanted = {step: means_of(2, step) for step in range(2)}
     choose = random.Random(seed)
     try:
         with gr.open_mesh(2, backend="sim") as mesh:
@@ -71,7 +72,7 @@ def test_two_ctrl_c_within_microseconds_leave_the_next_step_right(seed, times, m
 
                 def step(step, dp=dp):
                     dp.zero_grad(set_to_none=step == 1)
-                    losses = [loss_of(net, 1 + step + 3 * i) for i, net in enumerate(dp.replicas)]
+                    losses = [plain(net, batch(i, step)) for i, net in enumerate(dp.replicas)]
                     losses.pop().backward()
                     losses.pop().backward()
 
@@ -135,7 +136,7 @@ def test_an_error_before_anything_is_launched_loses_nothing(has_buckets):
         return gradients(dp)
 
     for found in in_processes(2, work, bucket_mb=TINY_MB):
-        assert_equal(found, means_of([1, 2]))
+        assert_equal(found, means_of(2))
 
 
 def test_an_error_in_the_middle_of_a_bucket_leaves_the_next_step_right(mesh):
@@ -277,7 +278,7 @@ def test_the_next_backward_works_if_that_of_all_processes_has_failed(
             zero(dp)
         return found
 
-    wanted = means_of([1, 2])
+    wanted = means_of(2)
     for found in in_processes(2, work, bucket_mb=TINY_MB):
         assert len(found) == 4 - (calls == "dp")
         for each in found:
@@ -422,7 +423,7 @@ def test_zero_grad_drops_a_step_that_not_all_replicas_have_begun(processes, set_
                 loss_of(net, first + index).backward()
         return [gradients(net) for net in dp.replicas]
 
-    wanted = means_of(range(1, 1 + 2 * processes))
+    wanted = means_of(2 * processes)
     for found in in_processes(processes, work, devices=2):
         for each in found:
             assert_equal(each, wanted)

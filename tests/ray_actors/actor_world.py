@@ -18,6 +18,7 @@ import selectors
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,12 +42,8 @@ class RayTaskError(RayError):
         self.cause = cause
 
 
-class RayActorError(RayError):
-    """As Ray's."""
-
-
-class ObjectLostError(RayError):
-    """As Ray's."""
+RayActorError = type("RayActorError", (RayError,), {})
+ObjectLostError = type("ObjectLostError", (RayError,), {})
 
 
 class Exited(BaseException):
@@ -165,16 +162,11 @@ class Handle:
     def __getattr__(self, method: str) -> Any:
         world, sender, name = self._send
 
-        def remote(*arguments: Any) -> asyncio.Future[Any]:
-            return world.send(sender, name, method, arguments)
+        def remote(*arguments: Any, **options: bool) -> asyncio.Future[Any]:
+            return world.send(sender, name, method, arguments, **options)
 
-        def options(max_task_retries: int) -> Any:
-            def once(*arguments: Any) -> asyncio.Future[Any]:
-                return world.send(sender, name, method, arguments, is_repeated=False)
-
-            return SimpleNamespace(remote=once)
-
-        return SimpleNamespace(remote=remote, options=options)
+        once = SimpleNamespace(remote=partial(remote, is_repeated=False))
+        return SimpleNamespace(remote=remote, options=lambda max_task_retries: once)
 
 
 class World:

@@ -234,20 +234,13 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     assert client.ask("registry", "list_begun") == []
 
 
-class Decay(gr.Optimizer):
-    """A rule in Python."""
-
-    def _apply(self, variable, slots, gradient):
-        variable -= gradient
-
-
 @pytest.mark.parametrize("distance_scale", [None, 0.5])
 @pytest.mark.parametrize(
     "rule",
     [
         lambda: gr.MomentumOptimizer(0.1, 0.9),
         lambda: gr.AdamOptimizer(master_dtype="float32"),
-        lambda: Decay("decay"),
+        lambda: RaisingRule(0.5),
     ],
     ids=["momentum", "masters", "python"],
 )

@@ -341,6 +341,9 @@ def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp
     for what, make in {
         "specs": lambda: of_set(other, name),
         "reduction_type": lambda: of_set(SPECS, name, "SUM"),
+        f"sparse_mean 'per_row', not 'per_gradient'; {rest}": lambda: of_set(
+            SPECS, name, sparse_mean="per_gradient"
+        ),
         "names": lambda: gr.ray.ConditionalAccumulator("float64", [3], name),
         "shards": lambda: of_set(SPECS, name, num_shards=2),
         "kind": lambda: gr.ray.AGNCenter(name),

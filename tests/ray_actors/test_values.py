@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, exact_data, same
-from support.libraries import jnp, ray, torch
+from support.libraries import jnp, torch
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
@@ -52,25 +52,37 @@ def check_same(found: list[Any], wanted: list[Any]) -> None:
             assert same(np.asarray(left), np.asarray(right))
 
 
+KINDS: dict[str, tuple[str, dict[str, str]]] = {  # the reduction type, and options
+    "MEAN": ("MEAN", {}),
+    "SUM": ("SUM", {}),
+    "per_gradient": ("MEAN", {"sparse_mean": "per_gradient"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("reduction_type", "num_shards"),
-    [("MEAN", 2), ("SUM", 1)]
-    + [pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("MEAN", 1), ("SUM", 2))],
+    ("kind", "num_shards"),
+    [("MEAN", 2), ("SUM", 1), ("per_gradient", 2)]
+    + [
+        pytest.param(*each, marks=pytest.mark.exhaustive)
+        for each in (("MEAN", 1), ("SUM", 2), ("per_gradient", 1))
+    ],
 )
-def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, num_shards):
+def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards, tmp_path):
+    """Also after the actors were restarted from snapshots."""
+    reduction_type, options = KINDS[kind]
+    sparse, dense = partial(gr.SparseConditionalAccumulator, **options), gr.ConditionalAccumulator
     own = [
-        (gr.SparseConditionalAccumulator if is_sparse else gr.ConditionalAccumulator)(
-            dtype, shape, name=name, reduction_type=reduction_type
-        )
+        (sparse if is_sparse else dense)(dtype, shape, name=name, reduction_type=reduction_type)
         for name, (dtype, shape, *is_sparse) in specs().items()
     ]
 
     def counts(each: Any) -> tuple[int, ...]:
         return each.global_step, each.num_accumulated(), each.num_dropped
 
-    make = partial(gr.ray.AccumulatorSet, specs(), unique_name, reduction_type)
-    with make(num_shards=num_shards) as shared:
-        other = make(num_shards=num_shards)
+    options = {**options, "num_shards": num_shards, "snapshots": tmp_path, "durability": "push"}
+    make = partial(gr.ray.AccumulatorSet, specs(), unique_name, reduction_type, **options)
+    with make() as shared:
+        other = pickle.loads(pickle.dumps(make()))
         for turn, (step, num_required) in enumerate([(0, 2), (1, 3), (7, 1)]):
             if step == 7:
                 for each in (shared, *own):
@@ -83,6 +95,7 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
                 stale = step - 1
                 assert worker.apply_grads(grads, stale) == gr.apply_grads(own, grads, stale)
                 assert counts(shared) == counts(own[0])
+            in_actor(unique_name, lambda lead: lead._load(lead._snapshots.newest()) and None)
             # To this process, and from it.
             states = [each.state_dict() for each in own]
             state = shared.state_dict()
@@ -95,56 +108,6 @@ def test_a_set_is_its_accumulators_called_together(unique_name, reduction_type, 
             wanted = gr.take_grads(own, num_required, output_type="numpy")
             check_same(list(taken.values()), wanted)
             assert counts(other) == counts(own[0])
-
-
-def rows_of(*indices: int) -> list[Any]:
-    """A gradient of a sparse, a dense and another sparse accumulator: all values are 6."""
-    shape, dense = (len(indices), 1), np.full(1, 6.0, np.float32)
-    sparse = [gr.IndexedSlices(np.full(shape, 6.0, dtype), indices) for dtype in ("f4", "f8")]
-    return [sparse[0], dense, sparse[1]]
-
-
-@pytest.mark.parametrize("num_shards", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shards, tmp_path):
-    """Also after the actors were restarted from snapshots."""
-    specs = [("float32", [9, 1], True), ("float32", [1]), ("float64", [9, 1], True)]
-    own: list[Any] = [
-        gr.SparseConditionalAccumulator("float32", [9, 1], sparse_mean="per_gradient"),
-        gr.ConditionalAccumulator("float32", [1]),
-        gr.SparseConditionalAccumulator("float64", [9, 1], sparse_mean="per_gradient"),
-    ]
-    make = partial(
-        gr.ray.AccumulatorSet, specs, unique_name,
-        num_shards=num_shards, snapshots=tmp_path, durability="push", timeout=60,
-    )  # fmt: skip
-    with make(sparse_mean="per_gradient") as shared:
-        text = (
-            f"the actor {unique_name!r} has sparse_mean 'per_gradient', not 'per_row'; use another "
-            "name, or the class and the arguments that made the actor"
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            make()
-        assert shared.apply_grads(rows_of(1, 4))
-        work = ray.remote(num_cpus=0)(lambda given: given.apply_grads(rows_of(4)))
-        assert ray.get([work.remote(shared) for _ in range(2)], timeout=60) == [True, True]
-        in_actor(unique_name, lambda lead: lead._load(lead._snapshots.newest()) and None)
-        for grads in (rows_of(1, 4), rows_of(4), rows_of(4)):
-            gr.apply_grads(own, grads)
-        state, states = shared.state_dict(), [each.state_dict() for each in own]
-        kinds = [each.get("sparse_mean") for each in states]
-        assert kinds == ["per_gradient", None, "per_gradient"]
-        for mine, saved, other in zip(own, state["accumulators"], states, strict=True):
-            assert saved.keys() == other.keys()
-            mine.load_state_dict(saved)
-        wrong = {**states[0], "sparse_mean": "per_row"}
-        text = "state of accumulator '0'['sparse_mean'] is 'per_row'; expected 'per_gradient'"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            shared.load_state_dict({**state, "accumulators": [wrong, *states[1:]]})
-        assert shared.num_accumulated() == 3
-        taken = shared.take_grads(3, timeout=60)
-        check_same(taken, gr.take_grads(own, 3))
-        values = [np.asarray(getattr(each, "values", each)).ravel().tolist() for each in taken]
-        assert values == [[2.0, 6.0], [6.0], [2.0, 6.0]]
 
 
 def test_a_sparse_accumulator_has_the_mean_of_one_in_this_process(unique_name):

@@ -27,6 +27,11 @@ def cells(text):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
+def rows_of(text):
+    """The first two cells of the rows of all tables, as names and values."""
+    return {row[0]: row[1] for row in cells(text)}
+
+
 def is_picture(path):
     data = path.read_bytes()
     return data.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in data[-12:] and len(data) > 5000

@@ -2,32 +2,19 @@
 
 import os
 import re
-import signal
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.signal_injection import alarm
 
 START_S = 60.0  # a start takes 2 to 3 seconds on an idle machine
 
 
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raises ``TimeoutError`` in the main thread if a block takes longer."""
-
-    def expire(*_: object) -> None:
-        raise TimeoutError(f"longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def expire(*_: object) -> None:
+    raise TimeoutError(f"the cluster has not started within {START_S} s")
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +35,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 starves actors on a busy machine
         patch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # not that of the user, in ~/.ray
         try:
-            with deadline(START_S):
+            with alarm(START_S, expire):
                 gr.ray.init("local", num_cpus=4, object_store_memory=300_000_000)
             yield
         finally:

@@ -6,12 +6,11 @@ import dis
 import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
-
-__all__ = ["SignalInjection", "ctrl_c", "interrupted_at", "num_points_of", "raise_interrupt"]
 
 # CPython (3.11 to 3.13) runs signal handlers after these instructions, in the main thread.
 _CHECKED = frozenset(
@@ -46,6 +45,18 @@ def raise_interrupt() -> None:
 def ctrl_c() -> None:
     """Sends the signal of Ctrl-C; when this returns, the current handler has run."""
     signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def alarm(seconds: float, handler: Any = signal.default_int_handler) -> Iterator[None]:
+    """Calls a handler in the main thread if the block takes longer; by default that of Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class SignalInjection:

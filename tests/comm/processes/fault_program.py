@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -33,18 +34,6 @@ SHORT_TIMEOUT = ("late", "port_taken", "no_host", *BY_TIMEOUT)
 
 # Makes the call of a number, within a deadline; checks the result.
 Call = Callable[[int, float | None], None]
-CALLS: dict[str, Callable[[Any], Call]] = {}
-FAULTS: dict[str, Callable[[Any], None]] = {}
-
-
-def call(make: Callable[[Any], Call]) -> Callable[[Any], Call]:
-    CALLS[make.__name__] = make
-    return make
-
-
-def fault(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    FAULTS[run.__name__] = run
-    return run
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -69,12 +58,10 @@ def step(mesh: Any, terms: list[np.ndarray], deadline: float | None, **options: 
             check(each, term * mesh.num_replicas)
 
 
-@call
 def reduce(mesh: Any) -> Call:
     return lambda number, deadline: step(mesh, terms_of(1 + number % 2), deadline)
 
 
-@call
 def prepared(mesh: Any) -> Call:
     made = []
     for size in (1, 2):
@@ -92,7 +79,6 @@ def prepared(mesh: Any) -> Call:
     return run
 
 
-@call
 def sync_step(mesh: Any) -> Call:
     variables = [gr.Variable(np.zeros(size, np.float32), device=mesh) for size in (3, 80000)]
     train = gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), ops_of(mesh))
@@ -106,7 +92,6 @@ def sync_step(mesh: Any) -> Call:
     return run
 
 
-@call
 def broadcast(mesh: Any) -> Call:
     def run(number: int, deadline: float | None) -> None:
         mine = np.full(50000, float(number if mesh.process_index == 1 else -1))
@@ -117,7 +102,6 @@ def broadcast(mesh: Any) -> Call:
     return run
 
 
-@call
 def slices(mesh: Any) -> Call:
     num_rows = 1 + mesh.process_index
     rows = gr.IndexedSlices(np.ones((num_rows, 5)), np.arange(num_rows))
@@ -132,6 +116,11 @@ def slices(mesh: Any) -> Call:
     return run
 
 
+CALLS: dict[str, Callable[[Any], Call]] = {
+    each.__name__: each for each in (reduce, prepared, sync_step, broadcast, slices)
+}
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 
@@ -143,79 +132,12 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@fault
-def killed_before(mesh: Any) -> None:
-    kill()
-
-
-@fault
 def killed_inside(mesh: Any) -> None:
     threading.Timer(0.0, kill).start()
     for number in itertools.count(FAULTY):
         step(mesh, terms_of(1 + number % 2), None)
 
 
-@fault
-def killed_after(mesh: Any) -> None:
-    step(mesh, terms_of(1 + FAULTY % 2), None)
-    kill()
-
-
-@fault
-def stopped(mesh: Any) -> None:
-    stop()
-
-
-@fault
-def shape(mesh: Any) -> None:
-    step(mesh, terms_of(7), None)
-
-
-@fault
-def new_plan(mesh: Any) -> None:
-    """The plan of this process is new; the others already know their plans."""
-    step(mesh, terms_of(1 + FAULTY % 2), None, num_packs=2)
-
-
-@fault
-def dtype(mesh: Any) -> None:
-    first, second = terms_of(1 + FAULTY % 2)
-    step(mesh, [first, second.astype(np.float32)], None)
-
-
-@fault
-def order(mesh: Any) -> None:
-    step(mesh, terms_of(1 + FAULTY % 2)[::-1], None)
-
-
-@fault
-def known_plan(mesh: Any) -> None:
-    """All processes know both plans, and use them in different orders."""
-    step(mesh, terms_of(2 - FAULTY % 2), None)
-
-
-@fault
-def fewer_steps(mesh: Any) -> None:
-    mesh.close()
-    sys.exit(0)
-
-
-@fault
-def left_early(mesh: Any) -> None:
-    sys.exit(0)
-
-
-@fault
-def ended(mesh: Any) -> None:
-    os._exit(0)
-
-
-@fault
-def user_error(mesh: Any) -> None:
-    raise RuntimeError("an error of the user's code")
-
-
-@fault
 def told(mesh: Any) -> None:
     """The process leaves its mesh by an error, and continues to run."""
     mesh.__exit__(ValueError, ValueError("an error of the user's code"), None)
@@ -223,10 +145,8 @@ def told(mesh: Any) -> None:
     sys.exit(3)
 
 
-@fault
-def busy(mesh: Any) -> None:
-    """Another process, which waits for this one, is interrupted."""
-    time.sleep(LATE_SECONDS)
+def user_error(mesh: Any) -> None:
+    raise RuntimeError("an error of the user's code")
 
 
 def in_exchange(mesh: Any, index: int, act: Callable[[], None]) -> None:
@@ -246,11 +166,33 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-for act in (stop, kill, interrupt):
-    for index in range(4):
-        FAULTS[f"{act.__name__}_in_exchange_{index}"] = partial(in_exchange, index=index, act=act)
-for name in BY_TIMEOUT:
-    FAULTS[name] = stopped
+TERMS = terms_of(1 + FAULTY % 2)  # of the faulty call
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "killed_before": lambda mesh: kill(),
+    "killed_inside": killed_inside,
+    "killed_after": lambda mesh: (step(mesh, TERMS, None), kill()),
+    "stopped": lambda mesh: stop(),
+    "shape": lambda mesh: step(mesh, terms_of(7), None),
+    # The plan of this process is new; the others already know their plans.
+    "new_plan": lambda mesh: step(mesh, TERMS, None, num_packs=2),
+    "dtype": lambda mesh: step(mesh, [TERMS[0], TERMS[1].astype(np.float32)], None),
+    "order": lambda mesh: step(mesh, TERMS[::-1], None),
+    # All processes know both plans, and use them in different orders.
+    "known_plan": lambda mesh: step(mesh, terms_of(2 - FAULTY % 2), None),
+    "fewer_steps": lambda mesh: (mesh.close(), sys.exit(0)),
+    "left_early": lambda mesh: sys.exit(0),
+    "ended": lambda mesh: os._exit(0),
+    "user_error": user_error,
+    "told": told,
+    # Another process, which waits for this one, is interrupted.
+    "busy": lambda mesh: time.sleep(LATE_SECONDS),
+    **{
+        f"{act.__name__}_in_exchange_{index}": partial(in_exchange, index=index, act=act)
+        for act in (stop, kill, interrupt)
+        for index in range(4)
+    },
+    **dict.fromkeys(BY_TIMEOUT, lambda mesh: stop()),
+}
 # What a process does instead of closing its mesh. With srun process 0 has the store.
 AT_END = {
     ("stopped_at_end", 1): stop,
@@ -278,18 +220,9 @@ def main(launcher: str, name: str, kind: str, deadline: float) -> int:
     if kind != "threads":
         mesh, others = meshes[0], meshes[1:]
         return 0 if runs(mesh, others, name, kind, deadline, rank) else 3
-    done: list[bool] = []
-    threads = [
-        threading.Thread(
-            target=lambda mesh=mesh: done.append(runs(mesh, [], name, "reduce", deadline, rank))
-        )
-        for mesh in meshes
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return 0 if all(done) else 3
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        done = pool.map(lambda mesh: runs(mesh, [], name, "reduce", deadline, rank), meshes)
+        return 0 if all(list(done)) else 3
 
 
 def import_library(launcher: str) -> None:
@@ -309,9 +242,7 @@ def prepare_opening(name: str, rank: int) -> dict[str, Any]:
     if name == "late" and rank == 1:
         time.sleep(LATE_SECONDS)
     if name == "version" and rank == 1:
-        import importlib.metadata
-
-        importlib.metadata.version = lambda name: "0.0.1"
+        gr.__version__ = "0.0.1"
     if name == "port_taken":  # torchrun's own store uses it
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if name == "no_host":

@@ -1,4 +1,7 @@
-"""The program of the process tests: ``program.py SCENARIO torchrun|mpi``."""
+"""The program of the process tests: ``program.py SCENARIO torchrun|mpi``.
+
+A scenario is a function of this file.
+"""
 
 import copy
 import itertools
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fault_program import half_of
 from support.process_cases import LAYOUTS, check, counts_of, results_of
 
@@ -20,23 +24,13 @@ import gradreduce as gr
 
 SUM = gr.ReduceOp.SUM
 HEALTHY = 60.0  # seconds, also on a machine that is busy
-SCENARIOS: dict[str, Callable[[str], None]] = {}
-
-
-def scenario(run: Callable[[str], None]) -> Callable[[str], None]:
-    SCENARIOS[run.__name__] = run
-    return run
 
 
 def openings(launcher: str) -> tuple[int, int]:
     """Two meshes at once with different numbers of devices; their group ends with them."""
-    try:
+    names = r"processes='auto'.*process_group=.*communicator="
+    with pytest.raises(RuntimeError, match=names):
         gr.open_mesh(2, backend="sim")
-    except RuntimeError as error:
-        for name in ("processes='auto'", "process_group=", "communicator="):
-            assert name in str(error), error
-    else:
-        raise AssertionError("one of several processes has opened its own mesh")
     with gr.open_mesh(2, backend="sim", processes="none") as alone:
         assert (alone.num_processes, alone.process_index, alone.num_replicas) == (1, 0, 2)
     first = gr.open_mesh(backend="sim", processes="auto", devices_per_process=1, timeout=HEALTHY)
@@ -58,12 +52,13 @@ def openings(launcher: str) -> tuple[int, int]:
     import torch.distributed as dist
 
     assert not dist.is_initialized(), "a group that was made is destroyed with its last mesh"
-    try:
-        with gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY):
-            assert dist.is_initialized()
-            raise KeyError("an error of the user's code")
-    except KeyError:
-        assert not dist.is_initialized()
+    with (
+        pytest.raises(KeyError),
+        gr.open_mesh(1, backend="sim", processes="auto", timeout=HEALTHY),
+    ):
+        assert dist.is_initialized()
+        raise KeyError("an error of the user's code")
+    assert not dist.is_initialized()
     return rank, size
 
 
@@ -73,7 +68,6 @@ def _check_event(event: str, details: Any) -> None:
         raise AssertionError(f"{event} {details}")
 
 
-@scenario
 def values(launcher: str) -> None:
     """Checks that the calls in the file ``sys.argv[3]`` have the bits of one process."""
     sys.addaudithook(_check_event)
@@ -95,7 +89,6 @@ def values(launcher: str) -> None:
         alone.close()
 
 
-@scenario
 def subgroups(launcher: str) -> None:
     """Two meshes over halves of the processes, and one over all, used in turns."""
     own = gr.open_mesh(1, backend="sim", timeout=60, **half_of(launcher))
@@ -133,7 +126,6 @@ def _exchange_tensors(mesh: Any, rank: int) -> None:
         assert tensor.tolist() == [rank % 2 + 2 * other] * 5
 
 
-@scenario
 def restarted(launcher: str) -> None:
     """Opens and closes meshes; process 1 fails at the second, and torchrun starts all again."""
     is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -147,7 +139,6 @@ def restarted(launcher: str) -> None:
                 os._exit(1)
 
 
-@scenario
 def elastic(launcher: str) -> None:
     """The elastic example, where one agent joins later, and is killed.
 
@@ -199,7 +190,6 @@ def trained(mesh: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], int]:
     return [parameter.detach() for parameter in net.parameters()], journal.bytes
 
 
-@scenario
 def pytorch(launcher: str) -> None:
     """DDP with our hook and our DataParallel train like DDP; two processes on any data."""
     import torch
@@ -253,7 +243,6 @@ def sharded(mesh: Any) -> list[Any]:
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
 
 
-@scenario
 def hybrid(launcher: str) -> None:
     """FSDP2 shards over pairs of processes; our hook averages over the two pairs."""
     import torch
@@ -289,7 +278,6 @@ def same_gradients(wanted: list[Any], found: list[Any]) -> None:
         assert one.any() and one.equal(other), (one, other)
 
 
-@scenario
 def jax_arrays(launcher: str) -> None:
     """Arrays of JAX, of each process and over all of them, become the sums of all processes."""
     import jax
@@ -333,12 +321,9 @@ def _global_array(jax: Any, launcher: str) -> None:
     for shard in found.addressable_shards:
         assert (np.asarray(shard.data) == whole.mean()).all()
     with gr.open_mesh(own, backend="sim", processes="none") as alone:
-        try:
+        text = rf"^grads\[0\]: the array has {len(everywhere)} shards"
+        with pytest.raises(ValueError, match=text):  # no mean over a part of the shards
             gr.jax.all_reduce([array], mesh=alone)
-        except ValueError as error:
-            assert str(error).startswith(f"grads[0]: the array has {len(everywhere)} shards")
-        else:
-            raise AssertionError("a mean over a part of the shards")
 
 
 def _on_all_of_this_process(jax: Any) -> Any:
@@ -355,7 +340,6 @@ ON_GPUS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@scenario
 def on_gpus(launcher: str) -> None:
     """Sums on GPUs, plain and prepared, have the bits of one process with simulated devices."""
     options, by_nccl = ON_GPUS[sys.argv[3]]
@@ -381,5 +365,5 @@ def on_gpus(launcher: str) -> None:
 
 
 if __name__ == "__main__":
-    SCENARIOS[sys.argv[1]](sys.argv[2])
+    globals()[sys.argv[1]](sys.argv[2])
     print("done", flush=True)

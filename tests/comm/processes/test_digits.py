@@ -1,10 +1,10 @@
 """The digits example trains in several processes to the weights of one."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.examples import rows_of
 from support.processes import MPI, TORCHRUN, run
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_digits.py"
@@ -22,7 +22,7 @@ def result(folder: Path, text: str) -> tuple[dict[str, np.ndarray], str, str]:
     """The weights, the accuracy and the digest of a run; checks that one process reports."""
     assert text.count("training") == text.count("Saved the figure") == 1, text  # bar, last line
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
-    rows = dict(re.findall(r"^│\s*(\S.*?)\s*│\s*(\S.*?)\s*│$", text, re.MULTILINE))
+    rows = rows_of(text)
     with np.load(folder / "w.npz") as weights:
         return dict(weights), rows["test accuracy"], rows["digest of the weights"]
 

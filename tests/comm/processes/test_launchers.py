@@ -1,7 +1,6 @@
 """Meshes over processes that torchrun and mpiexec have started."""
 
 import re
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import MPI, TORCHRUN, check_scenario, run
+from support.signal_injection import alarm
 
 from gradreduce.comm.launchers import detect, slurm_address
 from gradreduce.errors import BackendUnavailableError, CollectiveError
@@ -91,14 +91,10 @@ def test_a_store_that_does_not_answer_has_a_deadline_and_can_be_interrupted():
     ends = threading.Event()
     with pytest.raises(CollectiveError, match=r"the store does not answer within 0\.01 s"):
         _call(ends.wait, 0.01)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), alarm(0.1):
             _call(ends.wait, 60.0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
         ends.set()
 
 

@@ -1,6 +1,5 @@
 """The processes of a PyTorch group, as threads: with gloo, and with its stand-in."""
 
-import signal
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cupy import distributed
+from support.signal_injection import alarm
 
 from gradreduce.comm.process_group import ProcessError
 from gradreduce.errors import CollectiveError
@@ -119,14 +119,8 @@ def test_a_process_that_has_failed_is_not_waited_for(connect):
 def test_an_interrupt_ends_an_exchange_and_nothing_arrives_later(connect):
     first, second = connect(2)
     came = np.full(4, 7, np.uint8)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            first.exchange([], [(1, came)], 1, 30.0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(KeyboardInterrupt), alarm(0.1):
+        first.exchange([], [(1, came)], 1, 30.0)
     first.tell_failure("interrupted")  # gloo does not always notice that a connection has closed
     with pytest.raises(ProcessError):
         second.exchange([(0, np.zeros(4, np.uint8))], [], 1, 30.0)
