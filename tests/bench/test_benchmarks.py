@@ -290,6 +290,8 @@ def test_a_floor_compares_with_a_peer(parts, sign, bound, holds):
     found = floor.check({"add": parts.case}, {"jax": "not installed"})
     assert (found["figure"], found["holds"]) == (1.5, holds)
     assert found["without"] == ["jax: not installed"]
+    assert parts.floors.times("copy", "numpy")(parts.case) == 0.5
+    assert parts.floors.over("copy", "numpy")(parts.case) == 2
 
 
 def test_a_floor_without_a_peer_is_not_kept_and_says_so(parts, capsys):
@@ -300,11 +302,6 @@ def test_a_floor_without_a_peer_is_not_kept_and_says_so(parts, capsys):
     printed = capsys.readouterr().out
     assert "not checked  faster" in printed
     assert "without cupy: no arithmetic" in printed
-
-
-def test_a_copy_is_a_floor_of_time(parts):
-    assert parts.floors.times("copy", "numpy")(parts.case) == 0.5
-    assert parts.floors.over("copy", "numpy")(parts.case) == 2
 
 
 @pytest.mark.parametrize("bound", [2, 1, None])
