@@ -27,9 +27,8 @@ LATE = 2**40  # a step that is never stale
 
 APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"
 MANY, SPARSE = "161 accumulators", "sparse apply"
-CYCLE, DROP = "tf apply + take", "tf drop"
-IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
-ADD_AT = "numpy add.at"
+CYCLE = "tf apply + take"
+IN_PLACE, SCALED, ADD_AT = "numpy +=", "numpy /=", "numpy add.at"
 
 SLOWER_HOST = Decision(
     60,
@@ -44,16 +43,13 @@ OVER_TENSORFLOW = Decision(
 )
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 CPU_FLOORS = (
-    *(
-        Floor(f"{implementation}, {name}, over {peer}", name, over(peer, implementation),
-              "<=", most, measured, decision=decision)
-        for name, peer, implementation, most, measured, decision in (
-            (APPLY, IN_PLACE, "numpy", 1.1, "0.77 to 1.08", None),
-            (APPLY, IN_PLACE, "compiled", 1.25, "0.81 to 1.25", COMPILED_APPLY),
-            (TAKE, SCALED, "numpy", 1.2, "0.88 to 1.04", None),
-            (TAKE, SCALED, "compiled", 1.2, "1.04 to 1.07", None),
-        )
-    ),
+    Floor("numpy, apply, over numpy +=", APPLY, over(IN_PLACE, "numpy"), "<=", 1.1, "0.77 to 1.08"),
+    Floor("compiled, apply, over numpy +=", APPLY, over(IN_PLACE, "compiled"), "<=", 1.25,
+          "0.81 to 1.25", decision=COMPILED_APPLY),
+    Floor("numpy, take, MEAN, over numpy /=", TAKE, over(SCALED, "numpy"), "<=", 1.2,
+          "0.88 to 1.04"),
+    Floor("compiled, take, MEAN, over numpy /=", TAKE, over(SCALED, "compiled"), "<=", 1.2,
+          "1.04 to 1.07"),
     *(
         Floor(f"{what}, us", SMALL, counted(f"{what}, us"), "<=", most, measured, decision=decision)
         for what, most, measured, decision in (
@@ -70,21 +66,16 @@ CPU_FLOORS = (
               counted(f"{implementation}, launches"), "<=", 1, "1")
         for implementation in IMPLEMENTATIONS
     ),
-    *(
-        Floor(f"{implementation}, sparse apply over add.at", SPARSE,
-              times(ADD_AT, implementation), ">=", 1, measured)
-        for implementation, measured in (("numpy", "2.7 to 4.1"), ("compiled", "4.1 to 6.4"))
-    ),
+    Floor("numpy, sparse apply over add.at", SPARSE, times(ADD_AT, "numpy"), ">=", 1, "2.7 to 4.1"),
+    Floor("compiled, sparse apply over add.at", SPARSE, times(ADD_AT, "compiled"), ">=", 1,
+          "4.1 to 6.4"),
 )  # fmt: skip
+OF_COPY = times("copy", "cuda")
 GPU_FLOORS = (
-    *(
-        Floor(name, case, times("copy", "cuda"), ">=", 1 / 1.1, f"{measured}; {H100}")
-        for name, case, measured in (
-            ("apply, of a copy of 3 units", APPLY, "0.99"),
-            ("first apply, of a copy of 2 units", FIRST, "0.99"),
-            ("two applies and a take, of a copy of 7 units", TAKE, "0.98"),
-        )
-    ),
+    Floor("apply, of a copy of 3 units", APPLY, OF_COPY, ">=", 1 / 1.1, f"0.99; {H100}"),
+    Floor("first apply, of a copy of 2 units", FIRST, OF_COPY, ">=", 1 / 1.1, f"0.99; {H100}"),
+    Floor("two applies and a take, of a copy of 7 units", TAKE, OF_COPY, ">=", 1 / 1.1,
+          f"0.98; {H100}"),
     Floor("launches of a joint apply", MANY, counted("cuda, launches"), "<=", 1, f"1; {H100}"),
     Floor("satisfied take, host us", SMALL, counted("cuda, satisfied take, us"), "<=", 30,
           f"27.2; {H100}"),
@@ -140,10 +131,9 @@ def large(bench: Bench, size: int) -> None:
         apply, take = calls_of(device, "MEAN", 2)
         return after(bench, partial(in_order, apply, apply), take)
 
-    peers = peer_calls(find_peers(bench), "accumulate", [integers(size), gradient])
+    peers = peer_calls(find_peers(bench), "accumulate_n", [integers(size)], [gradient])
     compare(bench, APPLY, size, 3, lambda device: calls_of(device, "MEAN", 1)[0], peers)
-    peers = {} if bench.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
-    compare(bench, FIRST, size, 2, first, peers)
+    compare(bench, FIRST, size, 2, first, {})
     sums = [partial(np.copyto, out, gradient), partial(np.add, out, gradient, out)]
     divide = partial(np.true_divide, out, np.float32(2), out)
     peers = {} if bench.on_gpu else {SCALED: After(partial(in_order, *sums), divide)}
@@ -151,7 +141,7 @@ def large(bench: Bench, size: int) -> None:
 
 
 def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]:
-    """Returns the calls of TensorFlow's conditional accumulator, called eagerly, for a gradient.
+    """Returns the cycle of TensorFlow's conditional accumulator, called eagerly, for a gradient.
 
     Steps and counts are Python integers, as in a training loop; the gradient is a tensor.
     """
@@ -160,10 +150,8 @@ def find_tensorflow_calls(bench: Bench, gradient: np.ndarray) -> dict[str, Call]
     accumulator = tf.compat.v1.ConditionalAccumulator(
         tf.as_dtype(gradient.dtype), shape=gradient.shape
     )
-    tensor = tf.constant(gradient)
-    take = partial(accumulator.take_grad, 1)
-    cycle = partial(in_order, applies(accumulator, tensor), take)
-    return {CYCLE: cycle, DROP: partial(accumulator.apply_grad, tensor, -1)}
+    apply = applies(accumulator, tf.constant(gradient))
+    return {CYCLE: partial(in_order, apply, partial(accumulator.take_grad, 1))}
 
 
 def applies(accumulator: Any, gradient: Any) -> Call:
@@ -181,21 +169,17 @@ def small(bench: Bench) -> None:
         apply, take = applies(accumulator, mine), partial(accumulator.take_grad, 1)
         calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         calls[f"{implementation}, satisfied take"] = After(apply, take)
-        kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
-        kept_sum.apply_grad(mine)
-        calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
-        calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
+        calls[f"{implementation}, drop"] = partial(accumulator.apply_grad, mine, -1)
     number = bench.pick(NUMBER, QUICK_NUMBER)
     figures = bench.host_us(calls, number, rounds=ROUNDS, loops=LOOPS)
-    for theirs, ours in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
-        if theirs in calls:
-            figures[f"times {theirs}"] = figures[f"{theirs}, us"] / figures[f"{ours}, us"]
+    if CYCLE in calls:
+        ratio = figures[f"{CYCLE}, us"] / figures["numpy, apply + take, us"]
+        figures[f"times {CYCLE}"] = ratio
     bench.note(SMALL, "1 float32, host us of a call", figures)
 
 
 def many(bench: Bench) -> None:
     number = len(resnet50(bench.quick))
-    calls: dict[str, Call] = {}
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():
         accumulators = [
@@ -203,11 +187,7 @@ def many(bench: Bench) -> None:
         ]
         mine = [operand(bench, device, integers(MANY_SIZE)) for _ in accumulators]
         apply = partial(gr.apply_grads, accumulators, mine, LATE)
-        calls[f"{implementation}, apply"] = apply
-        take = partial(gr.take_grads, accumulators, 1)
-        calls[f"{implementation}, apply + take"] = partial(in_order, apply, take)
         figures[f"{implementation}, launches"] = bench.launches(implementation, apply)
-    figures |= bench.host_us(calls, 1, "us a tensor", number, rounds=ROUNDS, loops=LOOPS)
     bench.note(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures)
 
 

@@ -105,18 +105,17 @@ def push(bench: Bench) -> None:
 
 
 def tiny(bench: Bench) -> None:
-    calls: dict[str, Call] = {}
+    sizes = model.tiny_sizes(bench)
     figures: dict[str, float] = {}
     for implementation, device in bench.devices():
         launches = []
-        for what, period in (("step", NEVER), ("step and communication", 1)):
-            worker = Worker(model.RULES["sgd"][0], device, model.tiny_sizes(bench), period)
+        for period in (NEVER, 1):
+            worker = Worker(model.RULES["sgd"][0], device, sizes, period)
             worker()
-            calls[f"{implementation}, sgd, {what}"] = worker
             launches.append(bench.launches(implementation, worker))
         figures[f"{implementation}, launches of a step"] = launches[0]
         figures[f"{implementation}, launches of a communication"] = launches[1] - launches[0]
-    model.note_tiny(bench, calls, figures)
+    bench.note(model.TINY, f"{len(sizes)} x {model.TINY_SIZE} float32", figures)
 
 
 def spread(bench: Bench) -> None:
@@ -147,7 +146,7 @@ def spread(bench: Bench) -> None:
 
 
 def cases(bench: Bench) -> None:
-    for rule in model.PROMISED:
+    for rule in model.RULES:
         make, units = model.RULES[rule]
         worker = partial(Worker, make, sizes=model.sizes(bench), period=NEVER)
         model.compare_steps(bench, rule, worker, units + ADDED_UNITS, adds=True)

@@ -16,15 +16,8 @@ from gpu_check.setting import python
 from measure.case import BESIDE, H100, NOT_YET, OURS, Case, Decision, Floor, counted, over, times
 from measure.clock import After, Call, Calls, HostClock, Took, in_turns, timed, took_of
 from measure.in_processes import figures_of
-from measure.operands import Shapes, fill, integers, normals, resnet50
-from measure.peers import (
-    HIERARCHICAL,
-    ONE_DEVICE,
-    SUM_AND_COPIES,
-    find_all_reduce_peers,
-    find_peers,
-    peer_calls,
-)  # fmt: skip
+from measure.operands import Shapes, fill, integers, resnet50
+from measure.peers import HIERARCHICAL, ONE_DEVICE, SUM_AND_COPIES, find_all_reduce_peers
 from measure.reductions import Reduction, check, compare, placed, raw_all_reduce
 from measure.runner import Bench, Benchmark
 
@@ -36,7 +29,7 @@ RESNET, TINY = "ResNet-50, MEAN", "tiny tensors"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
 WAYS = {NO_PACKS: 0, ONE_PACK: 1, FLAT: 1}  # a flat buffer is one pack
-PREPARED, PACKING = ", prepared", ", packing alone"
+PREPARED = ", prepared"
 
 NUM_LOGICAL = 8
 KIB, MIB = 2**10, 2**20
@@ -81,13 +74,10 @@ CPU_FLOORS = (
             ("compiled", NO_PACKS, 1.1, "0.86 to 1.09", None),
             ("compiled", ONE_PACK, 2.0, "1.14 to 1.49", None),
             ("compiled", FLAT, 1.1, "0.67 to 0.91", None),
+            # with num_packs=0, read where they lie
+            ("numpy", NO_PACKS + OWN_ARRAYS, 1.85, BESIDE, Decision(1.5, WRAPPING)),
+            ("compiled", NO_PACKS + OWN_ARRAYS, 1.3, BESIDE, Decision(1.1, WRAPPING)),
         )
-    ),
-    *(  # with num_packs=0, read where they lie
-        Floor(f"{implementation}, {NO_PACKS}{OWN_ARRAYS}, over the line", RESNET,
-              over("copy", f"{implementation}, {NO_PACKS}{OWN_ARRAYS}"), "<=", most, BESIDE,
-              decision=Decision(was, WRAPPING))
-        for implementation, most, was in (("numpy", 1.85, 1.5), ("compiled", 1.3, 1.1))
     ),
     *(
         Floor(f"{implementation}, {way}, over {peer}", RESNET,
@@ -175,7 +165,6 @@ def resnet(bench: Bench) -> None:
             calls[f"{ours}, {way}"] = plain(mesh, shapes, way)
         alone = reduction(mesh, shapes, NO_PACKS)
         calls[f"{ours}, {NO_PACKS}{PREPARED}"] = alone.prepared()
-        calls[f"{ours}, {ONE_PACK}{PACKING}"] = alone.packing()
         for way in (NO_PACKS, ONE_PACK):
             calls[f"{ours}, {way}{OWN_ARRAYS}"] = of_numpy(mesh, shapes, way)
     compare(bench, RESNET, alone, calls)
@@ -196,12 +185,9 @@ def tiny(bench: Bench) -> None:
 
 def gpu_cases(bench: Bench) -> None:
     """Runs all cases; the devices of the benchmark are logical ones of one GPU."""
-    peers = find_peers(bench)
     for nbytes in bench.pick(SWEEP_BYTES, QUICK_BYTES):
         reduction = one_tensor(bench.meshes["cuda"], nbytes)
         calls = {f"{OURS}cuda": reduction.plain(), f"{OURS}cuda{PREPARED}": reduction.prepared()}
-        if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
-            calls |= peer_calls(peers, "all_reduce", [normals(nbytes // 4)] * NUM_LOGICAL)
         compare(bench, ONE.format(nbytes), reduction, calls)
     resnet_on_gpu(bench)
     ranks(bench)
@@ -224,7 +210,6 @@ def resnet_on_gpu(bench: Bench) -> None:
         calls[way] = reduction.plain()
         calls[f"{way}{PREPARED}"] = reduction.prepared()
         calls[f"{way}, captured"] = reduction.captured()
-    calls[f"{ONE_PACK}{PACKING}"] = Reduction(mesh, own).packing()
     figures = bench.host_us(calls, bench.pick(CALLS, QUICK_CALLS), "host us")
     # A plain call looks at every Buffer; a prepared or captured one at none.
     num_buffers = NUM_LOGICAL * len(shapes)

@@ -2,7 +2,7 @@
 
 import math
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -87,7 +87,7 @@ class Ops:
         self.peers: list[Peer] = find_peers(bench)
 
     def case(self, name: str, size: str, nbytes: int, ours: Mapping[str, Call],
-             operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
+             operation: str = "", *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
         """Measures our candidates, the peers' and a copy of the same size, in turns.
 
         On a GPU also counts the launches of a call.
@@ -106,25 +106,16 @@ class Ops:
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
         self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
-    def add_into(self, size: int) -> None:
-        terms, outs = hosts(2, size), hosts(1, size)
+    def into(self, name: str, kernel: Callable[..., None], num_terms: int, size: int) -> None:
+        """Adds terms into existing memory; three of it are read or written."""
+        outs, terms = hosts(1, size), hosts(num_terms, size)
 
         def make(device: Device) -> Call:
             out, *mine = map(device.upload, (*outs, *terms))
-            return partial(ops.add_n, [out], [mine])
+            return partial(kernel, [out], [mine])
 
-        words, nbytes = f"2 x {size} float32", 3 * outs[0].nbytes
-        self.case(ADD_INTO, words, nbytes, self.bench.ours(make), "add_into", outs, terms)
-
-    def accumulate_n(self, size: int) -> None:
-        arrays = hosts(2, size)
-
-        def make(device: Device) -> Call:
-            total, term = map(device.put, arrays)
-            return partial(ops.accumulate_n, [total], [[term]])
-
-        words, nbytes = f"{size} float32", 3 * arrays[0].nbytes
-        self.case(ACCUMULATE, words, nbytes, self.bench.ours(make), "accumulate", arrays)
+        words, nbytes = f"{num_terms} x {size} float32", 3 * outs[0].nbytes
+        self.case(name, words, nbytes, self.bench.ours(make), name, outs, terms)
 
     def pack(self, name: str, sizes: Sequence[int]) -> None:
         """Packs many tensors into a flat buffer by one launch."""
@@ -137,9 +128,8 @@ class Ops:
             parts = [buffer.view(offset, (span,)) for offset, span in places]
             return partial(ops.pack, parts, list(map(device.put, arrays)))
 
-        words, flat = f"{len(sizes)} tensors, {sum(sizes)} float32", hosts(1, sum(sizes))
-        nbytes = 2 * flat[0].nbytes
-        self.case(name, words, nbytes, self.bench.ours(make), "pack", flat, arrays)
+        words = f"{len(sizes)} tensors, {sum(sizes)} float32"
+        self.case(name, words, 2 * 4 * sum(sizes), self.bench.ours(make))
 
     def many(self, count: int) -> None:
         columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
@@ -151,25 +141,24 @@ class Ops:
 
         nbytes = (NUM_TERMS + 1) * 4 * count * MANY_SIZE
         words = f"{NUM_TERMS} x ({count} x {4 * MANY_SIZE} bytes)"
-        self.case(ADD_MANY, words, nbytes, self.bench.ours(make), "many", *columns)
+        self.case(ADD_MANY, words, nbytes, self.bench.ours(make))
 
     def segment_sum(self, rows: int) -> None:
         """Adds rows of the same index of a sparse gradient: the launch, and the whole call."""
         num_indices = rows * INDICES // ROWS
         values = hosts(1, rows * WIDTH)[0].reshape(rows, WIDTH)
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
-        out = np.zeros((num_indices, WIDTH), np.float32)
         segments = ops.plan_segments(indices)
         ours: dict[str, Call] = {}
         for implementation, device in self.bench.devices():
             placed = device.put(values)
             sums = device.empty((segments.num_segments, WIDTH), "float32")
             ours[OURS + implementation] = ops.segment_sum_command([sums], [placed], [segments])
-            slices = gr.IndexedSlices(placed, indices, out.shape)
+            slices = gr.IndexedSlices(placed, indices, (num_indices, WIDTH))
             ours[f"{OURS}{implementation} with its plan"] = slices.coalesce
-        nbytes = values.nbytes + out.nbytes + indices.nbytes
+        nbytes = values.nbytes + 4 * num_indices * WIDTH + indices.nbytes
         words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
-        self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
+        self.case(SEGMENTS, words, nbytes, ours)
 
     def small(self) -> None:
         """Measures the host time of a call with tiny arrays, on the default mesh and on ours."""
@@ -209,8 +198,8 @@ def cases(bench: Bench) -> None:
     of.add_n(ADD_32, large, "float32")
     if bench.on_gpu:
         of.add_n(ADD_16, 2 * large, "bfloat16")
-    of.add_into(large)
-    of.accumulate_n(large)
+    of.into(ADD_INTO, ops.add_n, 2, large)
+    of.into(ACCUMULATE, ops.accumulate_n, 1, large)
     of.pack(PACK, [min(math.prod(shape), large) for shape in resnet50()])
     of.pack(PACK_MANY, [MANY_SIZE] * count)
     of.many(count)

@@ -16,6 +16,7 @@ from measure.runner import IMPLEMENTATIONS, Bench, Benchmark
 import gradreduce as gr
 from gradreduce.device import Device
 
+NUMBER, QUICK_NUMBER = 20, 2  # calls of one loop over tiny variables
 IN_PLACE = (
     "both are limited by memory and faster than a copy of the bytes; C++ loops with AVX2 or "
     "AVX-512, prefetching or huge pages took 0.95 to 1.1 of the time (bench/README.md); runs "
@@ -91,14 +92,16 @@ def tiny(bench: Bench) -> None:
     calls: dict[str, Call] = {}
     launches: dict[str, float] = {}
     for implementation, device in bench.devices():
-        for rule in model.PROMISED:
+        for rule in model.RULES:
             calls[f"{implementation}, {rule}"] = step = Step(model.RULES[rule][0], sizes, device)
             step()
         arrays = Step(model.RULES["sgd"][0], sizes, device, on_host=True)
         arrays()
         calls[f"{implementation}, sgd of NumPy arrays"] = arrays
         launches[f"{implementation}, launches"] = bench.launches(implementation, step)
-    model.note_tiny(bench, calls, launches, " of a step")
+    us = bench.host_us(calls, bench.pick(NUMBER, QUICK_NUMBER), rounds=model.ROUNDS)
+    words = f"{len(sizes)} x {model.TINY_SIZE} float32, host us of a step"
+    bench.note(model.TINY, words, {**launches, **us})
 
 
 def cases(bench: Bench) -> None:

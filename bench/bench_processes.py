@@ -30,7 +30,6 @@ SECONDS = 600.0  # for all rounds of one launcher
 OVER_RAW, PLAIN_OVER = "prepared, us over raw", "plain, us over raw and one process"
 PASS, OVER_PASS = "one pack pass", "packed, prepared, over raw and one pack pass"
 
-
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11, load average 4 to 9.
 FLOORS = tuple(
     Floor(f"{launcher}, {name}", case.format(launcher), figure, "<=", most, measured,

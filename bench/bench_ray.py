@@ -1,11 +1,10 @@
-"""Measures gr.ray on one machine: AGN centers and accumulators in actors, beside actors of Ray."""
+"""Measures gr.ray on one machine: AGN centers in actors, beside actors of Ray."""
 
 import operator
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from bench_agn import push_sums
 from measure.case import OURS, Floor, counted
 from measure.clock import Turn, each, garbage_kept, in_turns, timed
-from measure.operands import Shapes, resnet50
+from measure.operands import Shapes
 from measure.runner import Bench, Benchmark
 
 import gradreduce as gr
@@ -27,29 +26,21 @@ PAUSE_SECONDS = 0.01  # before each call with large arrays: the store frees thos
 # half a millisecond more.
 IN_A_ROW = 5
 
-BIG, SMALL, RESNET = "AGN, 64 MB", "AGN, 161 small variables", "AGN, ResNet-50"
+BIG, SMALL = "AGN, 64 MB", "AGN, 161 small variables"
 COMPILED = "AGN, 64 MB, compiled kernels"
-SHARDS, DURABLE = "AGN, 64 MB in two actors", 'AGN, 64 MB, durability="push"'
-SUM, SUMS, PARTS = "accumulator, 64 MB", "161 small accumulators", "two accumulators in two actors"
 ACTOR, ASYNC, TRIP = "actor that adds", "async actor that adds", "round trip of Ray"
 EXCHANGE, PUSH = f"{OURS}exchange", f"{OURS}push and pull"
-APPLY, TAKE = f"{OURS}apply_grads", f"{OURS}take_grads"
-RATIO, EXCHANGE_RATIO = "push and pull over the actor", "exchange over the actor"
-OVER, EXCHANGE_OVER = "push and pull over a round trip, ms", "exchange over a round trip, ms"
-SUM_OVER = "apply_grads and take_grads over two round trips, ms"
-SUM_RATIO = "apply_grads and take_grads over the actor"
+RATIO, OVER = "exchange over the actor", "exchange over a round trip, ms"
 
 # On an AMD EPYC virtual machine with 2 cores, 2026-11.
 FLOORS = tuple(
     Floor(f"{case}: {figure}", case, counted(figure), "<=", most, measured, ("ray",))
     for case, figure, most, measured in (
-        (COMPILED, EXCHANGE_RATIO, 1.25, "1.04 to 1.12"),
-        (BIG, EXCHANGE_RATIO, 1.5, "1.22 to 1.35"),
-        (SMALL, EXCHANGE_OVER, 1.5, "1.15 to 1.48"),
+        (COMPILED, RATIO, 1.25, "1.04 to 1.12"),
+        (BIG, RATIO, 1.5, "1.22 to 1.35"),
+        (SMALL, OVER, 1.5, "1.15 to 1.48"),
     )
 )
-
-Seconds = Mapping[str, Sequence[float]]  # candidate -> its time in each turn
 
 
 def median_of(turn: Turn, number: int) -> Turn:
@@ -60,16 +51,6 @@ def median_of(turn: Turn, number: int) -> Turn:
         return {name: median([each[name] for each in found]) for name in found[0]}
 
     return run
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Returns the median of the ratios of the turns."""
-    return float(median(map(operator.truediv, ours, theirs)))
-
-
-def more_ms(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Returns the median of the differences of the turns, in milliseconds."""
-    return float(median(map(operator.sub, ours, theirs))) * 1e3
 
 
 def ones(shapes: Shapes) -> list[np.ndarray]:
@@ -147,20 +128,10 @@ class Cases:
         self.big = bench.pick(MB, QUICK_MB) * 250_000  # elements
         self.small = [(SMALL_SIZE,)] * bench.pick(NUM_SMALL, 5)
 
-    def with_floors(self) -> None:
+    def run(self) -> None:
         self.agn(COMPILED, [(self.big,)], kernels="compiled")
         self.agn(BIG, [(self.big,)])
         self.agn(SMALL, self.small)
-
-    def run(self) -> None:
-        self.with_floors()
-        self.agn(RESNET, self.bench.pick(resnet50(), [*self.small]))
-        self.agn(SHARDS, [(self.big // 2,)] * 2, num_shards=2)
-        with tempfile.TemporaryDirectory() as folder:
-            self.agn(DURABLE, [(self.big,)], snapshots=folder, durability="push")
-        self.accumulators(SUM, [(self.big,)])
-        self.accumulators(SUMS, self.small)
-        self.accumulators(PARTS, [(self.big // 2,)] * 2, num_shards=2)
 
     def agn(self, name: str, shapes: Shapes, **options: Any) -> None:
         """Measures pushes of all variables to a center, each with the pull behind it."""
@@ -168,33 +139,15 @@ class Cases:
         with closing(worker.center):
             taken = self._taken(worker.push, shapes)
             worker.check()
-        peer, trip = fastest(taken), taken[TRIP]
-        self._note(name, shapes, taken, {
-            RATIO: ratio(taken[PUSH], peer),
-            EXCHANGE_RATIO: ratio(taken[EXCHANGE], peer),
-            OVER: more_ms(taken[PUSH], trip),
-            EXCHANGE_OVER: more_ms(taken[EXCHANGE], trip),
-        })  # fmt: skip
+        fastest = min(taken[ACTOR], taken[ASYNC], key=median)
+        figures = {  # medians of the turns
+            RATIO: median(map(operator.truediv, taken[EXCHANGE], fastest)),
+            OVER: median(map(operator.sub, taken[EXCHANGE], taken[TRIP])) * 1e3,
+        }
+        self.bench.note(name, f"{len(shapes)} float32 tensors", figures, each(median, taken))
 
-    def accumulators(self, name: str, shapes: Shapes, **options: Any) -> None:
-        """Measures that all accumulators of a set get a gradient, and give it."""
-        specs = [("float32", list(shape)) for shape in shapes]
-        gradients = ones(shapes)
-        with gr.ray.AccumulatorSet(specs, f"bench-{uuid.uuid4().hex}", **options) as shared:
-            apply = timed(APPLY, lambda: shared.apply_grads(gradients, local_step=2**40))
-
-            def take() -> None:
-                if any(taken[0] != 1 for taken in shared.take_grads(1)):
-                    raise AssertionError("a gradient is not the mean")
-
-            taken = self._taken(lambda: {**apply(), **timed(TAKE, take)()}, shapes)
-        sums = list(map(operator.add, taken[APPLY], taken[TAKE]))
-        two_trips = [2 * seconds for seconds in taken[TRIP]]
-        figures = {SUM_RATIO: ratio(sums, fastest(taken)), SUM_OVER: more_ms(sums, two_trips)}
-        self._note(name, shapes, taken, figures)
-
-    def _taken(self, ours: Turn, shapes: Shapes) -> Seconds:
-        """Returns the seconds of ours and of the peers, for tensors of some shapes."""
+    def _taken(self, ours: Turn, shapes: Shapes) -> Mapping[str, Sequence[float]]:
+        """Returns the seconds of ours and of the peers in each turn, for tensors of some shapes."""
         is_small, gradients = shapes == self.small, ones(shapes)
         given = gradients[0] if len(shapes) == 1 else gradients
         self._get([actor.reset.remote(shapes) for actor in self._actors.values()])
@@ -211,33 +164,18 @@ class Cases:
             rounds = self.bench.pick(ROUNDS, QUICK_ROUNDS)
             return in_turns(turns, rounds, pause=pause, warm_ups=WARM_UPS)
 
-    def _note(self, name: str, shapes: Shapes, taken: Seconds,
-              figures: Mapping[str, float]) -> None:  # fmt: skip
-        self.bench.note(name, f"{len(shapes)} float32 tensors", figures, each(median, taken))
 
-
-def fastest(taken: Seconds) -> Sequence[float]:
-    """Returns the times of the actor with the lower median."""
-    return min(taken[ACTOR], taken[ASYNC], key=median)
-
-
-@contextmanager
-def cluster() -> Iterator[None]:
-    """Starts a cluster and ends it, unless this process has one."""
+def cases(bench: Bench) -> None:
+    """Runs all cases if Ray is installed, on the cluster of this process or a new one."""
+    if not bench.has("ray"):
+        return
     import ray
 
     with ExitStack() as stack:
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
             gr.ray.init("local", num_cpus=4, object_store_memory=STORE_BYTES)
-        yield
-
-
-def cases(bench: Bench) -> None:
-    """Runs all cases if Ray is installed, on the cluster of this process or a new one."""
-    if bench.has("ray"):
-        with cluster():
-            Cases(bench).run()
+        Cases(bench).run()
 
 
 BENCHMARK = Benchmark(__doc__, cases, FLOORS)

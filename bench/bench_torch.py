@@ -26,14 +26,13 @@ SECONDS = 280.0  # for all that two processes do
 
 TINY, TINY_ALONE = f"tiny gradients, {SIZE} processes", f"tiny gradients, {REPLICAS} replicas"
 HELD, OVERLAP, HOOK = "memory, ResNet-50", "overlap, ResNet-18", "hook of DDP, ResNet-50"
-PLAIN, HOOKS, LOOP, DDP = "backward alone", "with empty hooks", "with a loop of torch", "plain DDP"
+PLAIN, LOOP, DDP = "backward alone", "with a loop of torch", "plain DDP"
 PARALLEL, OUR_HOOK = f"{OURS}DataParallel", f"{OURS}comm_hook"
 REDUCTIONS = "the same reductions afterwards"
 ADDED, ADDED_SHARE = "DataParallel adds, ms", "DataParallel adds, over a loop of torch"
 BUCKETS = "buckets held besides one copy of the gradients"
 LATE, WAIT = "buckets launched after backward", "wait after backward, over the reductions"
 SHARE, CORES = "what a step adds to backward, over the reductions", f"{2 * SIZE} cores"
-PEER_SHARE = "what a step of plain DDP adds, over the same"
 RATIO = "comm_hook over plain DDP, median of pairs"
 
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
@@ -117,14 +116,10 @@ def tiny_in_one_process(quick: bool) -> Found:
     torch.set_num_threads(1)
     count = 12 if quick else NUM_TINY
     with gr.open_mesh(REPLICAS, backend="sim") as mesh:
-        alone, hooked, looped = (tiny_modules(REPLICAS, count) for _ in range(3))
-        for module in hooked:
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: None)
+        alone, looped = (tiny_modules(REPLICAS, count) for _ in range(2))
         dp = gr.torch.DataParallel(tiny_modules(REPLICAS, count), mesh)
         steps = {
             PLAIN: backward_of(partial(loss_of_all, alone)),
-            HOOKS: backward_of(partial(loss_of_all, hooked)),
             PARALLEL: backward_of(partial(loss_of_all, list(dp.replicas))),
             LOOP: backward_of(partial(loss_of_all, looped), partial(average_by_loop, looped)),
         }
@@ -137,7 +132,7 @@ def tiny_in_one_process(quick: bool) -> Found:
 
 def added(took: Mapping[str, float]) -> dict[str, float]:
     """Returns the milliseconds that each candidate adds to a backward."""
-    words = {PARALLEL: ADDED, HOOKS: "empty hooks add, ms", LOOP: "a loop of torch adds, ms"}
+    words = {PARALLEL: ADDED, LOOP: "a loop of torch adds, ms"}
     return {text: (took[name] - took[PLAIN]) * 1e3 for name, text in words.items() if name in took}
 
 
@@ -154,11 +149,6 @@ def tiny_in_two(mesh: Mesh, quick: bool) -> Found:
     return took, added(took)
 
 
-def shapes_of(quick: bool) -> list[tuple[int, ...]]:
-    """Returns the shapes of ResNet-50's gradients, or a few."""
-    return [(2**12,)] * 12 if quick else resnet50()
-
-
 def held(mesh: Mesh, quick: bool) -> Found:
     """Counts the memory that the mesh holds for the gradients of ResNet-50."""
     from measure.torch_modules import Given
@@ -169,15 +159,13 @@ def held(mesh: Mesh, quick: bool) -> Found:
         return sum([each.nbytes for each in blocks if each.owned and each.device.mesh is mesh])
 
     before = bytes_held()
-    dp: Any = gr.torch.DataParallel(Given(shapes_of(quick)), mesh, bucket_mb=0.1 if quick else 25)
+    dp: Any = gr.torch.DataParallel(Given(resnet50(quick)), mesh, bucket_mb=0.001 if quick else 25)
     for _ in range(2):
         loss_of_all([dp]).backward()
-    nbytes = sum(parameter.nbytes for parameter in dp.parameters())
     # The gaps between tensors belong to the copy.
     sizes = [bucket.flat.buffers[0].nbytes for bucket in dp._reducer._buckets]
     more = bytes_held() - before - sum(sizes)
-    return {}, {"MB of gradients": nbytes / 1e6, "MB held besides": more / 1e6,
-                "buckets": float(len(sizes)), BUCKETS: more / max(sizes)}  # fmt: skip
+    return {}, {BUCKETS: more / max(sizes)}
 
 
 def wait_for_others() -> None:
@@ -192,20 +180,18 @@ class Overlap:
     def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
         import torch
         from measure.torch_modules import resnet18
-        from torch.nn.parallel import DistributedDataParallel
 
         torch.manual_seed(0)
         self.dp: Any = gr.torch.DataParallel(resnet18(), mesh, bucket_mb=OVERLAP_MB)
-        self.ddp = DistributedDataParallel(resnet18(), bucket_cap_mb=OVERLAP_MB)
         self.waited: list[float] = []  # seconds, after backward had computed all gradients
         self.launched = 0  # buckets, when the last one had
         self._images = torch.randn(*shape)
 
-    def loss(self, module: Any) -> Any:
-        module.zero_grad(set_to_none=False)
+    def loss(self) -> Any:
+        self.dp.zero_grad(set_to_none=False)
         x = self._images.clone().requires_grad_()  # its gradient is computed last
         x.register_hook(self._note)
-        loss = module(x).square().mean()
+        loss = self.dp(x).square().mean()
         wait_for_others()
         return loss
 
@@ -225,23 +211,20 @@ class Overlap:
 def overlap(mesh: Mesh, quick: bool) -> Found:
     """Measures how long a step waits for reductions that run beside its backward."""
     made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
-    loss = partial(made.loss, made.dp)
-    loss().backward()  # makes the buckets
+    made.loss().backward()  # makes the buckets
     steps = {
-        PLAIN: backward_of(loss, around=made.dp.no_sync),
-        PARALLEL: backward_of(loss, made.note_wait),
+        PLAIN: backward_of(made.loss, around=made.dp.no_sync),
+        PARALLEL: backward_of(made.loss, made.note_wait),
         REDUCTIONS: After(wait_for_others, made.reductions),
-        DDP: backward_of(partial(made.loss, made.ddp)),
     }
     taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
     took = each(statistics.median, taken)
     rounds = list(zip(*(taken[name] for name in steps), strict=True))
-    share = statistics.median((ours - alone) / after for alone, ours, after, _ in rounds)
-    peer = statistics.median((theirs - alone) / after for alone, _, after, theirs in rounds)
+    share = statistics.median((ours - alone) / after for alone, ours, after in rounds)
     waited = statistics.median(made.waited[-len(taken[PARALLEL]) :])
     buckets = len(made.dp._reducer._buckets)
     figures = {"buckets": float(buckets), WAIT: waited / took[REDUCTIONS], SHARE: share,
-               PEER_SHARE: peer, LATE: float(buckets - made.launched)}  # fmt: skip
+               LATE: float(buckets - made.launched)}  # fmt: skip
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
     return took, figures
@@ -259,7 +242,7 @@ def hook(mesh: Mesh, quick: bool) -> Found:
     from torch.nn.parallel import DistributedDataParallel
 
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
-    modules = {name: DistributedDataParallel(Given(shapes_of(quick))) for name in (DDP, OUR_HOOK)}
+    modules = {name: DistributedDataParallel(Given(resnet50(quick))) for name in (DDP, OUR_HOOK)}
     modules[OUR_HOOK].register_comm_hook(None, gr.torch.comm_hook(ops))
 
     def loss_of(module: Any) -> Any:

@@ -127,8 +127,8 @@ def standstills(mesh: Mesh, slow: SlowWork, *, quick: bool) -> dict[str, float]:
             }[name]
             for figure, taken in watched(event, call, query).items():
                 found[f"{scene}, {name}: {figure}, ms"] = taken * 1e3
-    if not np.array_equal(out.numpy(), np.add(*(term.numpy() for term in terms))):
-        raise AssertionError("add_n behind slow work: the sum is wrong")
+    wanted = np.add(*(term.numpy() for term in terms))
+    np.testing.assert_array_equal(out.numpy(), wanted, "add_n behind slow work")
     return found
 
 

@@ -118,10 +118,8 @@ def _uploaded(devices: Sequence[Device], arrays: Sequence[Any]) -> list[Buffer]:
 
 def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
     for place, buffer in enumerate(buffers):
-        found = buffer.numpy()
-        if not np.array_equal(found, wanted):
-            what = f"{name} of {wanted.size} {wanted.dtype}, buffer {place}"
-            raise AssertionError(f"{what}: {found[:8]} is not {wanted[:8]}")
+        what = f"{name} of {wanted.size} {wanted.dtype}, buffer {place}"
+        np.testing.assert_array_equal(buffer.numpy(), wanted, what)
 
 
 def together(quick: bool, count: int) -> Figures:

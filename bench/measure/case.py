@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from .clock import Took
 
 OURS = "gradreduce "  # how the names of our own candidates begin; the implementation follows
-
-
 Figures = Mapping[str, float]
 
 

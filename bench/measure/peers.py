@@ -1,13 +1,13 @@
 """The same operations by other libraries (peers), and whole all-reduces by them.
 
 A peer has a function for each operation that it knows, which takes lists of its arrays and returns
-its candidates. Outputs exist before the clock starts, unless the operation allocates them.
+a call. Outputs exist before the clock starts, unless the operation allocates them.
 """
 
 import importlib
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from .clock import Call
 from .runner import Bench
 
 Calls = dict[str, Call]
-Operations = Mapping[str, Callable[..., Calls]]
+# Operation -> the name of its candidate, and what makes the call.
+Operations = Mapping[str, tuple[str, Callable[..., Call]]]
 Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 
 ONE_DEVICE, HIERARCHICAL = "tf one device", "tf hierarchical_copy"
@@ -29,8 +30,7 @@ SUM_AND_COPIES = "sum, copies"  # of a library, whose name comes before
 class Peer:
     name: str  # how the names of its candidates begin
     take: Callable[[np.ndarray], Any]  # converts a host array to one on the measured device
-    # Of add_n, add_into, accumulate, many, all_reduce, pack and segment_sum those that it has.
-    operations: Operations
+    operations: Operations  # those that it has
     without: frozenset[str] = frozenset()  # dtypes that it cannot add, or only slowly
 
 
@@ -39,9 +39,8 @@ def peer_calls(peers: Sequence[Peer], operation: str, *operands: Sequence[np.nda
     found: Calls = {}
     for peer in peers:
         if operation in peer.operations and operands[0][0].dtype.name not in peer.without:
-            taken = ([peer.take(host) for host in hosts] for hosts in operands)
-            calls = peer.operations[operation](*taken)
-            found |= {f"{peer.name} {way}": call for way, call in calls.items()}
+            way, make = peer.operations[operation]
+            found[f"{peer.name} {way}"] = make(*[list(map(peer.take, hosts)) for hosts in operands])
     return found
 
 
@@ -51,11 +50,12 @@ def find_peers(bench: Bench) -> list[Peer]:
     array_library = importlib.import_module("cupy" if bench.on_gpu else "numpy")
     if hasattr(array_library, "concatenate"):
         name, without = array_library.__name__, frozenset({"bfloat16"})
-        found.append(Peer(name, array_library.asarray, _of_arrays(array_library), without))
+        operations = _operations("chain", "+=", array_library, array_library.copyto)
+        found.append(Peer(name, array_library.asarray, operations, without))
     else:
         bench.absent["cupy"] = "the stand-in of the tests has no arithmetic"
     if (torch := find_torch(bench)) is not None:
-        operations = _of_torch_on_gpu(torch) if bench.on_gpu else _of_torch(torch)
+        operations = _of_torch(torch, on_gpu=bench.on_gpu)
         found.append(Peer("torch", partial(_tensor, torch, bench.place), operations))
     return found
 
@@ -84,56 +84,28 @@ def on_current_stream(torch: Any, call: Call) -> Any:
         return call()
 
 
-def _operations(names: str, library: Any, copy: Any, zero: Any, add_rows: Any) -> Operations:
-    """Returns the operations of a library, by its functions and the names of its candidates."""
-    chain, add, pack, rows = names.split(", ")
+def _operations(chain: str, add: str, library: Any, copy: Any) -> Operations:
+    """Returns the operations of a library, by the names of its candidates and its functions."""
     return {
-        "add_n": lambda arrays: {chain: partial(_chain, arrays)},
-        "accumulate": lambda operands: {add: partial(operator.iadd, *operands)},
-        "many": lambda *columns: {"chains": partial(_chains, columns)},
-        "all_reduce": lambda *tensors: {SUM_AND_COPIES: sum_and_copies(library, copy, tensors)},
-        "pack": lambda flat, arrays: {pack: partial(library.concatenate, arrays, out=flat[0])},
-        "segment_sum": lambda values, indices, out: {
-            rows: partial(
-                in_order, partial(zero, out[0]), partial(add_rows, out[0], indices[0], values[0])
-            )
-        },
+        "add_n": (chain, lambda arrays: partial(_chain, arrays)),
+        "accumulate_n": (add, lambda outs, terms: partial(operator.iadd, outs[0], terms[0])),
+        "all_reduce": (SUM_AND_COPIES, lambda *tensors: sum_and_copies(library, copy, tensors)),
     }
 
 
-def _of_arrays(library: Any) -> Operations:
-    """NumPy, or CuPy on the current stream."""
-    functions = library, library.copyto, lambda out: out.fill(0)
-    if library is np:
-        return _operations("chain, +=, concatenate, add.at", *functions, np.add.at)
-    scatter = importlib.import_module("cupyx").scatter_add
-    return _operations("chain, +=, concatenate, scatter_add", *functions, scatter)
+def _of_torch(torch: Any, *, on_gpu: bool) -> Operations:
+    """PyTorch; on a GPU on CuPy's current stream."""
 
-
-def _of_torch(torch: Any) -> Operations:
-    """PyTorch on the CPU."""
-    of, names = torch.Tensor, "add + add_, add_, cat, index_add_"
-
-    def add_rows(out: Any, indices: Any, values: Any) -> None:
-        out.index_add_(0, indices, values)
-
-    def add_into(outs: list[Any], tensors: list[Any]) -> Calls:
+    def add_into(outs: list[Any], tensors: list[Any]) -> Call:
         calls = [partial(outs[0].copy_, tensors[0])]
-        calls += [partial(outs[0].add_, tensor) for tensor in tensors[1:]]
-        return {"copy_ + add_": partial(in_order, *calls)}
+        return partial(in_order, *calls, *(partial(outs[0].add_, each) for each in tensors[1:]))
 
-    return {**_operations(names, torch, of.copy_, of.zero_, add_rows), "add_into": add_into}
+    def on_stream(make: Callable[..., Call]) -> Callable[..., Call]:
+        return lambda *operands: partial(on_current_stream, torch, make(*operands))
 
-
-def _of_torch_on_gpu(torch: Any) -> Operations:
-    """PyTorch on a GPU, on CuPy's current stream."""
-
-    def on_stream(make: Callable[..., Calls]) -> Callable[..., Calls]:
-        return lambda *operands: {
-            way: partial(on_current_stream, torch, call) for way, call in make(*operands).items()
-        }
-
-    return {name: on_stream(make) for name, make in _of_torch(torch).items()}
+    found = {**_operations("add + add_", "add_", torch, torch.Tensor.copy_),
+             "add_n 2 into": ("copy_ + add_", add_into)}  # fmt: skip
+    return {name: (way, on_stream(make) if on_gpu else make) for name, (way, make) in found.items()}
 
 
 def _tensor(torch: Any, place: str, host: np.ndarray) -> Any:
@@ -153,11 +125,6 @@ def _chain(arrays: Sequence[Any]) -> Any:
     for array in arrays[2:]:
         total += array
     return total
-
-
-def _chains(columns: Iterable[Sequence[Any]]) -> list[Any]:
-    """Adds the first arrays of all columns, then the second ones, and so on."""
-    return [_chain(row) for row in zip(*columns, strict=True)]
 
 
 def find_all_reduce_peers(bench: Bench, tensors: Tensors) -> Calls:
@@ -204,12 +171,5 @@ def _tensorflow(tf: Any, tensors: Tensors) -> Calls:
     }
     calls: Calls = {}
     for name, cross_device_ops in ways.items():
-        reduce = partial(cross_device_ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
-        calls[name] = reduce
-        calls[f"{name} in tf.function"] = tf.function(partial(_values, reduce))
+        calls[name] = partial(cross_device_ops.batch_reduce, tf.distribute.ReduceOp.MEAN, pairs)
     return calls
-
-
-def _values(reduce: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Returns a value that a ``tf.function`` can return."""
-    return [mirrored.values for mirrored in reduce()]

@@ -1,7 +1,7 @@
 """Our own all-reduces, as candidates: values on the devices of a mesh, and their reductions."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.device import Buffer, Mesh, Queue
-from gradreduce.reduce.algorithm import Algorithm, Steps
-from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.device import Buffer, Mesh
 
 from .case import Figures
 from .clock import Call, Calls
@@ -48,14 +46,6 @@ def check(results: Iterable[Sequence[np.ndarray]], firsts: Iterable[np.ndarray])
                 raise AssertionError(f"tensor {place} on device {index} is not the mean")
 
 
-class Dummy(Algorithm):
-    """Adds nothing, so that a call takes the time of planning, packing and unpacking."""
-
-    def all_reduce(self, jobs: Sequence[Any], queue: Queue) -> Steps:
-        """See ``Algorithm.all_reduce``."""
-        yield
-
-
 @dataclass(frozen=True)
 class Reduction:
     """An all-reduce of ``placed`` values; the options are those of ``AllReduceCrossDeviceOps``."""
@@ -85,17 +75,6 @@ class Reduction:
 
     def captured(self) -> Call:
         return self._ops.capture(self.op, self._pairs)
-
-    def packing(self) -> Call:
-        """Returns a plain call that packs and unpacks, and adds nothing."""
-        dummy: Any = "dummy"
-        ALGORITHMS[dummy] = Dummy
-        try:
-            call = replace(self, num_packs=1, algorithm=dummy).plain()
-            call()  # plans the calls that follow
-        finally:
-            del ALGORITHMS[dummy]
-        return call
 
     def checked(self, make: Callable[[], Call]) -> Call:
         """Makes and returns a call, after a first one that is checked; ``prepare`` reduces too."""

@@ -5,15 +5,12 @@ checks nothing; ``tests/fake_cupy`` is the fake that checks. Memory is a range o
 are not compiled, and events have always passed.
 """
 
-import math
 import sys
 import types
 from collections import defaultdict, deque
 from importlib.machinery import ModuleSpec
 from itertools import count, repeat
 from typing import Any, Self
-
-import numpy as np
 
 _addresses = count(1 << 40, 1 << 30)  # each block has a gigabyte
 _handles = count(1 << 20)
@@ -66,14 +63,6 @@ class Event:
         pass
 
 
-class UnownedMemory:
-    """Memory of another owner; also a pointer to it."""
-
-    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
-        self.ptr = ptr
-        self.owner = owner
-
-
 class PooledMemory:
     """Memory that returns to its pool when it is dropped."""
 
@@ -99,21 +88,6 @@ class MemoryPool:
 
 class PinnedMemory(bytearray):
     ptr = 0
-
-
-class Array:
-    """A contiguous ``cupy.ndarray``."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: Any = None) -> None:
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.size = math.prod(shape)
-        self.nbytes = self.size * self.dtype.itemsize
-        self.data = MemoryPool().malloc(self.nbytes) if memptr is None else memptr
-        self.device = Device(0)
-        self.flags = types.SimpleNamespace(c_contiguous=True)
-
-    get = _nothing  # by which our code recognizes its arrays
 
 
 class Kernel:
@@ -153,17 +127,11 @@ class Module(types.ModuleType):
 
 def install() -> None:
     """Makes ``import cupy`` import this stub."""
-    current = Stream()
-    Array.__module__ = "cupy"  # by which our code recognizes its arrays too
     errors = {"CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {"status": 0})}
-    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream, UnownedMemory)}
+    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream)}
     modules = [
-        # RawModule: for older checkouts
-        Module("cupy", RawModule=Kernel, __version__="14.2.0", ndarray=Array),
-        Module(
-            "cupy.cuda", get_current_stream=lambda device_id=-1: current, **classes,
-            alloc_pinned_memory=PinnedMemory, MemoryPointer=lambda memory, offset: memory,
-        ),
+        Module("cupy", __version__="14.2.0", ndarray=type("ndarray", (), {})),
+        Module("cupy.cuda", alloc_pinned_memory=PinnedMemory, **classes),
         Module(
             "cupy.cuda.compiler", CompileException=RuntimeError,
             compile_using_nvrtc=lambda source, options, *, name_expressions, **others: (

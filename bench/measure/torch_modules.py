@@ -41,20 +41,20 @@ class Given(nn.Module):  # type: ignore[misc]
         return x
 
 
+def _convolution(planes_in: int, planes: int, size: int, stride: int) -> Any:
+    convolution = nn.Conv2d(planes_in, planes, size, stride, size // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(planes))
+
+
 class _Block(nn.Module):  # type: ignore[misc]
     """Two 3 x 3 convolutions and a shortcut, added before a ReLU."""
 
     def __init__(self, planes_in: int, planes: int, stride: int) -> None:
         super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(planes_in, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(planes, planes, 3, 1, 1, bias=False), nn.BatchNorm2d(planes),
-        )  # fmt: skip
-        self.shortcut = nn.Sequential()
-        if planes_in != planes:
-            convolution = nn.Conv2d(planes_in, planes, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(planes))
+        first, last = _convolution(planes_in, planes, 3, stride), _convolution(planes, planes, 3, 1)
+        self.main = nn.Sequential(first, nn.ReLU(inplace=True), last)
+        same = planes_in == planes
+        self.shortcut = nn.Sequential() if same else _convolution(planes_in, planes, 1, stride)
 
     def forward(self, x: Any) -> Any:
         return (self.main(x) + self.shortcut(x)).relu()
@@ -62,8 +62,7 @@ class _Block(nn.Module):  # type: ignore[misc]
 
 def resnet18() -> Any:
     """Returns ResNet-18 (arXiv 1512.03385, table 1): 11,689,512 parameters."""
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
-    layers: list[Any] = [*stem, nn.MaxPool2d(3, 2, 1)]
+    layers = [_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     width = 64
     for planes in (64, 128, 256, 512):
         layers += [_Block(width, planes, 1 if planes == 64 else 2), _Block(planes, planes, 1)]

@@ -66,28 +66,25 @@ def passing(tools):
     return lambda check: tools.section.Result(check.name, "passed")
 
 
-def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(tools, setting, tmp_path):
+@pytest.mark.parametrize(
+    ("seconds", "limit", "reason", "outcomes"),
+    [
+        (0.2, LIMIT_S, "it hangs: its deadline of 0.2 s", ["stopped", "passed"]),
+        (LIMIT_S, 0.2, "its limit of 0.2 s", ["stopped"]),
+    ],
+    ids=["check", "section"],
+)
+def test_a_check_that_hangs_is_stopped(tools, setting, tmp_path, seconds, limit, reason, outcomes):
+    """The next one runs if the section has time."""
+
     def section(_):
         code = (sys.executable, "-c", "import signal; signal.pause()")
-        yield tools.section.Check("a way that hangs", code, 0.2)
+        yield tools.section.Check("it hangs", code, seconds)
         yield tools.section.Check("another way", (sys.executable, "-c", "print('there')"), LIMIT_S)
 
-    found = recorded(tools, section, setting, tmp_path)
-    assert (found["status"], found["reason"]) == (
-        "stopped", "a way that hangs: its deadline of 0.2 s",
-    )  # fmt: skip
-    assert [one["outcome"] for one in found["results"]] == ["stopped", "passed"]
-
-
-def test_a_section_ends_at_its_limit(tools, setting, tmp_path):
-    def section(_):
-        code = (sys.executable, "-c", "import signal; signal.pause()")
-        yield tools.section.Check("it hangs", code, LIMIT_S)
-        yield tools.section.Check("it never begins", code, LIMIT_S)
-
-    found = recorded(tools, section, replace(setting, limit=0.2), tmp_path)
-    assert (found["status"], found["reason"]) == ("stopped", "its limit of 0.2 s")
-    assert [one["outcome"] for one in found["results"]] == ["stopped"]
+    found = recorded(tools, section, replace(setting, limit=limit), tmp_path)
+    assert (found["status"], found["reason"]) == ("stopped", reason)
+    assert [one["outcome"] for one in found["results"]] == outcomes
 
 
 def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
@@ -302,6 +299,7 @@ def test_a_part_of_a_section_can_be_asked_for(tools, word, names):
     [
         (["--limit", "0"], "0"),
         (["--limit", "long"], "long"),
+        (["cuda"], "no section cuda"),
         (["first:9"], "its steps are 1-versions"),
         (["tests:tests/none.py"], "tests/none.py"),
         (["bench:bench_none.py"], "bench_none.py"),

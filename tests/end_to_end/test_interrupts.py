@@ -66,10 +66,10 @@ def right_calls() -> dict[str, Callable[[], bool]]:
     nested = [[grad] for grad in grads]
     total = np.arange(SIZE, dtype=np.float32) * 10
 
-    def add() -> bool:
+    def add_n() -> bool:
         return (gr.add_n(grads) == total).all()
 
-    def reduce() -> bool:
+    def all_reduce() -> bool:
         results = gr.all_reduce(nested, gr.ReduceOp.SUM, mesh=mesh)
         return all((result == total).all() for (result,) in results)
 
@@ -100,16 +100,10 @@ def right_calls() -> dict[str, Callable[[], bool]]:
     def reset() -> bool:
         mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=DEADLINE)
-        return reduce()
+        return all_reduce()
 
-    return {
-        "add_n": add,
-        "all_reduce": reduce,
-        "synchronize": synchronize,
-        "wait": wait,
-        "reset": reset,
-        "late": late,
-    }
+    calls = (add_n, all_reduce, synchronize, wait, reset, late)
+    return {call.__name__: call for call in calls}
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

@@ -6,25 +6,16 @@ from support.exact_data import finite_data, random_data, same
 from support.implementations import (
     INLINE_ROWS,
     Operand,
-    accumulate_dtype_of,
     blank,
     buffers,
     recorded,
 )
+from support.meshes import hierarchical_sum, one_device_sum
 
-from gradreduce.device import as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, divide
 
 NUM_INPUTS = 1000
 DTYPES = ["bfloat16", "float32", "complex64", "int8"]
-
-
-def added(terms) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        total = terms[0].astype(accumulate_dtype_of(terms[0].dtype))
-        for term in terms[1:]:
-            total = total + term.astype(total.dtype)
-        return total.astype(terms[0].dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,18 +32,11 @@ def test_a_thousand_inputs(device, dtype, start):
         all_sum([[mean.buffer]], [buffers(inputs)], 500)
     found = [(record.name, record.num_rows) for record in journal.records]
     assert found == [("add_n", 1), ("accumulate_n", 1), ("all_sum", 1)]
-    assert same(out.array, added(terms))
-    assert same(total.array, added(terms))
-    halves = [sums_of(part) for part in (terms[:500], terms[500:])]
-    with np.errstate(all="ignore"):
-        assert same(mean.array, (halves[0] + halves[1]).astype(as_dtype(dtype)))
+    assert same(out.array, one_device_sum(terms))
+    assert same(total.array, one_device_sum(terms))
+    assert same(mean.array, hierarchical_sum(terms))
     assert all(operand.contained() for operand in outs)
     assert all(operand.unchanged() for operand in inputs)
-
-
-def sums_of(terms) -> np.ndarray:
-    """Like ``added``, without rounding."""
-    return added([term.astype(accumulate_dtype_of(term.dtype)) for term in terms])
 
 
 @pytest.mark.parametrize("num_rows", [INLINE_ROWS, INLINE_ROWS + 1])

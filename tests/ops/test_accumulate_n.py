@@ -1,27 +1,13 @@
 """accumulate_n in every implementation, against a plain reference, bit by bit."""
 
-import numpy as np
 import pytest
 from support.exact_data import random_data
-from support.implementations import (
-    accumulate_dtype_of,
-    random_terms,
-    start_patterns,
-)
+from support.implementations import random_terms, start_patterns
+from support.meshes import one_device_sum
 from support.row_body import SumBody
 
 from gradreduce.ops import accumulate_n
 from gradreduce.ops.accumulate_n import ACCUMULATE_N
-
-
-def reference(total, terms):
-    """Adds in the accumulate type of the total, to which every term is cast, total first."""
-    wide = accumulate_dtype_of(total.dtype)
-    with np.errstate(all="ignore"):
-        running = total.astype(wide)
-        for term in terms:
-            running = running + term.astype(wide)
-        return running.astype(total.dtype)
 
 
 class TestAccumulateN(SumBody):
@@ -34,7 +20,8 @@ class TestAccumulateN(SumBody):
         accumulate_n([row[0] for row in rows], [row[1:] for row in rows])
 
     def reference(self, case, row):
-        return [reference(row[0], row[1:])]
+        """Adds in the accumulate type of the total, to which every term is cast, total first."""
+        return [one_device_sum(row)]
 
     @pytest.mark.parametrize("template", ACCUMULATE_N.templates, ids=ACCUMULATE_N.expression)
     def test_every_template_and_its_cast(self, device, template):

@@ -1,10 +1,8 @@
 """add_n in every implementation, against a plain reference, bit by bit."""
 
-import numpy as np
 import pytest
 from support.exact_data import same
 from support.implementations import (
-    accumulate_dtype_of,
     blank,
     blank_values,
     buffers,
@@ -12,20 +10,12 @@ from support.implementations import (
     random_terms,
     start_patterns,
 )
+from support.meshes import one_device_sum
 from support.row_body import SumBody
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import add_n
 from gradreduce.ops.add_n import ADD_N
-
-
-def reference(terms, out=None):
-    wide = accumulate_dtype_of(terms[0].dtype)
-    with np.errstate(all="ignore"):
-        total = terms[0].astype(wide)
-        for term in terms[1:]:
-            total = total + term.astype(wide)
-        return total.astype(out or terms[0].dtype)
 
 
 class TestAddN(SumBody):
@@ -38,7 +28,7 @@ class TestAddN(SumBody):
         add_n([row[0] for row in rows], [row[1:] for row in rows])
 
     def reference(self, case, row):
-        return [reference(row[1:], row[0].dtype)]
+        return [one_device_sum(row[1:], out=row[0].dtype)]
 
     @pytest.mark.parametrize(("to", "of"), [("float32", "bfloat16"), ("complex128", "complex64")])
     def test_a_wider_out(self, device, to, of):
@@ -56,6 +46,6 @@ def test_every_template_and_its_cast(device, template):
             out = blank(device, 1003, to, starts[0])
             inputs = operands(device, terms, starts[1:])
             device.launch(ADD_N, template, [buffers([out, *inputs])], (count,))
-            assert same(out.array, reference(terms, as_dtype(to)))
+            assert same(out.array, one_device_sum(terms, out=as_dtype(to)))
             assert out.contained()
             assert all(operand.unchanged() for operand in inputs)

@@ -2,11 +2,9 @@
 
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from support.exact_data import COMPLEX, FLOATS, same
 from support.implementations import (
-    accumulate_dtype_of,
     blank,
     blank_values,
     buffers,
@@ -15,7 +13,7 @@ from support.implementations import (
     recorded,
     start_patterns,
 )
-from support.meshes import MeshCase
+from support.meshes import MeshCase, hierarchical_sum
 from support.row_body import SumBody
 
 from gradreduce.device import as_dtype
@@ -24,24 +22,9 @@ from gradreduce.ops import all_sum
 from gradreduce.ops.all_sum import ALL_SUM
 
 
-def left_to_right(terms, wide):
-    total = terms[0].astype(wide)
-    for term in terms[1:]:
-        total = total + term.astype(wide)
-    return total
-
-
 def reference(terms, split=0, divisor=1, out=None):
-    wide = accumulate_dtype_of(terms[0].dtype)
-    with np.errstate(all="ignore"):
-        if split:
-            total = left_to_right(terms[:split], wide) + left_to_right(terms[split:], wide)
-        else:
-            total = left_to_right(terms, wide)
-        if divisor != 1:
-            parts = total.view(total.real.dtype)  # divides real and imaginary parts separately
-            total = (parts / parts.dtype.type(divisor)).view(wide)
-        return total.astype(out or terms[0].dtype)
+    groups = range(split), range(split, len(terms))
+    return hierarchical_sum(terms, divisor, out, groups)
 
 
 class TestAllSum(SumBody):

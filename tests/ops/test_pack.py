@@ -6,11 +6,11 @@ from support.exact_data import COMPLEX, DTYPES, FLOATS, random_data, same
 from support.implementations import (
     SIZES,
     Operand,
-    accumulate_dtype_of,
     blank,
     blank_values,
     start_patterns,
 )
+from support.meshes import one_device_sum
 from support.row_body import RowBody
 
 from gradreduce.device import as_dtype
@@ -19,18 +19,11 @@ from gradreduce.ops.pack import PACK
 
 
 def reference(term, gap=0, divisor=1, out=None):
-    filled = term
-    if divisor != 1:
-        wide = accumulate_dtype_of(term.dtype)
-        parts = term.astype(wide)
-        parts = parts.view(parts.real.dtype)  # divides real and imaginary parts separately
-        with np.errstate(all="ignore"):
-            filled = (parts / parts.dtype.type(divisor)).view(wide)
+    out = term.dtype if out is None else out
+    through = np.dtype("float32") if (term.itemsize, out.itemsize) == (8, 2) else out  # of a double
     with np.errstate(all="ignore"):
-        if out is not None and (filled.itemsize, out.itemsize) == (8, 2):
-            filled = filled.astype("float32")  # double is converted to float16 through float32
-        filled = filled.astype(out or term.dtype)
-    return np.concatenate([filled, np.zeros(gap, filled.dtype)])
+        filled = one_device_sum([term], divisor, through).astype(out)
+    return np.concatenate([filled, np.zeros(gap, out)])
 
 
 class TestPack(RowBody):

@@ -194,10 +194,12 @@ def hierarchical_sum(
         return _finished(sum(sums[1:], sums[0]), divisor, replicas[0], out)
 
 
-def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.ndarray:
+def one_device_sum(
+    replicas: Sequence[np.ndarray], divisor: float = 1, out: np.dtype | None = None
+) -> np.ndarray:
     """The expected result of reduction to one device: added left to right, divided, rounded."""
     with np.errstate(all="ignore"):
-        return _finished(_left_to_right(replicas), divisor, replicas[0])
+        return _finished(_left_to_right(replicas), divisor, replicas[0], out)
 
 
 def collective_sum(
@@ -246,8 +248,8 @@ def _finished(
 ) -> np.ndarray:
     if divisor != 1:
         total = total / total.dtype.type(divisor)
-    rounded = total.astype(_numbers(like).dtype if out is None else out)
-    return rounded.view(out or like.dtype).reshape(like.shape)
+    out = like.dtype if out is None else out
+    return total.astype(_numbers(np.empty(0, out)).dtype).view(out).reshape(like.shape)
 
 
 def _numbers(array: np.ndarray) -> np.ndarray:

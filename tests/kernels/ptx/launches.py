@@ -341,6 +341,21 @@ OTHERS: dict[str, Callable[[Template, Sequence[float], int, int], Row]] = {
 # ---- all of them --------------------------------------------------------------------------------
 
 
+def row_of(kernel: Kernel, template: Template, scalars: Sequence[float], number: int, size: int,
+           before: int) -> Row:  # fmt: skip
+    if kernel.name in OTHERS:
+        return OTHERS[kernel.name](template, scalars, number, before)
+    return elementwise(kernel, template, scalars, number, size, before)
+
+
+def small_row(kernel: Kernel, template: Template, scalars: Sequence[float], number: int,
+              size: int) -> list[np.ndarray]:  # fmt: skip
+    """The arrays of a row all of which exists."""
+    return [
+        each.memory.view(each.dtype) for each in row_of(kernel, template, scalars, number, size, 0)
+    ]
+
+
 def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
     """The scalars of at least four launches.
 
@@ -392,8 +407,5 @@ def _launch(kernel: Kernel, template: Template, scalars: tuple[float, ...], geom
     rows = []
     for number, size in enumerate(sizes[:10] if kernel.name in OTHERS else sizes, first):
         before = geometry.skipped if number == first else 0
-        if kernel.name in OTHERS:
-            rows.append(OTHERS[kernel.name](template, scalars, number, before))
-        else:
-            rows.append(elementwise(kernel, template, scalars, number, size, before))
+        rows.append(row_of(kernel, template, scalars, number, size, before))
     return Launch(kernel, rows, scalars, geometry)
