@@ -1,9 +1,8 @@
 """Compares two reports of a benchmark: which of our candidates became slower or faster.
 
 Times are compared as multiples of the plain copy of the same run, where the case has one, because
-such a ratio depends little on the machine and its load; otherwise as they are, and so is the host's
-time of a step on a driver that does nothing (``bench_scaling.py``). Peers are not compared. Exit
-status 1 if a candidate became slower by more than the limit.
+such a ratio depends little on the machine and its load; otherwise as they are. Peers are not
+compared. Exit status 1 if a candidate became slower by more than the limit.
 
     python bench/compare.py old.json new.json [--limit 1.1]
 """
@@ -18,7 +17,6 @@ from measure.case import OURS
 from page import cases_of
 
 Times = dict[tuple[str, str, str], float]
-HOST_TIME = "step, us"  # how the names of such figures end
 
 
 def times(path: str) -> Times:
@@ -30,9 +28,6 @@ def times(path: str) -> Times:
         for name, took in case.took.items():
             if name.startswith(OURS):
                 found[case.name, name, unit] = took.seconds / (copy or 1.0)
-        for name, figure in case.figures.items():
-            if name.endswith(HOST_TIME):
-                found[case.name, name, "us"] = figure
     return found
 
 

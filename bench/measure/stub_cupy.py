@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from itertools import count, repeat
 from typing import Any, Self
 
+import numpy as np
+
 _addresses = count(1 << 40, 1 << 30)  # each block has a gigabyte
 _handles = count(1 << 20)
 
@@ -63,6 +65,14 @@ class Event:
         pass
 
 
+class UnownedMemory:
+    """Memory of another owner; also a pointer to it."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr = ptr
+        self.owner = owner
+
+
 class PooledMemory:
     """Memory that returns to its pool when it is dropped."""
 
@@ -88,6 +98,21 @@ class MemoryPool:
 
 class PinnedMemory(bytearray):
     ptr = 0
+
+
+class Array:
+    """A contiguous ``cupy.ndarray``."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: Any = None) -> None:
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.size = int(np.prod(shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data = MemoryPool().malloc(self.nbytes) if memptr is None else memptr
+        self.device = Device(0)
+        self.flags = types.SimpleNamespace(c_contiguous=True)
+
+    get = _nothing  # by which our code recognizes its arrays
 
 
 class Kernel:
@@ -127,11 +152,17 @@ class Module(types.ModuleType):
 
 def install() -> None:
     """Makes ``import cupy`` import this stub."""
+    current = Stream()
+    Array.__module__ = "cupy"  # by which our code recognizes its arrays too
     errors = {"CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {"status": 0})}
-    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream)}
+    classes = {each.__name__: each for each in (Device, Event, MemoryPool, Stream, UnownedMemory)}
     modules = [
-        Module("cupy", __version__="14.2.0", ndarray=type("ndarray", (), {})),
-        Module("cupy.cuda", alloc_pinned_memory=PinnedMemory, **classes),
+        # RawModule: for older checkouts
+        Module("cupy", RawModule=Kernel, __version__="14.2.0", ndarray=Array),
+        Module(
+            "cupy.cuda", get_current_stream=lambda device_id=-1: current, **classes,
+            alloc_pinned_memory=PinnedMemory, MemoryPointer=lambda memory, offset: memory,
+        ),
         Module(
             "cupy.cuda.compiler", CompileException=RuntimeError,
             compile_using_nvrtc=lambda source, options, *, name_expressions, **others: (

@@ -142,16 +142,6 @@ def test_times_are_compared_as_multiples_of_the_copy(tools, tmp_path, capsys):
     assert line.endswith("SLOWER")
 
 
-def test_the_hosts_time_of_a_step_is_compared_too(tools, tmp_path, capsys):
-    """Other figures are not: a peer's may be among them."""
-    reports = [report(copy=1), report(copy=1)]
-    for each, us in zip(reports, (4, 5), strict=True):
-        each["cases"][0]["figures"] = {"prepared step, us": us, "tf step, ms": us}
-    status, lines = compared(tools, tmp_path, capsys, *reports)
-    assert status == "1 slower by more than 1.1 times"
-    assert lines == ["  1.25           4 ->          5 us          sum: prepared step, us SLOWER"]
-
-
 def test_what_only_one_report_has_is_named(tools, tmp_path, capsys):
     new = report(copy=1, gradreduce_compiled=1)
     status, lines = compared(tools, tmp_path, capsys, report(gradreduce_numpy=1), new)
