@@ -5,6 +5,7 @@ checks nothing; ``tests/fake_cupy`` is the fake that checks. Memory is a range o
 are not compiled, and events have always passed.
 """
 
+import math
 import sys
 import types
 from collections import defaultdict, deque
@@ -106,7 +107,7 @@ class Array:
     def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: Any = None) -> None:
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.size = int(np.prod(shape))
+        self.size = math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.data = MemoryPool().malloc(self.nbytes) if memptr is None else memptr
         self.device = Device(0)
