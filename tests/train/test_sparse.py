@@ -177,7 +177,7 @@ def test_processes_agree_on_sparse_variables():
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         step = gr.SyncStep([w], sgd(), ops, sparse_variables=[w] * group.rank)
         grad = rows([0], np.ones((1, 1), np.float32)) if group.rank else np.ones((3, 1), "float32")
-        with pytest.raises(ValueError, match=r"sparse_variables is \['w'\] in process 1, \[\] in"):
+        with pytest.raises(ValueError, match="different calls: sparse_variables is"):
             step([[[grad]]])
 
     run_processes(2, work)
