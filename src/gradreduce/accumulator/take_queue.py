@@ -52,11 +52,13 @@ def join(pending_take: PendingTake) -> None:
     with hold_locks(pending_take.states):
         for state in pending_take.states:
             state.check_open()
-            state.check_devices()  # no gradient can arrive on a failed device
-            state.check_step()
         for state in pending_take.states:
             state.queue.append(pending_take)
         complete_ready(pending_take.states, held=True)
+        if not pending_take.done.is_set():
+            for state in pending_take.states:
+                state.check_devices()  # no gradient can arrive on a failed device
+                state.check_step()
     complete_ready(pending_take.states)
 
 
@@ -73,10 +75,11 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
         DeadlineExceededError: the timeout expired; the take has left all queues.
     """
     first = LOG_SECONDS if timeout is None else min(timeout, LOG_SECONDS)
-    if not pending_take.done.wait(first) and first != timeout:
+    is_done = pending_take.done.wait(first)
+    if not is_done and first != timeout:
         _log_wait(pending_take)
-        pending_take.done.wait(None if timeout is None else timeout - first)
-    if not pending_take.done.is_set():
+        is_done = pending_take.done.wait(None if timeout is None else timeout - first)
+    if not is_done:
         withdraw(pending_take, timeout)
     error, pending_take.error = pending_take.error, None
     if error is not None:
