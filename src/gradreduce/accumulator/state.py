@@ -385,8 +385,7 @@ def additions_of(
             new = Addition(state, index, state.devices[index], state.totals[index], gradients)
             sums.append(new)
             by_storage.setdefault(state.storage, []).append(new)
-    out_of_place: list[Callable[[], None]] = []
-    in_place: list[Callable[[], None]] = []
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # by ``in_place``
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
@@ -395,8 +394,8 @@ def additions_of(
                 key = (addition.in_place, number, addition.device.physical)
                 waves.setdefault(key, []).append((addition, step))
         for key in sorted(waves):
-            (in_place if key[0] else out_of_place).append(storage.command(waves[key]))
-    return sums, out_of_place, in_place
+            launches[key[0]].append(storage.command(waves[key]))
+    return sums, launches[False], launches[True]
 
 
 def hold_locks(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

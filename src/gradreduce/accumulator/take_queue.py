@@ -75,11 +75,10 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
         DeadlineExceededError: the timeout expired; the take has left all queues.
     """
     first = LOG_SECONDS if timeout is None else min(timeout, LOG_SECONDS)
-    is_done = pending_take.done.wait(first)
-    if not is_done and first != timeout:
-        _log_wait(pending_take)
-        is_done = pending_take.done.wait(None if timeout is None else timeout - first)
-    if not is_done:
+    if not pending_take.done.wait(first):
+        if first != timeout:
+            _log_wait(pending_take)
+            pending_take.done.wait(None if timeout is None else timeout - first)
         withdraw(pending_take, timeout)
     error, pending_take.error = pending_take.error, None
     if error is not None:
@@ -90,7 +89,7 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
 
 
 def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
-    """Removes an incomplete take from all queues, after a timeout or an error.
+    """Removes a take from all queues if it is incomplete, after a timeout or an error.
 
     Later takes complete if they are now ready.
     """

@@ -332,9 +332,9 @@ class Reducer:
         ]
         names = [self._names[index] for index in self.sparse]
         parameters = [self._sparse_parameters(replica) for replica in self._replicas]
-        average = partial(average_sparse, names, parameters, self.mesh, self.cross_device_ops)
         name = f"sparse gradients ({listed(names)})"
-        task = self._worker.submit(partial(run_for, name, average), streams)
+        operands = (names, parameters, self.mesh, self.cross_device_ops)
+        task = self._worker.submit(partial(run_for, name, average_sparse, *operands), streams)
         task.wait()
         task.join()
 

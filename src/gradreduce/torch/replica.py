@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -17,8 +17,6 @@ from gradreduce.errors import brief
 from .engine import context_of_backward
 from .unused import write_flags
 from .worker import with_name
-
-_T = TypeVar("_T")
 
 
 class Replica:
@@ -208,7 +206,7 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: when_ready[bucket[-1]])
 
 
-def run_for(bucket: str, call: Callable[..., _T], *arguments: Any) -> _T:
+def run_for(bucket: str, call: Callable[..., Any], *arguments: Any) -> Any:
     """Calls; adds the name of the bucket to an error."""
     try:
         return call(*arguments)
