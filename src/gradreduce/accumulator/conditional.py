@@ -20,7 +20,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
 from .dense_storage import DENSE
-from .multi import apply_grads, take_grads
+from .multi import add_all, take_all
 from .sparse_storage import SPARSE
 from .validate import DEFAULT_STEP, as_rows, check_sparse_mean
 
@@ -140,7 +140,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             >>> accumulator.num_accumulated()
             2
         """
-        return apply_grads([self], [grad], local_step, cast=cast)
+        return add_all((self._state,), (grad,), local_step, cast)
 
     def take_grad(
         self,
@@ -194,9 +194,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             ...     print("no new gradient within 10 ms")
             no new gradient within 10 ms
         """
-        return take_grads(
-            [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
-        )[0]
+        return take_all((self._state,), num_required, timeout, output_type, deadline)[0]
 
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
@@ -334,7 +332,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         """
         self._state.mesh_state.check_process()
         slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype)
-        return apply_grads([self], [slices], local_step, cast=cast)
+        return add_all((self._state,), (slices,), local_step, cast)
 
     def apply_indexed_slices_grad(
         self,
@@ -370,7 +368,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             >>> accumulator.take_indexed_slices_grad(1)
             IndexedSlices(indices=[4], values=float32[1, 2], dense_shape=(8, 2))
         """
-        return apply_grads([self], [grad], local_step, cast=cast)
+        return add_all((self._state,), (grad,), local_step, cast)
 
     def take_grad(
         self,
@@ -447,6 +445,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             TypeError: ``num_required`` is not an integer or a Variable, or ``timeout`` is not a
                 number.
         """
-        return take_grads(  # type: ignore[no-any-return]
-            [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
+        return take_all(  # type: ignore[no-any-return]
+            (self._state,), num_required, timeout, output_type, deadline
         )[0]

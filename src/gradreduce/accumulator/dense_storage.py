@@ -103,12 +103,14 @@ class DenseStorage(Storage):
             addition.in_place = addition.total is not None
             if not addition.in_place:
                 fresh.append(addition)
-            num_first = 0 if addition.in_place else 1
-            runs = groupby(gradients[num_first:], attrgetter("dtype"))
-            addition.steps = [gradients[:num_first]] * num_first + [list(run) for _, run in runs]
+            first = [] if addition.in_place else [[gradients.pop(0)]]
+            runs = groupby(gradients, attrgetter("dtype"))
+            addition.steps = first + [list(run) for _, run in runs]
         if len(fresh) == 1 and not fresh[0].state.over_mesh:
             (one,) = fresh
-            one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+            one.total = one.device.allocate(
+                one.gradients[0].shape, accumulate_dtype(one.state.dtype)
+            )
         elif fresh:
             sums = [
                 (addition.device, addition.state.dtype, addition.gradients[0].shape)
@@ -119,12 +121,11 @@ class DenseStorage(Storage):
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
-        totals, terms = [each.total for each, _ in steps], [step for _, step in steps]
-        first, step = steps[0]
-        is_copy = not first.in_place and step is first.steps[0]
-        return partial(
-            ops.add_n if is_copy else ops.accumulate_n, totals, terms, device=first.device
-        )
+        additions, terms = zip(*steps, strict=True)
+        first = additions[0]
+        is_copy = not first.in_place and terms[0] is first.steps[0]
+        add, totals = ops.add_n if is_copy else ops.accumulate_n, [each.total for each in additions]
+        return partial(add, totals, terms, device=first.device)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -143,7 +144,7 @@ class DenseStorage(Storage):
                 continue
             (out,) = (total,) = state.totals
             if total.dtype != state.dtype:
-                out = total.device.empty(total.shape, state.dtype)
+                out = total.device.allocate(total.shape, state.dtype)
                 apart[divisor].append((total, out))
             elif divisor != 1:
                 in_place[divisor].append((total, out))

@@ -86,7 +86,14 @@ def apply_grads(
         >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)  # stale
         False
     """
-    states = _validate_accumulators(accumulators)
+    return add_all(_validate_accumulators(accumulators), grads, local_step, cast)
+
+
+def add_all(
+    states: Sequence[AccumulatorState], grads: Sequence[Any], local_step: int | Variable, cast: bool
+) -> bool:
+    """Does what ``apply_grads`` does, for the states of accumulators of one mesh."""
+    states[0].mesh_state.check_process()
     step = as_step("local_step", local_step)
     if cast is not False:
         cast = as_flag("cast", cast)
@@ -199,15 +206,17 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
         for launch in in_place:
             launch()
-        totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
+        totals: dict[AccumulatorState, list[Any]] = {}
         for each in sums:
-            totals[each.state][each.device_index] = each.total
+            totals.setdefault(each.state, [*each.state.totals])[each.device_index] = each.total
         thread = current_thread().name
         for state, parts, kind in pending_gradients:
-            sources = {**state.sources, thread: state.sources.get(thread, 0) + len(parts)}
-            first = {} if state.count else {"kind": kind, "sum_shape": parts[0].shape}
             state.update(
-                totals=totals[state], count=state.count + len(parts), sources=sources, **first
+                totals=totals[state],
+                count=state.count + len(parts),
+                sources={**state.sources, thread: state.sources.get(thread, 0) + len(parts)},
+                kind=state.kind if state.count else kind,
+                sum_shape=state.sum_shape if state.count else parts[0].shape,
             )
 
 
@@ -255,7 +264,6 @@ def _validate_accumulators(accumulators: Any) -> tuple[AccumulatorState, ...]:
     if not seen:
         raise ValueError("accumulators is empty; pass at least one")
     states = tuple(seen)
-    states[0].mesh_state.check_process()
     for index, state in enumerate(states):
         if state.mesh_state is not states[0].mesh_state:
             raise DeviceMismatchError(
@@ -315,6 +323,18 @@ def take_grads(
         (array([1., 2.], dtype=float32), array([8]))
     """
     states = _validate_accumulators(accumulators)
+    return take_all(states, num_required, timeout, output_type, deadline)
+
+
+def take_all(
+    states: tuple[AccumulatorState, ...],
+    num_required: int | Variable,
+    timeout: float | None,
+    output_type: OutputType | None,
+    deadline: float | None,
+) -> list[Any]:
+    """Does what ``take_grads`` does, for the states of accumulators of one mesh."""
+    states[0].mesh_state.check_process()
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(output_type, "native")  # checked before anything is taken
     pending_take = PendingTake(states, required, seconds)

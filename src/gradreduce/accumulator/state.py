@@ -61,8 +61,10 @@ class PendingTake:
     def is_ready(self) -> bool:
         """Whether the take can complete: first in all queues, enough gradients; needs all locks."""
         return all(
-            not state.closed and state.count >= self.num_required and state.first_take() is self
-            for state in self.states
+            [
+                not state.closed and state.count >= self.num_required and state.first_take() is self
+                for state in self.states
+            ]
         )
 
     def leave(self) -> None:
@@ -373,18 +375,17 @@ def additions_of(
         The additions; launches that write new memory, which leave existing sums unchanged if one
         fails; and launches that overwrite existing sums, which are undefined if one fails.
     """
-    sums: dict[tuple[AccumulatorState, int], Addition] = {}
+    sums: list[Addition] = []
     by_storage: dict[Storage, list[Addition]] = {}
     for state, parts, _ in pending_gradients:
+        by_device: dict[int, list[Addend]] = {}
         for part in parts:
-            index = part.device_index
-            if (state, index) in sums:
-                sums[state, index].gradients.append(part)
-                continue
-            device, total = state.devices[index], state.totals[index]
-            new = sums[state, index] = Addition(state, index, device, total, [part])
+            by_device.setdefault(part.device_index, []).append(part)
+        for index, gradients in by_device.items():
+            new = Addition(state, index, state.devices[index], state.totals[index], gradients)
+            sums.append(new)
             by_storage.setdefault(state.storage, []).append(new)
-    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # by ``in_place``
     for storage, additions in by_storage.items():
         storage.allocate(additions)
         waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
@@ -394,7 +395,7 @@ def additions_of(
                 waves.setdefault(key, []).append((addition, step))
         for key in sorted(waves):
             launches[key[0]].append(storage.command(waves[key]))
-    return list(sums.values()), launches[False], launches[True]
+    return sums, launches[False], launches[True]
 
 
 def hold_locks(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

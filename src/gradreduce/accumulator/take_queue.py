@@ -67,11 +67,13 @@ def join(pending_take: PendingTake) -> None:
     with hold_locks(pending_take.states):
         for state in pending_take.states:
             state.check_open()
-            state.check_devices()  # no gradient can arrive on a failed device
-            state.check_step()
         for state in pending_take.states:
             state.queue.append(pending_take)
         complete_ready(pending_take.states, held=True)
+        if not pending_take.done.is_set():
+            for state in pending_take.states:
+                state.check_devices()  # no gradient can arrive on a failed device
+                state.check_step()
     complete_ready(pending_take.states)
 
 
@@ -88,10 +90,10 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
         DeadlineExceededError: the timeout expired; the take has left all queues.
     """
     first = LOG_SECONDS if timeout is None else min(timeout, LOG_SECONDS)
-    if not pending_take.done.wait(first) and first != timeout:
-        _log_wait(pending_take)
-        pending_take.done.wait(None if timeout is None else timeout - first)
-    if not pending_take.done.is_set():
+    if not pending_take.done.wait(first):
+        if first != timeout:
+            _log_wait(pending_take)
+            pending_take.done.wait(None if timeout is None else timeout - first)
         withdraw(pending_take, timeout)
     error, pending_take.error = pending_take.error, None
     if error is not None:
@@ -102,7 +104,7 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
 
 
 def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
-    """Removes an incomplete take from all queues, after a timeout or an error.
+    """Removes a take from all queues if it is incomplete, after a timeout or an error.
 
     Later takes complete if they are now ready.
     """

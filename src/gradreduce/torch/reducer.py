@@ -30,7 +30,7 @@ from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .engine import check_engine, pass_on
-from .replica import Bucket, BucketPart, Replica, naming, plan_buckets
+from .replica import Bucket, BucketPart, Replica, plan_buckets, run_for
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
 from .worker import Task, worker_of
@@ -79,6 +79,7 @@ class Reducer:
         self._replicas = [Replica(*each) for each in enumerate(replicas)]
         self._buckets: list[Bucket] = []
         self._tasks: list[Task] = []  # of the first buckets, whose reduction has started
+        self._done: list[Replica] = []  # whose backward in this round has ended
         self.is_paused = False
         self._is_interrupted = False
         self.num_steps = 0
@@ -100,7 +101,7 @@ class Reducer:
             yield
             return
         self._clean_up()
-        begun = [replica for replica in self._replicas if replica.is_done or replica.runs]
+        begun = [each for each in self._replicas if each in self._done or each.runs]
         if begun:
             raise RuntimeError(
                 f"no_sync() was entered after a backward of replica {begun[0].index}, before all "
@@ -119,7 +120,7 @@ class Reducer:
 
     def drop_begun(self) -> None:
         """Drops a round that some replicas have begun, and ends it with the other processes."""
-        if self._has_done():
+        if self._done:
             self._is_interrupted = True
         self._drop_if_interrupted()
 
@@ -143,8 +144,8 @@ class Reducer:
         """Begins the backward of a replica, with its first gradient."""
         check_engine()
         self._clean_up()
-        if replica.is_done:
-            others = [each.index for each in self._replicas if not each.is_done]
+        if replica in self._done:
+            others = [each.index for each in self._replicas if each not in self._done]
             self._is_interrupted = True  # the next backward begins a new round
             raise RuntimeError(
                 f"backward was called a second time for replica {replica.index}, before it was "
@@ -183,26 +184,27 @@ class Reducer:
             part.missing -= 1
             if part.missing > 0:
                 return
-        bucket = part.bucket
-        if bucket in self._buckets[: len(self._tasks)]:
-            with self._dropping_if_failed():
-                name = self._names[part.indices[position]]
-                raise RuntimeError(
-                    f"{name} got another gradient after {bucket.name} was reduced: several "
-                    "reentrant checkpoints use this parameter, and their number differs from that "
-                    "in the first backward; use use_reentrant=False"
-                )
         if part.missing < 0:
+            self._or_drop(self._check_not_launched, part, position)
             return
-        with self._dropping_if_failed():
-            self._collect(part, replica)
+        self._or_drop(self._collect, part, replica)
         with self._lock:
-            bucket.num_ready += 1
+            part.bucket.num_ready += 1
             while len(self._tasks) < len(self._buckets):
                 following = self._buckets[len(self._tasks)]
                 if following.num_ready < len(self._replicas):
                     break
-                self._launch(following, attaches=self._has_done())
+                self._launch(following, attaches=bool(self._done))
+
+    def _check_not_launched(self, part: BucketPart, position: int) -> None:
+        """Raises if a gradient more than expected has come after the bucket was reduced."""
+        bucket = part.bucket
+        if bucket in self._buckets[: len(self._tasks)]:
+            raise RuntimeError(
+                f"{self._names[part.indices[position]]} got another gradient after {bucket.name} "
+                "was reduced: several reentrant checkpoints use this parameter, and their number "
+                "differs from that in the first backward; use use_reentrant=False"
+            )
 
     def _end(self, replica: Replica) -> None:
         """Ends the backward of a replica, and the round if it is the last one.
@@ -212,33 +214,35 @@ class Reducer:
         if pass_on(replica.end):
             return
         with self._lock:
-            replica.runs, replica.is_done = False, True
+            replica.runs = False
+            self._done.append(replica)
             replica.wait()
-            is_last = all([each.is_done for each in self._replicas])
+            is_last = len(self._done) == len(self._replicas)
         if not is_last:
             replica.finish()
             return
-        with self._dropping_if_failed():
-            self._group.rounds.note_computed(self._number, self._round)
-            if self._buckets or len(self.sparse) == len(self._names):
-                self._finish()
-            else:
-                self._make_buckets()
-            if self.sparse:
-                self._reduce_sparse()
-            leave_unused(self._replicas)
-            for each in self._replicas:
-                each.forget_used()
-            self._round += 1
-            self._is_repeated = False
+        self._or_drop(self._end_round)
         self.num_steps += 1
         self._reset()
 
-    @contextmanager
-    def _dropping_if_failed(self) -> Iterator[None]:
-        """Drops the round if an error is raised inside; other processes are told."""
+    def _end_round(self) -> None:
+        self._group.rounds.note_computed(self._number, self._round)
+        if self._buckets or len(self.sparse) == len(self._names):
+            self._finish()
+        else:
+            self._make_buckets()
+        if self.sparse:
+            self._reduce_sparse()
+        leave_unused(self._replicas)
+        for each in self._replicas:
+            each.forget_used()
+        self._round += 1
+        self._is_repeated = False
+
+    def _or_drop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls; drops the round if an error is raised, of which other processes are told."""
         try:
-            yield
+            call(*arguments)
         except BaseException as error:
             self._drop_round(f"failed: {error!r}")
             raise
@@ -253,7 +257,7 @@ class Reducer:
         mesh_state = self.mesh.mesh_state
         mesh_state.check_process()
         self._drop_if_interrupted()
-        mesh_state.check_usable(self.mesh[0])
+        mesh_state.check_usable(self.mesh.devices[0])
 
     def _drop_if_interrupted(self) -> None:
         errors = [replica.error for replica in self._replicas if replica.gone]
@@ -261,8 +265,7 @@ class Reducer:
             return
         why = f"was interrupted{''.join(errors[:1])}"
         if self._group.size > 1 and self.mesh.mesh_state.reason is None:
-            with self._dropping_if_failed():
-                self._settle(why)
+            self._or_drop(self._settle, why)
         for replica in self._replicas:
             replica.forget_used()
         self._reset()
@@ -310,7 +313,7 @@ class Reducer:
         for number in range(len(self._tasks), len(self._buckets)):
             for replica in self._replicas:
                 self._collect(replica.parts[number], replica)
-            self._launch(self._buckets[number], attaches=self._has_done())
+            self._launch(self._buckets[number], attaches=bool(self._done))
         self._wait()
 
     def _wait(self) -> None:
@@ -329,12 +332,9 @@ class Reducer:
         ]
         names = [self._names[index] for index in self.sparse]
         parameters = [self._sparse_parameters(replica) for replica in self._replicas]
-
-        def average() -> None:
-            with naming(f"sparse gradients ({listed(names)})"):
-                average_sparse(names, parameters, self.mesh, self.cross_device_ops)
-
-        task = self._worker.submit(average, streams)
+        name = f"sparse gradients ({listed(names)})"
+        operands = (names, parameters, self.mesh, self.cross_device_ops)
+        task = self._worker.submit(partial(run_for, name, average_sparse, *operands), streams)
         task.wait()
         task.join()
 
@@ -343,19 +343,15 @@ class Reducer:
 
     def _launch(self, bucket: Bucket, *, attaches: bool) -> None:
         bucket.step.attaches = attaches
-        self._tasks.append(self._worker.submit(bucket.reduce, bucket.streams.values()))
-
-    def _has_done(self) -> bool:
-        """Whether a replica has had its backward, so that its gradients may have been replaced."""
-        return any([replica.is_done for replica in self._replicas])
+        reduce = partial(run_for, bucket.name, bucket.reduce)
+        self._tasks.append(self._worker.submit(reduce, bucket.streams.values()))
 
     def _collect(self, part: BucketPart, replica: Replica) -> None:
         """Moves gradients to the flat buffer; on a GPU, notes the stream that computed them."""
         bucket = part.bucket
         if 0 in part.used:
             part.find_unset(replica.parameters)
-        with naming(bucket.name):
-            attach_again(bucket.blocks[replica.index : replica.index + 1])
+        run_for(bucket.name, attach_again, bucket.blocks[replica.index : replica.index + 1])
         self._note_stream(bucket, replica)
 
     def _note_stream(self, bucket: Bucket, replica: Replica) -> None:
@@ -373,9 +369,9 @@ class Reducer:
 
     def _reset(self) -> None:
         """Prepares for the next round."""
-        self._tasks = []
+        self._tasks, self._done = [], []
         for replica in self._replicas:
-            replica.runs, replica.is_done, replica.ready = False, False, []
+            replica.runs, replica.ready = False, []
             replica.wait()
         for bucket in self._buckets:
             bucket.num_ready = 0
@@ -418,7 +414,7 @@ class Reducer:
                 names.append("flags of used parameters")
                 for row, flag in zip(inside, flags, strict=True):
                     row.append(flag)
-            buckets[number] = self._bucket(name, names, inside)
+            buckets[number] = run_for(name, self._bucket, name, names, inside)
         self._use_buckets([buckets[number] for number in range(len(plan))], parts, flags)
 
     def _use_buckets(
@@ -453,10 +449,9 @@ class Reducer:
         """Makes a bucket of existing gradients, ``[replica][parameter]``, and averages it."""
         shapes = {key: tuple(each.shape) for key, each in zip(names, parameters[0], strict=True)}
         dtype = str(parameters[0][0].dtype).removeprefix("torch.")
-        with naming(name):
-            flat = self.mesh.flat_buffer(shapes, dtype)
-            flat.attach(parameters)
-            step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self.cross_device_ops)
+        flat = self.mesh.flat_buffer(shapes, dtype)
+        flat.attach(parameters)
+        step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self.cross_device_ops)
         return Bucket(name, flat, step)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -31,7 +30,6 @@ class Replica:
         device: PyTorch's device.
         waits: whether the replica waits for its first gradient, which begins its backward.
         runs: whether its backward has begun and not ended.
-        is_done: whether its backward in this round has ended.
         is_incomplete: whether a parameter was freed, because the module has another one instead.
         end: refers to the function that PyTorch calls at the end of its backward; None: the
             backward has not begun, or has ended.
@@ -49,7 +47,7 @@ class Replica:
         self.device = parameters[0].device
         self._parameters = [ref(parameter, self._set_incomplete) for parameter in parameters]
         self.is_incomplete = False
-        self.waits, self.runs, self.is_done = True, False, False
+        self.waits, self.runs = True, False
         self.end: ref[Callable[[], None]] | None = None
         self.gone: list[object] = []
         self.error = ""
@@ -67,9 +65,9 @@ class Replica:
 
     def forget_used(self) -> None:
         """Clears the marks for the next step."""
-        for marks in (self.used, *[part.used for part in self.parts]):
-            marks[:] = bytes(len(marks))
+        self.used[:] = bytes(len(self.used))
         for part in self.parts:
+            part.used[:] = bytes(len(part.used))
             part.unset = set()
 
     def drop(self) -> None:
@@ -175,10 +173,9 @@ class Bucket:
 
     def reduce(self) -> None:
         """Averages the gradients over all replicas, in place."""
-        with naming(self.name):
-            for replica in self.flagged:
-                write_flags(replica)
-            self.step()
+        for replica in self.flagged:
+            write_flags(replica)
+        self.step()
 
 
 def plan_buckets(
@@ -209,10 +206,9 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: when_ready[bucket[-1]])
 
 
-@contextmanager
-def naming(bucket: str) -> Iterator[None]:
-    """Adds the name of the bucket to errors that are raised inside."""
+def run_for(bucket: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls; adds the name of the bucket to an error."""
     try:
-        yield
+        return call(*arguments)
     except Exception as error:
         raise with_name(error, bucket) from error.__cause__
