@@ -90,20 +90,29 @@ def agn_worker(mesh) -> SimpleNamespace:
     return SimpleNamespace(save=worker.state_dict, load=worker.load_state_dict, step=step)
 
 
-def sync_step(mesh, **options) -> SimpleNamespace:
+def sync_step(mesh, *, rows: bool = False, **options) -> SimpleNamespace:
+    variables = _variables(mesh, "bfloat16")
     made = gr.SyncStep(
-        _variables(mesh, "bfloat16"),
+        variables,
         gr.AdamOptimizer(0.1, master_dtype="float32"),
         gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh),
         num_required=4,
         loss_scale=gr.DynamicLossScale(4.0, growth_interval=2),
+        sparse_variables=[each for each in variables if rows and each.shape],
         **options,
     )
 
     def step(seed):
         made.optimizer.epsilon = 2.0**-seed
-        row = [[exact_data(each.shape, each.dtype, seed=seed)] for each in made.variables]
-        made([row, row])
+        grads = [exact_data(each.shape, each.dtype, seed=seed) for each in made.variables]
+        if rows:  # other replicas have other rows
+            pairs = [
+                [gr.IndexedSlices(grad[:num], range(num)) if grad.shape else grad for grad in grads]
+                for num in (1, 2)
+            ]
+        else:
+            pairs = [grads, grads]
+        made([[[grad] for grad in of_replica] for of_replica in pairs])
 
     return SimpleNamespace(save=made.state_dict, load=made.load_state_dict, step=step)
 
@@ -112,9 +121,22 @@ def sharded_sync_step(mesh) -> SimpleNamespace:
     return sync_step(mesh, shard_optimizer=True)
 
 
+def sparse_sync_step(mesh) -> SimpleNamespace:
+    return sync_step(mesh, rows=True)
+
+
 CASES = {
     each.__name__: each
-    for each in (dense, sparse, optimizer, agn_center, agn_worker, sync_step, sharded_sync_step)
+    for each in (
+        dense,
+        sparse,
+        optimizer,
+        agn_center,
+        agn_worker,
+        sync_step,
+        sharded_sync_step,
+        sparse_sync_step,
+    )
 }
 NUM_STEPS = 3  # after so many steps, a sum waits for more gradients
 

@@ -459,6 +459,9 @@ PROGRAMS: dict[str, Program] = {
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
     "checked steps of training": partial(trained, "hierarchical_copy", 0, check_finite=True),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),
+    "steps with rows": partial(trained, "hierarchical_copy", 1, rows=True),
+    "sharded steps with rows":
+        partial(trained, "hierarchical_copy", 0, rows=True, shard_optimizer=True, **CLIPPED),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},
     **{f"one GPU, {'copies' if copies else 'beside'}, {'rows' if rows else 'dense'}":
        partial(crossed, copies, rows) for copies in (True, False) for rows in (True, False)},

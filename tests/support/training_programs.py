@@ -12,12 +12,19 @@ import gradreduce as gr
 from gradreduce.device import Mesh
 
 
-def trained(algorithm: str, num_packs: int, mesh: Mesh, **options) -> list[np.ndarray]:
-    """Steps with three micro-batches; of those that are clipped, one is not finite."""
+def trained(
+    algorithm: str, num_packs: int, mesh: Mesh, *, rows: bool = False, **options
+) -> list[np.ndarray]:
+    """Steps with three micro-batches; of those that are clipped, one is not finite.
+
+    With ``rows`` the variables that have rows get rows that repeat.
+    """
     rng = np.random.default_rng(5)
     cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
     variables = [gr.Variable(rng.normal(size=shape).astype("f4"), str(shape), device=mesh)
                  for shape in SHAPES]  # fmt: skip
+    if rows:
+        options["sparse_variables"] = [each for each in variables if each.shape]
     step = gr.SyncStep(variables, gr.MomentumOptimizer(0.1, 0.9), cross, **options)
     for number in range(3):
         terms = [[list(rng.normal(size=(3, *shape)).astype("f4")) for shape in SHAPES]
@@ -25,8 +32,19 @@ def trained(algorithm: str, num_packs: int, mesh: Mesh, **options) -> list[np.nd
         is_wrong = number == 1 and "clip_norm" in options
         if is_wrong:
             terms[-1][0][2][0] = np.inf
+        if rows:
+            terms = [[_as_rows(grads) for grads in of_replica] for of_replica in terms]
         assert step(terms) is not is_wrong
     return read(buffer for variable in variables for buffer in variable.buffers)
+
+
+def _as_rows(grads: list[np.ndarray]) -> list:
+    """The rows of arrays that have rows, in another order for each; the last occurs twice."""
+    return [
+        grad if not grad.shape
+        else gr.IndexedSlices(grad, [*np.roll(np.arange(len(grad)), turn)[:-1], 0], grad.shape)
+        for turn, grad in enumerate(grads)
+    ]  # fmt: skip
 
 
 CLIPPED = {"clip_norm": 1.0, "loss_scale": gr.DynamicLossScale(8.0, growth_interval=2)}
