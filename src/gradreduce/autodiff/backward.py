@@ -12,6 +12,7 @@ from typing import Any
 from gradreduce.arrays.convert_gpu import on_gpu_of
 
 from .accumulate_terms import TermAccumulator
+from .registry import like
 from .tape import Node
 
 
@@ -80,7 +81,11 @@ def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _as_operand(term: Any, node: Node) -> Any:
-    """Converts a term to the dtype of its tensor; operations of mixed dtypes need this."""
-    if term is None or term.dtype == node.dtype:
-        return term
-    return term.astype(node.dtype)
+    """Converts a term to the shape and dtype of its tensor, which an operation may have changed.
+
+    Operands of an operation are broadcast, and may have different dtypes.
+    """
+    if term is None:
+        return None
+    term = like(term, node.shape)
+    return term if term.dtype == node.dtype else term.astype(node.dtype)
