@@ -73,7 +73,7 @@ def normalize_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 def keepdims_shape(shape: Shape, axis: Any) -> Shape:
     """Returns the shape of a reduction of ``shape`` with ``keepdims=True``."""
     axes = normalize_axes(axis, len(shape))
-    return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
+    return tuple([1 if index in axes else extent for index, extent in enumerate(shape)])
 
 
 def gradient_of_sum(g: Any, shape: Shape, axis: Any) -> Any:

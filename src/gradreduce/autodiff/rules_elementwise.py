@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ def _log_of_base(x: Any) -> Any:
 
 
 # Each VJP keeps only what it uses: that of exp keeps the result, that of log the operand.
-_ELEMENTWISE: dict[Any, Callable[..., VJP | tuple[VJP, VJP]]] = {
+RULES |= {
     np.negative: lambda out, x: lambda g: -g,
     np.positive: lambda out, x: itself,
     np.exp: lambda out, x: lambda g: g * out,
@@ -104,8 +103,6 @@ _ELEMENTWISE: dict[Any, Callable[..., VJP | tuple[VJP, VJP]]] = {
     np.fmax: lambda out, x, y: select(np.greater_equal(x, y) | np.isnan(y)),
     np.fmin: lambda out, x, y: select(np.less_equal(x, y) | np.isnan(y)),
 }
-
-RULES.update(_ELEMENTWISE)
 RULES[np.where] = lambda out, mask, x, y: (lambda g: None, *select(mask))
 RULES[np.copy] = lambda out, x: itself
 RULES[astype] = lambda out, x, dtype: itself  # ``backward`` converts the term
