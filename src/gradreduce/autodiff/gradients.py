@@ -75,7 +75,7 @@ def gradients_of(
                 has_terms = reading.differentiate_jax(loss, grad_loss)
             else:
                 held = [loss()]
-                has_terms = hasattr(held[0], "__next__")
+                has_terms = isinstance(held[0], Iterator)
                 for term in _terms_of(held) if has_terms else [held]:
                     reading.differentiate(term, grad_loss)
             pairs = reading.pairs(variables)
