@@ -6,6 +6,7 @@ the loss used the tensor. TREE and ACCUMULATE_N add a term when it arrives, and 
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
@@ -68,9 +69,9 @@ class TermAccumulator:
     def result(self) -> Any:
         """Returns the gradient: a new sum, or a single term itself; None without terms."""
         if self._device_sum is None:
-            self._held.sort(key=lambda each: each[0])
             if len(self._held) < 2:
                 return self._held.pop()[1] if self._held else None
+            self._held.sort(key=itemgetter(0))
             rows = [term for _, term, _ in self._held if isinstance(term, IndexedSlices)]
             devices = {device for _, _, device in self._held}
             if len(rows) == len(self._held) and len(devices) == 1:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from gradreduce.arrays.convert_gpu import on_gpu_of
 
 from .accumulate_terms import TermAccumulator
+from .registry import like
 from .tape import Node
 
 
@@ -34,21 +36,20 @@ def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccum
     del root
     while ready:
         _, _, node = heapq.heappop(ready)
-        if node.number != last:
-            with on_gpu_of(node.device):
+        with on_gpu_of(node.device):
+            if node.number != last:
                 gradient = arrived.pop(node.number).result()
-        for index, (parent, vjp) in enumerate(zip(node.parents, node.vjps, strict=True)):
-            into = parent.terms
-            if into is None:
-                into = arrived.setdefault(parent.number, new_terms())
-            if gradient is not None:
-                with on_gpu_of(node.device):
+            for index, (parent, vjp) in enumerate(node.parents):
+                into = parent.terms
+                if into is None:
+                    into = arrived.setdefault(parent.number, new_terms())
+                if gradient is not None:
                     term = _as_operand(vjp(gradient), parent)
-                into.push(term, (node.number, index), parent.device)
-                del term
-            awaited[parent.number] -= 1
-            if not awaited[parent.number] and parent.terms is None:
-                heapq.heappush(ready, (turns[parent.number], parent.number, parent))
+                    into.push(term, (node.number, index), parent.device)
+                    del term
+                awaited[parent.number] -= 1
+                if not awaited[parent.number] and parent.terms is None:
+                    heapq.heappush(ready, (turns[parent.number], parent.number, parent))
 
 
 def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
@@ -61,26 +62,29 @@ def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
         uses a tensor with several uses. If there is none, it is the number of ``root``.
     """
     awaited = {root.number: 0}
-    parents: dict[int, list[int]] = {}
-    left = [root]
-    while left:
-        node = left.pop()
-        parents[node.number] = [parent.number for parent in node.parents]
-        for parent in node.parents:
+    nodes = [root]
+    for node in nodes:
+        for parent, _ in node.parents:
             if parent.number not in awaited:
                 awaited[parent.number] = 0
-                left.append(parent)
+                nodes.append(parent)
             awaited[parent.number] += 1
     turns: dict[int, int] = {}
-    for number in sorted(parents):  # parents before their children
-        shared = any(awaited[each] > 1 for each in parents[number])
-        behind = [turns[each] for each in parents[number]]
-        turns[number] = min([*behind, number if shared else root.number])
+    for node in sorted(nodes, key=attrgetter("number")):  # parents before their children
+        turn = root.number
+        for parent, _ in node.parents:
+            used_from = node.number if awaited[parent.number] > 1 else turn
+            turn = min(turn, turns[parent.number], used_from)
+        turns[node.number] = turn
     return awaited, turns
 
 
 def _as_operand(term: Any, node: Node) -> Any:
-    """Converts a term to the dtype of its tensor; operations of mixed dtypes need this."""
-    if term is None or term.dtype == node.dtype:
-        return term
-    return term.astype(node.dtype)
+    """Converts a term to the shape and dtype of its tensor, which an operation may have changed.
+
+    Operands of an operation are broadcast, and may have different dtypes.
+    """
+    if term is None:
+        return None
+    term = like(term, node.shape)
+    return term if term.dtype == node.dtype else term.astype(node.dtype)

@@ -7,7 +7,7 @@ for ``engine="jax"`` the caller must have imported JAX, so both are found in ``s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -183,7 +183,7 @@ class JaxLoss:
         jnp = sys.modules["jax"].numpy
         self._top = _tracing_to_keep()
         made = self._loss()
-        self.has_terms = hasattr(made, "__next__")
+        self.has_terms = isinstance(made, Iterator)
         terms = [_as_term(term) for term in (made if self.has_terms else [made])]
         total: Any = 0.0
         for value in terms:

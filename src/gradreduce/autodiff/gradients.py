@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from gradreduce.arrays.convert_gpu import Kind, on_gpu_of, wait_for_current_stre
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.trace_context import current_reader, reading_by
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
 from gradreduce.sums.aggregation import AggregationMethod
 
@@ -26,12 +27,12 @@ from .accumulate_terms import TermAccumulator
 from .backward import backward
 from .frameworks import JaxLoss, check_seed_shape, is_tensor, tensor_gradients
 from .tape import Node, Trace, Traced, resolve
-from .unsupported import check_operand
+from .unsupported import check_operands
 
 Pairs = list[tuple[Any, Variable]]
 Engine = Literal["jax"]
 ENGINES = ("jax",)
-_ALLOWED = ("float16", "bfloat16", "float32", "float64")
+_ALLOWED = {as_dtype(name): name for name in ("float16", "bfloat16", "float32", "float64")}
 
 
 def gradients_of(
@@ -74,7 +75,7 @@ def gradients_of(
                 has_terms = reading.differentiate_jax(loss, grad_loss)
             else:
                 held = [loss()]
-                has_terms = hasattr(held[0], "__next__")
+                has_terms = isinstance(held[0], Iterator)
                 for term in _terms_of(held) if has_terms else [held]:
                     reading.differentiate(term, grad_loss)
             pairs = reading.pairs(variables)
@@ -159,7 +160,7 @@ class _Reading:
             self.values.append(value.value.copy())
         roots = [value.node]
         del value
-        backward(roots, seed, lambda: TermAccumulator(self._method))
+        backward(roots, seed, partial(TermAccumulator, self._method))
 
     def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> bool:
         """Differentiates the loss by JAX; returns whether it returned an iterator."""
@@ -256,9 +257,9 @@ def _check_loss(value: Any) -> None:
             f"the loss returned {type(value).__name__}; it must return a number or an array "
             "computed from Variables, or an iterator of them"
         )
-    if is_array(value) and str(value.dtype) not in _ALLOWED:
+    if is_array(value) and value.dtype not in _ALLOWED:
         raise InvalidVariableError(
-            f"Invalid type {value.dtype} of the loss: allowed are {', '.join(_ALLOWED)}"
+            f"Invalid type {value.dtype} of the loss: allowed are {', '.join(_ALLOWED.values())}"
         )
 
 
@@ -268,7 +269,7 @@ def _validate_seed(grad_loss: Any) -> Any:
         return None
     seed = resolve(grad_loss)
     if isinstance(seed, np.ndarray):
-        check_operand(seed)
+        check_operands([seed])
     name = str(seed.dtype if is_array(seed) else np.asarray(seed).dtype)
     if not any(kind in name for kind in ("float", "int", "bool")):
         raise ValueError(f"grad_loss has dtype {name}; it must be real numbers")

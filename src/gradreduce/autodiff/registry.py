@@ -1,7 +1,7 @@
 """The registry of derivative rules, and what several rules share.
 
-Rules of operations that broadcast or reduce undo the change of shape. 16-bit floats are added in
-float32 and rounded once, as in the kernels of ``ops``.
+Rules of reductions undo the change of shape; ``backward`` undoes broadcasting. 16-bit floats are
+added in float32 and rounded once, as in the kernels of ``ops``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
-#: Takes the gradient of the result of an operation; returns a term of one operand's gradient.
+#: Takes the gradient of the result of an operation; returns a term of one operand's gradient, in
+#: the operand's shape or in one to which it was broadcast.
 VJP = Callable[[Any], Any]
 
 #: The rule of each operation. A rule takes the result and the arguments of the operation (for a
@@ -43,24 +44,17 @@ def widen(x: Any) -> Any:
 
 def like(term: Any, shape: Shape) -> Any:
     """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
-    term_shape = shape_of(term)
-    if term_shape == shape:
+    if term.shape == shape:
         return term
-    lead = len(term_shape) - len(shape)
+    lead = len(term.shape) - len(shape)
     axes = tuple(range(lead)) + tuple(
         lead + index
         for index, extent in enumerate(shape)
-        if extent == 1 and term_shape[lead + index] != 1
+        if extent == 1 and term.shape[lead + index] != 1
     )
     dtype = np.float32 if is_half(term) else None
     summed = np.sum(term, axis=axes, dtype=dtype, keepdims=True).astype(term.dtype)
-    return np.reshape(summed, shape) if shape_of(summed) != shape else summed
-
-
-def to_shape_of(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps ``vjp`` to return terms in the operand's shape; does not keep the operand."""
-    shape = shape_of(operand)
-    return lambda g: like(vjp(g), shape)
+    return np.reshape(summed, shape) if summed.shape != shape else summed
 
 
 def normalize_axis(axis: int, ndim: int) -> int:
@@ -79,7 +73,7 @@ def normalize_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 def keepdims_shape(shape: Shape, axis: Any) -> Shape:
     """Returns the shape of a reduction of ``shape`` with ``keepdims=True``."""
     axes = normalize_axes(axis, len(shape))
-    return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
+    return tuple([1 if index in axes else extent for index, extent in enumerate(shape)])
 
 
 def gradient_of_sum(g: Any, shape: Shape, axis: Any) -> Any:

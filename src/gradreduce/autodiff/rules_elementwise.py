@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from gradreduce.arrays.array_methods import astype
 
 from .frameworks import stop_gradient
-from .registry import COMPOSED, CONSTANT, RULES, VJP, to_shape_of
+from .registry import COMPOSED, CONSTANT, RULES, VJP
 
 LN2, LN10 = math.log(2.0), math.log(10.0)
 
@@ -21,14 +20,14 @@ def itself(g: Any) -> Any:
     return g
 
 
-def select(mask: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
+def select(mask: Any) -> tuple[VJP, VJP]:
     """Returns the VJPs of ``x`` and ``y`` for ``np.where(mask, x, y)``.
 
     ``np.where`` is used because ``g * mask`` is NaN where an infinite gradient is masked out.
     """
     return (
-        to_shape_of(x, lambda g: np.where(mask, g, np.zeros_like(g))),
-        to_shape_of(y, lambda g: np.where(mask, np.zeros_like(g), g)),
+        lambda g: np.where(mask, g, np.zeros_like(g)),
+        lambda g: np.where(mask, np.zeros_like(g), g),
     )
 
 
@@ -37,22 +36,23 @@ def _array(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
-def _power_left(out: Any, x: Any, y: Any) -> VJP:
-    y = _array(y)
-    return lambda g: g * (y * x ** (y - (y != 0)))  # where y is 0 this is 0, also for x = 0
+def _power(out: Any, x: Any, y: Any) -> tuple[VJP, VJP]:
+    x, y = _array(x), _array(y)
+    return (
+        lambda g: g * (y * x ** (y - (y != 0))),  # where y is 0 this is 0, also for x = 0
+        lambda g: g * (out * _log_of_base(x)),
+    )
 
 
-def _power_right(out: Any, x: Any, y: Any) -> VJP:
-    x = _array(x)
-    # The derivative is 0 for x = 0 and, as in TensorFlow, for negative x, where it is undefined.
+def _log_of_base(x: Any) -> Any:
+    """0 where ``x`` is 0 and, as in TensorFlow, negative, where the derivative is undefined."""
     if hasattr(x, "dtype"):
-        return lambda g: g * (out * np.log(np.where(x > 0, x, np.ones_like(x))))
-    log = math.log(x) if x > 0 else 0.0
-    return lambda g: g * (out * log)
+        return np.log(np.where(x > 0, x, np.ones_like(x)))
+    return math.log(x) if x > 0 else 0.0
 
 
 # Each VJP keeps only what it uses: that of exp keeps the result, that of log the operand.
-_OF_ONE: dict[Any, Callable[[Any, Any], VJP]] = {
+RULES |= {
     np.negative: lambda out, x: lambda g: -g,
     np.positive: lambda out, x: itself,
     np.exp: lambda out, x: lambda g: g * out,
@@ -80,52 +80,30 @@ _OF_ONE: dict[Any, Callable[[Any, Any], VJP]] = {
     np.arcsinh: lambda out, x: lambda g: g / np.sqrt(np.square(x) + 1),
     np.arccosh: lambda out, x: lambda g: g / np.sqrt(np.square(x) - 1),
     np.arctanh: lambda out, x: lambda g: g / (1 - np.square(x)),
+    np.add: lambda out, x, y: (itself, itself),
+    np.subtract: lambda out, x, y: (itself, lambda g: -g),
+    np.multiply: lambda out, x, y: (lambda g: g * y, lambda g: g * x),
+    np.divide: lambda out, x, y: (lambda g: g / y, lambda g: -g * out / y),
+    np.power: _power,
+    np.float_power: _power,
+    np.remainder: lambda out, x, y: (itself, lambda g: -g * np.floor_divide(x, y)),
+    np.arctan2: lambda out, x, y: (
+        lambda g: g * (y / (np.square(x) + np.square(y))),
+        lambda g: g * (-x / (np.square(x) + np.square(y))),
+    ),
+    np.hypot: lambda out, x, y: (lambda g: g * (x / out), lambda g: g * (y / out)),
+    np.logaddexp: lambda out, x, y: (
+        lambda g: g * np.exp(x - out),
+        lambda g: g * np.exp(y - out),
+    ),
+    # Where both operands are equal, the first gets the gradient, as in TensorFlow. fmax and fmin
+    # ignore NaN operands.
+    np.maximum: lambda out, x, y: select(np.greater_equal(x, y)),
+    np.minimum: lambda out, x, y: select(np.less_equal(x, y)),
+    np.fmax: lambda out, x, y: select(np.greater_equal(x, y) | np.isnan(y)),
+    np.fmin: lambda out, x, y: select(np.less_equal(x, y) | np.isnan(y)),
 }
-
-# The VJPs of both operands; ``_register`` undoes broadcasting.
-_OF_TWO: dict[Any, tuple[Callable[[Any, Any, Any], VJP], Callable[[Any, Any, Any], VJP]]] = {
-    np.add: (lambda out, x, y: itself, lambda out, x, y: itself),
-    np.subtract: (lambda out, x, y: itself, lambda out, x, y: lambda g: -g),
-    np.multiply: (lambda out, x, y: lambda g: g * y, lambda out, x, y: lambda g: g * x),
-    np.divide: (lambda out, x, y: lambda g: g / y, lambda out, x, y: lambda g: -g * out / y),
-    np.power: (_power_left, _power_right),
-    np.float_power: (_power_left, _power_right),
-    np.remainder: (
-        lambda out, x, y: itself,
-        lambda out, x, y: lambda g: -g * np.floor_divide(x, y),
-    ),
-    np.arctan2: (
-        lambda out, x, y: lambda g: g * (y / (np.square(x) + np.square(y))),
-        lambda out, x, y: lambda g: g * (-x / (np.square(x) + np.square(y))),
-    ),
-    np.hypot: (
-        lambda out, x, y: lambda g: g * (x / out),
-        lambda out, x, y: lambda g: g * (y / out),
-    ),
-    np.logaddexp: (
-        lambda out, x, y: lambda g: g * np.exp(x - out),
-        lambda out, x, y: lambda g: g * np.exp(y - out),
-    ),
-}
-
-
-def _register(function: Any, left: Callable[..., VJP], right: Callable[..., VJP]) -> None:
-    RULES[function] = lambda out, x, y: (
-        to_shape_of(x, left(out, x, y)),
-        to_shape_of(y, right(out, x, y)),
-    )
-
-
-for _function, _vjps in _OF_TWO.items():
-    _register(_function, *_vjps)
-RULES.update(_OF_ONE)
-# Where both operands are equal, the first gets the gradient, as in TensorFlow. fmax and fmin
-# ignore NaN operands.
-RULES[np.maximum] = lambda out, x, y: select(np.greater_equal(x, y), x, y)
-RULES[np.minimum] = lambda out, x, y: select(np.less_equal(x, y), x, y)
-RULES[np.fmax] = lambda out, x, y: select(np.greater_equal(x, y) | np.isnan(y), x, y)
-RULES[np.fmin] = lambda out, x, y: select(np.less_equal(x, y) | np.isnan(y), x, y)
-RULES[np.where] = lambda out, mask, x, y: (lambda g: None, *select(mask, x, y))
+RULES[np.where] = lambda out, mask, x, y: (lambda g: None, *select(mask))
 RULES[np.copy] = lambda out, x: itself
 RULES[astype] = lambda out, x, dtype: itself  # ``backward`` converts the term
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .registry import COMPOSED, RULES, VJP, like, normalize_axis, shape_of
+from .registry import COMPOSED, RULES, VJP, like, normalize_axis
 from .unsupported import no_rule
 
 
@@ -76,7 +76,6 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -
     dots = "..." if "..." in inputs else ""
 
     def vjp(index: int) -> VJP:
-        shape = shape_of(operands[index])
         factors, of_factors = [*operands], [*labels]
         del factors[index], of_factors[index]
         mine = labels[index].replace(".", "")
@@ -85,7 +84,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, optimize: bool = False) -
             factors.append(np.ones_like(operands[index]))
             of_factors.append(labels[index])
         formula = f"{','.join([result, *of_factors])}->{dots}{mine}"
-        return lambda g: like(np.einsum(formula, g, *factors, optimize=optimize), shape)
+        return lambda g: np.einsum(formula, g, *factors, optimize=optimize)
 
     return [lambda g: None, *map(vjp, range(len(operands)))]
 

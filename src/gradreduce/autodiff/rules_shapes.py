@@ -11,7 +11,8 @@ import numpy as np
 
 from gradreduce.sums.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, RULES, VJP, like, normalize_axis, shape_of
+from .registry import COMPOSED, RULES, VJP, normalize_axis, shape_of
+from .rules_elementwise import itself
 from .unsupported import no_rule
 
 
@@ -55,7 +56,7 @@ def _sum_of(
     """The rule of ``add_n`` and similar sums: each term gets the whole gradient."""
     if output_type not in (None, "numpy", "cupy"):
         raise no_rule(f"a sum with output_type={output_type!r}")
-    return ([lambda g: g] * len(inputs),)
+    return ([itself] * len(inputs),)
 
 
 def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
@@ -93,7 +94,7 @@ RULES[np.moveaxis] = lambda out, a, source, destination: (
 )
 RULES[np.flip] = lambda out, m, axis=None: lambda g: np.flip(g, axis)
 RULES[np.roll] = lambda out, a, shift, axis=None: partial(_roll_back, shift=shift, axis=axis)
-RULES[np.broadcast_to] = lambda out, array, shape, subok=False: partial(like, shape=shape_of(array))
+RULES[np.broadcast_to] = lambda out, array, shape, subok=False: itself
 RULES[np.concatenate] = _concatenate
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
 COMPOSED.update(

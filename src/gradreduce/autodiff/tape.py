@@ -40,11 +40,11 @@ from .accumulate_terms import TermAccumulator
 from .frameworks import is_jax
 from .registry import COMPOSED, CONSTANT, RULES, VJP
 from .unsupported import (
+    HARMLESS,
     NoMethodError,
     WriteError,
     beside_tensor,
-    check_keywords,
-    check_operand,
+    check_operands,
     is_float,
     name_of,
     no_rule,
@@ -76,21 +76,19 @@ class Node:
         shape: the shape of the result.
         dtype: the dtype of the result.
         device: the logical device of the result, which is that of the first parent.
-        parents: the nodes of the traced operands.
-        vjps: for each parent, a function from the gradient of this node to a term of the parent's
-            gradient.
+        parents: for each traced operand, its node, and a function from the gradient of this node
+            to a term of the operand's gradient.
         terms: for a leaf, accumulates its terms; None for other nodes.
     """
 
-    __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
+    __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace")
 
     def __init__(
         self,
         trace: Trace,
         value: Any,
         device: Device,
-        parents: Sequence[Node] = (),
-        vjps: Sequence[VJP] = (),
+        parents: Sequence[tuple[Node, VJP]] = (),
         terms: TermAccumulator | None = None,
     ) -> None:
         self.trace = trace
@@ -98,7 +96,7 @@ class Node:
         trace.num_nodes += 1
         self.shape, self.dtype = value.shape, value.dtype
         self.device = device
-        self.parents, self.vjps, self.terms = parents, vjps, terms
+        self.parents, self.terms = parents, terms
 
 
 Operand = tuple[int, int | None, Node]  # which argument, which element of a list, and its node
@@ -162,7 +160,7 @@ class Traced(Traceable):
         return apply(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not any(holds_traceable(arg) for arg in (*args, *kwargs.values())):
+        if not any(map(holds_traceable, (*args, *kwargs.values()))):
             with on_gpu_of(self.node.device):
                 return make_like(function, args, kwargs, self.value)
         return apply(function, args, kwargs)
@@ -250,11 +248,9 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         NotImplementedError: ``function`` has no rule or writes to ``out=``, or its result is
             complex.
     """
-    args = [resolve(arg) for arg in args]
     if kwargs:
         args, kwargs = _resolve_keywords(function, args, kwargs)
-    operands: list[Operand] = []
-    raw = [_plain(arg, index, operands) for index, arg in enumerate(args)]
+    raw, operands = _unwrap(args)
     is_named = any(map(holds_traceable, kwargs.values()))
     if not operands and not is_named:
         return function(*raw, **kwargs)
@@ -262,21 +258,20 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     named = kwargs if is_ufunc else bind_arguments(function, args, kwargs)
     if named.get("out") is not None:
         raise would_write(name_of(function))
-    for value in (*raw, *kwargs.values()):
-        check_operand(value)
+    check_operands((*raw, *kwargs.values()))
     if function in COMPOSED:
         with on_gpu_of(operands[0][2].device if operands else None):
-            return _by_rule(function, COMPOSED[function], args, kwargs)
+            return _by_rule(function, COMPOSED[function], [resolve(arg) for arg in args], kwargs)
     if is_named:
         raise no_rule(f"{name_of(function)} with {', '.join(kwargs)}= of traced values")
-    if is_ufunc:
-        check_keywords(function, kwargs)
+    for key in kwargs.keys() - HARMLESS if is_ufunc else ():
+        raise no_rule(f"{name_of(function)}(..., {key}=)")
     return _call_and_record(function, raw, kwargs, operands)
 
 
 def _resolve_keywords(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Resolves keyword arguments, and converts them to positional arguments."""
-    out = kwargs.get("out")
+    """Resolves arguments, and converts keyword arguments to positional ones."""
+    args, out = [resolve(arg) for arg in args], kwargs.get("out")
     if holds_traceable(out):
         raise would_write(name_of(function))
     named = {name: resolve(arg) for name, arg in kwargs.items() if name != "out" or out is not None}
@@ -287,8 +282,8 @@ def _call_and_record(
     function: Any, raw: Sequence[Any], kwargs: dict[str, Any], operands: list[Operand]
 ) -> Any:
     """Calls ``function`` with the plain values of its operands, and creates the node."""
-    parents = [node for _, _, node in operands]
-    with on_gpu_of(parents[0].device):
+    *_, first = operands[0]
+    with on_gpu_of(first.device):
         if function in CONSTANT:
             return function(*raw, **kwargs)
         rule = RULES.get(function)
@@ -300,9 +295,12 @@ def _call_and_record(
         named = {} if isinstance(function, np.ufunc) else kwargs
         made = _by_rule(function, rule, [value, *raw], named)
         of_arguments = (made,) if callable(made) else made
-        vjps = [_vjp(function, of_arguments, index, item) for index, item, _ in operands]
-    node = Node(parents[0].trace, value, parents[0].device, parents, vjps)
-    return Traced(value, node, is_view=_is_part(value, raw[0]))
+        parents = [
+            (node, _vjp(function, of_arguments, index, item)) for index, item, node in operands
+        ]
+    base = getattr(value, "base", None)
+    is_view = base is not None and (base is raw[0] or base is getattr(raw[0], "base", None))
+    return Traced(value, Node(first.trace, value, first.device, parents), is_view=is_view)
 
 
 def _vjp(function: Any, of_arguments: Sequence[Any], index: int, item: int | None) -> VJP:
@@ -315,12 +313,6 @@ def _vjp(function: Any, of_arguments: Sequence[Any], index: int, item: int | Non
     if item is None and not callable(vjp):  # one array was passed as the list of its rows
         return lambda g: np.stack([of_row(g) for of_row in vjp])
     return vjp if item is None else vjp[item]  # type: ignore[no-any-return]
-
-
-def _is_part(value: Any, of: Any) -> bool:
-    """Whether an array shares memory with ``of``, as a view."""
-    base = getattr(value, "base", None)
-    return base is not None and (base is of or base is getattr(of, "base", None))
 
 
 def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -347,18 +339,22 @@ def resolve(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any, position: int, operands: list[Operand]) -> Any:
-    """Unwraps the traced values of an argument, and appends their nodes to ``operands``."""
-    if isinstance(value, Traced):
-        operands.append((position, None, value.node))
-        return value.value
-    if not isinstance(value, list | tuple) or not holds_traceable(value):
-        # With a JAX array as operand, JAX would compute terms, in float32.
-        return np.asarray(value) if is_jax(value) else value
-    within = []
-    for item, element in enumerate(value):
-        if isinstance(element, Traced):
-            operands.append((position, item, element.node))
-            element = element.value
-        within.append(element)
-    return within
+def _unwrap(args: Sequence[Any]) -> tuple[list[Any], list[Operand]]:
+    """Reads Variables, and unwraps traced values; returns plain arguments and the operands."""
+    raw: list[Any] = []
+    operands: list[Operand] = []
+    for position, arg in enumerate(args):
+        value = resolve(arg) if isinstance(arg, Traceable | list | tuple) else arg
+        if isinstance(value, Traced):
+            operands.append((position, None, value.node))
+            value = value.value
+        elif isinstance(value, list | tuple) and holds_traceable(value):
+            value = [*value]
+            for item, element in enumerate(value):
+                if isinstance(element, Traced):
+                    operands.append((position, item, element.node))
+                    value[item] = element.value
+        elif is_jax(value):  # with a JAX array as operand, JAX would compute terms, in float32
+            value = np.asarray(value)
+        raw.append(value)
+    return raw, operands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from gradreduce.arrays.convert import is_masked
 from .frameworks import is_tensor
 
 #: Keywords of ufuncs that change only the dtype and the layout of the result.
-_HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
+HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
 
 
 class WriteError(NotImplementedError, TypeError):
@@ -49,30 +50,24 @@ def would_write(name: str) -> WriteError:
     )
 
 
-def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
-    """Raises for a keyword argument of a ufunc that rules do not support."""
-    for key in kwargs.keys() - _HARMLESS:
-        raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
-
-
-def check_operand(value: Any) -> None:
+def check_operands(values: Iterable[Any]) -> None:
     """Raises for arrays whose arithmetic differs from that of NumPy arrays.
 
     Raises:
-        TypeError: ``value``, or an item of it, is a PyTorch tensor, a masked array or an np.matrix.
+        TypeError: a value, or an item of it, is a PyTorch tensor, a masked array or an np.matrix.
     """
-    if type(value) is np.ndarray:
-        return
-    if isinstance(value, list | tuple):
-        for each in value:
-            check_operand(each)
-    elif isinstance(value, np.matrix) or is_masked(type(value)):
-        raise TypeError(
-            f"np.{type(value).__name__} is not supported: pass a plain array, np.asarray(matrix) "
-            "or masked.filled(0)"
-        )
-    elif is_tensor(value):
-        raise beside_tensor()
+    for value in values:
+        if isinstance(value, list | tuple):
+            check_operands(value)
+        elif type(value) is np.ndarray:
+            continue
+        elif isinstance(value, np.matrix) or is_masked(type(value)):
+            raise TypeError(
+                f"np.{type(value).__name__} is not supported: pass a plain array, "
+                "np.asarray(matrix) or masked.filled(0)"
+            )
+        elif is_tensor(value):
+            raise beside_tensor()
 
 
 def is_float(function: Any, value: Any) -> bool:

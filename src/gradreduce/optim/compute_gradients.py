@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -34,9 +33,10 @@ def ready_gradients(  # the arguments of compute_gradients
         A function that differentiates the loss. It returns the value of the loss and a list of
         pairs (gradient, variable).
     """
-    gate = -1
-    with suppress(TypeError):
+    try:
         gate = as_index(gate_gradients)
+    except TypeError:
+        gate = -1
     if gate not in (0, 1, 2):
         raise ValueError(
             "gate_gradients must be one of: Optimizer.GATE_NONE, Optimizer.GATE_OP, "

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from gradreduce import ops
-from gradreduce.accumulator.state import launch_all
+from gradreduce.accumulator.state import Launches, launch_all
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices, to_dense_n
@@ -256,7 +256,9 @@ class Optimizer(OptimizerState):
                     plan = Plan(variables, self._slots, self._rule)
                 begin_writes(plan.shared)
                 scalars, powers = self._next_update(self._slots.powers)
-                launches = [self._ready(job, scalars) for job in plan.jobs(parts)]
+                launches = [
+                    launch for job in plan.jobs(parts) for launch in self._ready(job, scalars)
+                ]
                 self._launch(launches, plan.devices, plan.label, powers, count)
             self._plan = plan
             if over_processes:
@@ -534,7 +536,7 @@ class Optimizer(OptimizerState):
 
     def _launch(
         self,
-        launches: Sequence[Callable[[], None]],
+        launches: Launches,
         devices: Sequence[Device],
         label: PackInfo,
         powers: Scalars,
@@ -561,19 +563,17 @@ class Optimizer(OptimizerState):
             count()
             release_inputs()
 
-    def _ready(
-        self, job: UpdateJob, scalars: Scalars, variant: ops.Variant = "plain"
-    ) -> Callable[[], None]:
-        """Returns a function that launches a job. A Python rule is computed right away."""
-        if self._rule is None:
+    def _ready(self, job: UpdateJob, scalars: Scalars, variant: ops.Variant = "plain") -> Launches:
+        """Returns the launches of a job. A Python rule is computed right away."""
+        rule = self._rule
+        if rule is None:
             launch_all(job.before)
-            rule = ready_python_rule(self._apply, self._slot_names, job)
-            return partial(launch_all, [rule, *job.after])
-        kernel = ops.RULE_KERNELS[self._rule, variant]
+            return [ready_python_rule(self._apply, self._slot_names, job), *job.after]
+        kernel = ops.RULE_KERNELS[rule, variant]
         update = partial(
             ops.update_rows, kernel, job.updates, scalars, job.device, are_alike=job.are_alike
         )
-        return partial(launch_all, [*job.before, update, *job.after])
+        return [*job.before, update, *job.after]
 
 
 def gradients_like(
@@ -593,4 +593,4 @@ def _update(sparse: bool, optimizer: Optimizer, variables: Sequence[Variable]) -
     gradients: Sequence[Part] = [row[0] for row in written]
     if sparse:
         gradients = gradients_like(optimizer, variables, [0, 1])
-    optimizer._ready(UpdateJob(written, gradients), ())()
+    launch_all(optimizer._ready(UpdateJob(written, gradients), ()))

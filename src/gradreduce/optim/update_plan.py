@@ -67,9 +67,14 @@ class Plan:
         self.devices = [row[0].device for row in self.written]
         self.ranges = ops.Ranges([operand for row in self.written for operand in row])
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
-        # For each physical device the indices of the copies there, and whether their dtypes agree.
+        # For each physical device the indices of the copies there, what their update writes, and
+        # whether the dtypes of these agree.
         self._groups = [
-            (indices, len(same_dtypes([self.written[index] for index in indices])) == 1)
+            (
+                indices,
+                rows := [self.written[index] for index in indices],
+                len(same_dtypes(rows)) == 1,
+            )
             for indices in by_physical(self.devices).values()
         ]
         self._num_copies = [len(var.devices) for var in variables]
@@ -92,12 +97,8 @@ class Plan:
     def jobs(self, gradients: Sequence[Part]) -> list[UpdateJob]:
         """Returns a job for each physical device."""
         return [
-            UpdateJob(
-                [self.written[index] for index in indices],
-                [gradients[index] for index in indices],
-                are_alike=are_alike,
-            )
-            for indices, are_alike in self._groups
+            UpdateJob(rows, [gradients[index] for index in indices], are_alike=are_alike)
+            for indices, rows, are_alike in self._groups
         ]
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
@@ -167,15 +168,20 @@ class UpdateJob:
         are_alike: bool = False,
     ) -> None:
         self.device, self.are_alike = written[0][0].device, are_alike
-        pairs = list(zip(written, gradients, strict=True))
         self.updates: list[Update] = [
-            [*operands, part] for operands, part in pairs if type(part) is Buffer
+            [*operands, part]
+            for operands, part in zip(written, gradients, strict=True)
+            if type(part) is Buffer
         ]
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
-        if len(self.updates) < len(pairs):
+        if len(self.updates) < len(written):
             self._add_sparse(
-                [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
+                [
+                    (operands, part)
+                    for operands, part in zip(written, gradients, strict=True)
+                    if isinstance(part, IndexedSlices)
+                ]
             )
 
     def _add_sparse(self, pairs: Sequence[tuple[Sequence[Buffer], IndexedSlices]]) -> None:

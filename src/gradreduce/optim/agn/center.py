@@ -154,7 +154,7 @@ class CenterState(Center):
             self.check_usable()
             plan, sums, slots = variables.last_push or (None, None, None)
             variables.last_push = None
-            own = self.join(optimizer).by_name  # a checkpoint that is loaded replaces this dict
+            own = self.slots and self.slots.by_name  # replaced by a checkpoint that is loaded
             if plan is None or sums is not variables.sums or slots is not own:
                 sums = variables.sums
                 plan = self._push_plan(optimizer, variables, config)

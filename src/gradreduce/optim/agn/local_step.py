@@ -41,7 +41,8 @@ def plan_fused_step(
     if first:  # the launch writes gradients to the sums and does not add
         sums = {**sums, **plan.totals} if sums else plan.totals
     jobs = plan.jobs(gradients)
-    return [optimizer._ready(job, (int(first), *scalars), "local") for job in jobs], sums
+    scalars = (int(first), *scalars)
+    return [launch for job in jobs for launch in optimizer._ready(job, scalars, "local")], sums
 
 
 def local_step(
@@ -87,7 +88,7 @@ def local_step(
             [part for colocated in apart.values() for part in colocated]
         )
         additions, added = _additions(apart, sums)
-        updates = [optimizer._ready(job, scalars) for job in jobs]
+        updates = [launch for job in jobs for launch in optimizer._ready(job, scalars)]
         launches, sums = [*launches, *updates, *additions], {**sums, **added}
     return launches, sums, plan
 

@@ -103,7 +103,7 @@ class PushPlan:
     def _plan(self, group: Sequence[PushedVariable]) -> None:
         """Plans the push of variables whose center copies are on one physical device."""
         device, optimizer = group[0].written[0].device, self._optimizer
-        fused: list[ops.Update] = []  # rows of the fused launch: what it writes, and the sum
+        fused: list[tuple[ops.Update, Buffer]] = []  # what the fused launch writes, and the sum
         apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
         means: list[tuple[Buffer, Buffer]] = []  # a mean, and the sum that it is computed from
         for variable, (total, indices) in zip(group, self._accessible(device, group), strict=True):
@@ -116,7 +116,7 @@ class PushPlan:
                     out if can_access(device, out) else device.empty(out.shape, out.dtype)
                     for out in destinations
                 ]
-                fused.append([*written, *targets, total])
+                fused.append(([*written, *targets], total))
                 staged = zip(first, targets, strict=False)
                 self._pulls += [(out, value) for out, value in staged if value is not out]
             else:
@@ -128,8 +128,7 @@ class PushPlan:
             for row in others:
                 self._pulls += zip(row, first, strict=False)
         if fused:
-            rows, totals = [row[:-1] for row in fused], [row[-1] for row in fused]
-            self._jobs.append((UpdateJob(rows, totals), "global"))
+            self._jobs.append((UpdateJob(*zip(*fused, strict=True)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
             ops.pack(outs, totals, divisor=self._config.period, device=device)
@@ -182,8 +181,9 @@ class PushPlan:
         lead = {"global": (self._config.period,), "plain": ()}
         with self._mesh_state.label_scope(self._label):
             launches = [
-                self._optimizer._ready(job, (*lead[variant], *scalars), variant)
+                launch
                 for job, variant in self._jobs
+                for launch in self._optimizer._ready(job, (*lead[variant], *scalars), variant)
             ]
         return partial(self._launch, launches)
 

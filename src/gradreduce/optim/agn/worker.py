@@ -112,7 +112,7 @@ class Worker:
             if plan
             else PackInfo(range(len(variables)), names=[var.name for var in variables])
         )
-        if plan is not None and {type(part) for part in parts} == {Buffer}:
+        if plan is not None and {*map(type, parts)} == {Buffer}:
             launches, sums = plan_fused_step(inner, plan, parts, scalars, shared.sums)
         else:
             self.prepare(variables)
@@ -165,8 +165,8 @@ class Worker:
             global_step: a Variable that counts the pushes, or None.
         """
         inner, shared = self.inner, self.variables
-        pairs = [(var, shared.centers[var]) for var in {*shared.sums, *variables}]
-        check_unread([each for pair in pairs for each in pair])
+        written = {*shared.sums, *variables}
+        check_unread([*written, *map(shared.centers.__getitem__, written)])
         count = ready_count(global_step)
         scalars, powers_after = inner._next_update(powers)
 
