@@ -107,7 +107,10 @@ def sync_step(mesh, *, rows: bool = False, **options) -> SimpleNamespace:
         grads = [exact_data(each.shape, each.dtype, seed=seed) for each in made.variables]
         if rows:  # other replicas have other rows
             pairs = [
-                [gr.IndexedSlices(grad[:num], range(num)) if grad.shape else grad for grad in grads]
+                [
+                    gr.IndexedSlices(grad[:num], list(range(num))) if grad.shape else grad
+                    for grad in grads
+                ]
                 for num in (1, 2)
             ]
         else:
