@@ -106,14 +106,14 @@ class DenseStorage(Storage):
             first = [] if addition.in_place else [[gradients.pop(0)]]
             runs = groupby(gradients, attrgetter("dtype"))
             addition.steps = first + [list(run) for _, run in runs]
-        if len(fresh) == 1 and not fresh[0].state.over_mesh:
+        if len(fresh) == 1 and not fresh[0].owner.over_mesh:
             (one,) = fresh
             one.total = one.device.allocate(
-                one.gradients[0].shape, accumulate_dtype(one.state.dtype)
+                one.gradients[0].shape, accumulate_dtype(one.owner.dtype)
             )
         elif fresh:
             sums = [
-                (addition.device, addition.state.dtype, addition.gradients[0].shape)
+                (addition.device, addition.owner.dtype, addition.gradients[0].shape)
                 for addition in fresh
             ]
             for addition, total in zip(fresh, _allocate_flat(sums), strict=True):

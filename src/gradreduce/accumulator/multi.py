@@ -208,7 +208,7 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
             launch()
         totals: dict[AccumulatorState, list[Any]] = {}
         for each in sums:
-            totals.setdefault(each.state, [*each.state.totals])[each.device_index] = each.total
+            totals.setdefault(each.owner, [*each.owner.totals])[each.device_index] = each.total
         thread = current_thread().name
         for state, parts, kind in pending_gradients:
             state.update(

@@ -116,10 +116,11 @@ class SparseStorage(Storage):
                 addition.total = SparseSum(slots, before.values)
                 continue
             capacity = max(slots.num_rows, 2 * capacity)
-            if addition.state.shape and addition.state.shape[0] is not None:
-                capacity = min(capacity, addition.state.shape[0])
+            shape = addition.owner.shape
+            if shape and shape[0] is not None:
+                capacity = min(capacity, shape[0])
             values = addition.device.empty(
-                (capacity, *addition.gradients[0].shape[1:]), accumulate_dtype(addition.state.dtype)
+                (capacity, *addition.gradients[0].shape[1:]), accumulate_dtype(addition.owner.dtype)
             )
             addition.total = SparseSum(slots, values)
             if before is not None and before.slots.num_rows:

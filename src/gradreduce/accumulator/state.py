@@ -224,8 +224,8 @@ class Addition:
     """A partial sum, and the gradients that one call adds to it.
 
     Attributes:
-        state: the accumulator.
-        device_index: index of the device in ``state.devices``.
+        owner: the ``AccumulatorState``; in AGN the variable, which has a dtype and a shape, too.
+        device_index: index of the device in the owner's ``devices``.
         device: that device.
         total: the sum before the call, or None if it was empty. ``Storage.allocate`` replaces it by
             the sum after the call, whose new memory is uninitialized until the launches.
@@ -234,7 +234,7 @@ class Addition:
         steps: what each launch adds; set by ``Storage.allocate``.
     """
 
-    state: AccumulatorState
+    owner: Any
     device_index: int
     device: Device
     total: Any
@@ -385,17 +385,27 @@ def additions_of(
             new = Addition(state, index, state.devices[index], state.totals[index], gradients)
             sums.append(new)
             by_storage.setdefault(state.storage, []).append(new)
-    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # by ``in_place``
+    out_of_place: list[Callable[[], None]] = []
+    in_place: list[Callable[[], None]] = []
     for storage, additions in by_storage.items():
-        storage.allocate(additions)
-        waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
-        for addition in additions:
-            for number, step in enumerate(addition.steps):
-                key = (addition.in_place, number, addition.device.physical)
-                waves.setdefault(key, []).append((addition, step))
-        for key in sorted(waves):
-            launches[key[0]].append(storage.command(waves[key]))
-    return sums, launches[False], launches[True]
+        first, last = launches_of(storage, additions)
+        out_of_place += first
+        in_place += last
+    return sums, out_of_place, in_place
+
+
+def launches_of(storage: Storage, additions: Sequence[Addition]) -> tuple[Launches, Launches]:
+    """Prepares the memory and the launches of additions; see ``additions_of``."""
+    storage.allocate(additions)
+    launches: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # by ``in_place``
+    waves: dict[tuple[bool, int, int], list[tuple[Addition, Any]]] = {}
+    for addition in additions:
+        for number, step in enumerate(addition.steps):
+            key = (addition.in_place, number, addition.device.physical)
+            waves.setdefault(key, []).append((addition, step))
+    for key in sorted(waves):
+        launches[key[0]].append(storage.command(waves[key]))
+    return launches[False], launches[True]
 
 
 def hold_locks(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import islice
 
 from gradreduce import ops
-from gradreduce.accumulator.state import Launches, PendingGradient, additions_of, launch_all
+from gradreduce.accumulator.sparse_storage import SPARSE
+from gradreduce.accumulator.state import Addend, Addition, Launches, launch_all, launches_of
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
@@ -21,7 +22,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
 from gradreduce.optim.update_plan import Plan
 
 from .push import PushConfig, PushedVariable, PushPlan
-from .sums import Sum, Sums, dense_sum, pending_rows
+from .sums import Sum, Sums, dense_sum
 
 
 def plan_fused_step(
@@ -98,13 +99,15 @@ def _additions(
 ) -> tuple[Launches, dict[Variable, Sum]]:
     """Returns launches that add gradients to the sums of variables, and these sums."""
     added: dict[Variable, Sum] = {}
-    pending: dict[Variable, PendingGradient] = {}
+    sparse: list[Addition] = []
     totals: list[Buffer] = []
     terms: list[Buffer] = []
     for var, colocated in gradients.items():
         total, gradient = sums.get(var), colocated[0]
         if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
-            pending[var] = pending_rows(var, total, gradient)
+            rows, segments = gradient.values, ops.plan_segments(gradient.indices)
+            addend = Addend(0, rows, var.shape, segments)
+            sparse.append(Addition(var, 0, var.devices[0], total, [addend]))
         else:
             added[var] = memory = dense_sum(var, total)
             totals += memory
@@ -113,8 +116,8 @@ def _additions(
     for indices in by_physical([total.device for total in totals]).values():
         rows = [[totals[index], terms[index]] for index in indices]
         launches.append(partial(ops.add_to_rows, rows, rows[0][0].device))
-    sparse, out_of_place, in_place = additions_of(list(pending.values()))
-    added |= {var: each.total for var, each in zip(pending, sparse, strict=True)}
+    out_of_place, in_place = launches_of(SPARSE, sparse)
+    added |= {each.owner: each.total for each in sparse}
     return [*launches, *out_of_place, *in_place], added
 
 

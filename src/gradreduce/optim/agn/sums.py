@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradreduce import ops
-from gradreduce.accumulator.sparse_storage import SPARSE, SparseSum
-from gradreduce.accumulator.state import (
-    AccumulatorState,
-    Addend,
-    PendingGradient,
-)
+from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesce_n, to_dense_n
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, accumulate_dtype, copy_to
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 # In the accumulate dtype: an array on each device of the variable, or rows on its first device.
 Sum = tuple[Buffer, ...] | SparseSum
@@ -45,16 +39,3 @@ def merge_rows(shape: tuple[int, ...], total: SparseSum) -> IndexedSlices:
     plan, _ = ops.merge_row_index([total.slots], mean=False)
     (rows,) = coalesce_n([total.rows], [plan])
     return IndexedSlices.of(rows, plan.indices, shape)
-
-
-def pending_rows(
-    var: Variable, total: SparseSum | None, gradient: IndexedSlices
-) -> PendingGradient:
-    """Prepares a sparse gradient on the first device for a sum of rows."""
-    state = AccumulatorState(var.dtype, var.shape, "SUM", var.devices[:1], False, _NO_OPS, SPARSE)
-    state.totals = [total]
-    segments = ops.plan_segments(gradient.indices)
-    return PendingGradient(state, (Addend(0, gradient.values, var.shape, segments),), "native")
-
-
-_NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced

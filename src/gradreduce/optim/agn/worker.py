@@ -22,6 +22,7 @@ from gradreduce.optim.update_plan import Plan
 from .center_interface import Center, WorkerVariables
 from .local_step import local_step, plan_fused_step, rehearse_push
 from .push import PushConfig
+from .sums import Sums
 
 
 class Worker:
@@ -120,15 +121,17 @@ class Worker:
                 inner, variables, parts, scalars, shared.sums, self._local
             )
 
-        def count() -> None:
-            shared.num_steps += 1
-            self.push_pending = ends_period  # until the push has been launched
-            shared.sums, self._local = sums, plan
-
+        count = partial(self._count_step, sums, plan, ends_period)
         with self._center.push_scope():
             inner._launch(launches, devices, label, powers, count)
             if ends_period:
                 push()
+
+    def _count_step(self, sums: Sums, plan: Plan | None, ends_period: bool) -> None:
+        """Counts a local step whose work is launched; keeps the sums after it, and its plan."""
+        self.variables.num_steps += 1
+        self.push_pending = ends_period  # until the push has been launched
+        self.variables.sums, self._local = sums, plan
 
     def _rehearse(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
@@ -170,14 +173,22 @@ class Worker:
         count = ready_count(global_step)
         scalars, powers_after = inner._next_update(powers)
 
-        def after_push() -> None:
-            inner._slots.powers = powers_after
-            if self._resets:
-                self._reset(shared.sums)
-            self._end_period(shared.sums)
-            count()
+        then = partial(self._count_push, powers_after, count)
+        return partial(self._center.push, inner, shared, self.config, scalars, then)
 
-        return partial(self._center.push, inner, shared, self.config, scalars, after_push)
+    def _count_push(self, powers: Scalars, count: Callable[[], None]) -> None:
+        """Ends the period of a push whose work is launched.
+
+        Args:
+            powers: the powers of the inner optimizer after the push.
+            count: increments the user's ``global_step``.
+        """
+        pushed = self.variables.sums
+        self.inner._slots.powers = powers
+        if self._resets:
+            self._reset(pushed)
+        self._end_period(pushed)
+        count()
 
     def _end_period(self, variables: Iterable[Variable]) -> None:
         """Ends a period after a pull or push, when these variables equal the center.
