@@ -12,7 +12,7 @@ supports it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -375,12 +375,16 @@ def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array.astype(dtype)
 
 
-def hand_over(buffer: Buffer, kind: Kind) -> None:
-    """Makes the library of ``kind`` wait for the work queued on ``buffer``."""
-    if buffer.device.mesh_state.shares_host_memory:
-        buffer.device.release(buffer)
-    else:
-        release_to(current_of(buffer.device, kind), [buffer])
+def hand_over(buffers: Iterable[Buffer], kind: Kind) -> None:
+    """Makes the library of ``kind`` wait for the work queued on the Buffers."""
+    by_device: dict[Device, list[Buffer]] = {}
+    for buffer in buffers:
+        by_device.setdefault(buffer.device, []).append(buffer)
+    for device, on_device in by_device.items():
+        if device.mesh_state.shares_host_memory:
+            device.release_all(on_device)
+        else:
+            release_to(current_of(device, kind), on_device)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------

@@ -31,17 +31,16 @@ def share_arrays(buffers: Sequence[Sequence[Buffer]], output_type: str | None) -
         return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
 
 
-def to_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
+def wait_for_library(buffers: Sequence[Buffer], output_type: str | None) -> None:
     """Makes our queues wait for the library's current streams; host arrays are ready."""
     if buffers[0].device.mesh_state.has_streams and output_type != "buffer":
         wait_for_current_stream(buffers, as_result_kind(output_type, "native"))
 
 
-def from_buffers(buffers: Sequence[Buffer], output_type: str | None) -> None:
+def make_library_wait(buffers: Sequence[Buffer], output_type: str | None) -> None:
     """Makes the library's current streams wait for our queues; the host for host arrays."""
-    for buffer in buffers:
-        if output_type != "buffer":
-            hand_over(buffer, as_result_kind(output_type, "native"))
+    if output_type != "buffer":
+        hand_over(buffers, as_result_kind(output_type, "native"))
 
 
 def attach_grads(

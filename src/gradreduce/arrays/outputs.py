@@ -134,10 +134,12 @@ def release_outputs(outs: Iterable[Out]) -> None:
     """
     outs = [out for out in outs if out.kind != "buffer"]
     with StreamScope():
+        for kind in dict.fromkeys([out.kind for out in outs]):
+            hand_over([out.buffer for out in outs if out.kind == kind and out.copied is None], kind)
         for out in outs:
             if out.copied is None:
-                hand_over(out.buffer, out.kind)
-            elif isinstance(out.copied, np.ndarray):
+                continue
+            if isinstance(out.copied, np.ndarray):
                 np.copyto(out.copied, out.buffer.device.release(out.buffer))
             else:  # on its library's current stream
                 out.copied[...] = from_buffer(out.buffer, out.kind)

@@ -229,7 +229,7 @@ class FlatBuffer:
         for buffer in self.buffers:
             buffer.device.mesh_state.check_usable(buffer.device)
         for kind in self._kinds:
-            flat_arrays.to_buffers(self.buffers, kind)
+            flat_arrays.wait_for_library(self.buffers, kind)
 
     def release(self, *, deadline: float | None = None) -> None:
         """Makes the current streams of the libraries of ``arrays`` wait for our queues.
@@ -246,4 +246,4 @@ class FlatBuffer:
         seconds = as_deadline(deadline)
         with deadline_scope("release", seconds, [buffer.device for buffer in self.buffers]):
             for kind in self._kinds:
-                flat_arrays.from_buffers(self.buffers, kind)
+                flat_arrays.make_library_wait(self.buffers, kind)
