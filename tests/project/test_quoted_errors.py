@@ -35,7 +35,7 @@ def without_seconds(text: str) -> str:
 
 
 def raised(call: Callable[[], object]) -> str:
-    with pytest.raises((ValueError, RuntimeError, KeyError, TimeoutError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError, TimeoutError)) as caught:
         call()
     return without_seconds(f"{caught.type.__name__}: {caught.value.args[0]}")
 
@@ -58,6 +58,7 @@ def several_gpus() -> list[Callable[[], object]]:
         lambda: ops.all_reduce([[wide], [wide], [wide], [ONES]]),
         lambda: step([[ONES]] * 4),
         lambda: step([[[wide]]] * 4),
+        lambda: step([[[gr.IndexedSlices(ONES, [0, 1, 2])]]] * 4),
         lambda: ops.reduce(gr.ReduceOp.SUM, value, elsewhere),
     ]
 
