@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
 
 
 class Client:
-    """Stands for a ``Client`` and its lead; the shards are in this process."""
+    """Stands for a ``Client`` and its coordinator; the shards are in this process."""
 
     def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
         self._modules, self.num_shards = modules, num_shards

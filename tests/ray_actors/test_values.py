@@ -127,7 +127,7 @@ def test_a_mean_per_gradient_counts_those_of_all_processes(unique_name, num_shar
         assert shared.apply_grads(rows_of(1, 4))
         work = ray.remote(num_cpus=0)(lambda given: given.apply_grads(rows_of(4)))
         assert ray.get([work.remote(shared) for _ in range(2)], timeout=60) == [True, True]
-        in_actor(unique_name, lambda lead: lead._load(lead._snapshots.newest()) and None)
+        in_actor(unique_name, lambda actor: actor._load(actor._snapshots.newest()) and None)
         for grads in (rows_of(1, 4), rows_of(4), rows_of(4)):
             gr.apply_grads(own, grads)
         state, states = shared.state_dict(), [each.state_dict() for each in own]
@@ -238,7 +238,7 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
         shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
         shared.apply_grad(np.ones(2), 0, cast=True)
         assert "torch" not in in_actor(unique_name, lambda _: list(__import__("sys").modules))
-        in_actor(unique_name, lambda lead: lead._load(2) and None)
+        in_actor(unique_name, lambda actor: actor._load(2) and None)
         state = shared.state_dict()
         assert state["kind"] == "torch"
         found = shared.take_grad(2, timeout=30)

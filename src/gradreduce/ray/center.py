@@ -38,7 +38,7 @@ from gradreduce.optim.slots import MASTER
 
 from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
 from .client import Client, SharedObject, settings_of
-from .lead import Origin
+from .coordinator import Origin
 from .messages import Layout, TensorMessage, rehearse_packing, specs_of
 from .shard_state import CallKey
 

@@ -31,7 +31,7 @@ from gradreduce.errors import (
 from gradreduce.optim.hyperparameters import as_integer
 
 from . import cluster
-from .lead import OrderedCall, Origin, WorkerInfo, start_shard
+from .coordinator import OrderedCall, Origin, WorkerInfo, start_shard
 from .messages import TensorMessage
 from .shard import RetryError, load_large_arrays, why_not_started
 from .shard_state import ActorSettings, CallKey, ShardState
@@ -101,7 +101,7 @@ class Client:
             )
 
     @property
-    def _lead(self) -> Any:
+    def _coordinator(self) -> Any:
         """The handle of the coordinator.
 
         Raises:
@@ -141,11 +141,11 @@ class Client:
         first = messages[0] if messages else None
         others = [ray.put(message) for message in messages[1:]]
         sent = OrderedCall(key, command, arguments, first, others, origin)
-        return self._call_lead(self._lead.call, sent, timeout=timeout, in_order=True)
+        return self._send(self._coordinator.call, sent, timeout=timeout, in_order=True)
 
     def read(self, method: str, *arguments: Any) -> Any:
         """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._call_lead(self._lead.read_all, method, arguments, in_order=True)
+        return self._send(self._coordinator.read_all, method, arguments, in_order=True)
 
     def take(self, num_required: int, timeout: float | None) -> Any:
         """Blocks until there are enough gradients, and takes them.
@@ -162,23 +162,23 @@ class Client:
         try:
             while True:
                 seconds = min(max(0.0, end - time.monotonic()), self._poll_seconds)
-                answer = self._call_lead(self._lead.take, key, num_required, seconds)
+                answer = self._send(self._coordinator.take, key, num_required, seconds)
                 if isinstance(answer, list) or time.monotonic() >= end:
                     break
                 if time.monotonic() >= log_time:
                     log_time = math.inf
                     self._log_wait(answer)
             taken = (
-                answer if isinstance(answer, list) else self._call_lead(self._lead.withdraw, key)
+                answer if isinstance(answer, list) else self._send(self._coordinator.withdraw, key)
             )
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
-                self._lead.withdraw.remote(key)
-                self._lead.delivered.remote(key)
+                self._coordinator.withdraw.remote(key)
+                self._coordinator.delivered.remote(key)
             raise
         if taken is None:
             raise DeadlineExceededError(f"not enough gradients within {limit} s; {answer}")
-        self._lead.delivered.remote(key)
+        self._coordinator.delivered.remote(key)
         return taken
 
     def _log_wait(self, waits_for: str) -> None:
@@ -198,30 +198,30 @@ class Client:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator's state that needs no other shard."""
-        return self._call_lead(self._lead.ask, method, arguments)
+        return self._send(self._coordinator.ask, method, arguments)
 
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
-        return list(self._call_lead(self._lead.workers))
+        return list(self._send(self._coordinator.workers))
 
     def leave(self, worker: str) -> None:
         """Removes a worker from ``workers()``."""
-        self._call_lead(self._lead.leave, worker)
+        self._send(self._coordinator.leave, worker)
 
     def close(self) -> None:
         """Ends the actors and removes their snapshots; does nothing if they have ended."""
-        lead = self._lead
+        coordinator = self._coordinator
         try:
             with suppress(CancelledError):
-                self._call_lead(lead.end)
-                self._call_lead(lead.close.options(max_task_retries=0))
+                self._send(coordinator.end)
+                self._send(coordinator.close.options(max_task_retries=0))
         except BackendUnavailableError:  # the coordinator has ended, other shards may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
-    def _call_lead(
+    def _send(
         self, method: Any, *arguments: Any, timeout: float | None = None, in_order: bool = False
     ) -> Any:
         """Calls a method of the coordinator; retries after ``RetryError`` and lost arrays.

@@ -2,9 +2,9 @@
 
 The tensors of a set of accumulators, or of a center, can be distributed over several actors, the
 shards. All shards run the same commands in the same order. Shard 0 is the coordinator: it numbers
-the commands; see ``lead.py``. A snapshot has the number of the last command that it includes, and
-all shards write snapshots of the same numbers. After a restart of one shard, all shards load their
-snapshots of one number, so that they agree again.
+the commands; see ``coordinator.py``. A snapshot has the number of the last command that it
+includes, and all shards write snapshots of the same numbers. After a restart of one shard, all
+shards load their snapshots of one number, so that they agree again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
 from .client import SharedObject, shards_for
-from .lead import Origin
+from .coordinator import Origin
 from .messages import Layout, specs_of
 from .shard_state import ActorSettings
 

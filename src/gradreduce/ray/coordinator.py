@@ -112,7 +112,7 @@ class QueuedTake:
 def start_shard(settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]) -> Any:
     """Returns the actor of a shard; starts one if no actor has this name."""
     num_retries = 0 if settings.folder is None else -1
-    actor = ray.remote(Shard if settings.shard else Lead).options(
+    actor = ray.remote(Shard if settings.shard else Coordinator).options(
         name=settings.actor_name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -133,7 +133,7 @@ def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     """
 
     @wraps(method)
-    async def run(self: Lead, *args: Any, **kwargs: Any) -> Any:
+    async def run(self: Coordinator, *args: Any, **kwargs: Any) -> Any:
         task = asyncio.ensure_future(method(self, *args, **kwargs))
         self._running.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._running.discard)
@@ -142,7 +142,7 @@ def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     return run
 
 
-class Lead(Shard):
+class Coordinator(Shard):
     """The coordinator, which is the actor of shard 0; see the docstring of the module.
 
     Args:
