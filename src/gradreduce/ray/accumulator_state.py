@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,23 @@ class SetSpec(NamedTuple):
         """Returns the indices of the accumulators of a shard."""
         return [number for number, shard in enumerate(self.shards) if shard == index]
 
+    def in_order(self, of_shards: Iterable[Sequence[Any]]) -> list[Any]:
+        """Returns one value for each accumulator, given those of each shard."""
+        by_index: dict[int, Any] = {}
+        for shard, values in enumerate(of_shards):
+            by_index |= zip(self.of_shard(shard), values, strict=True)
+        return [by_index[index] for index in range(len(self.shards))]
+
+    def gradients(self, shard: int, message: TensorMessage) -> list[Any]:
+        """Returns the gradients or results of a shard, as views of the memory of a message."""
+        arrays = iter(Layout.of(message.form).arrays(message))
+        return [
+            _as_slices(next(arrays), next(arrays), next(arrays))
+            if self.specs[index].is_sparse
+            else next(arrays)
+            for index in self.of_shard(shard)
+        ]
+
 
 class AccumulatorSetState(ShardState):
     """The accumulators of a shard, with one step; each command is atomic over all of them.
@@ -132,7 +149,8 @@ class AccumulatorSetState(ShardState):
             True if all were added, else the step for which they are stale.
         """
         is_first = not self._accumulators[0].num_accumulated()
-        if not apply_grads(self._accumulators, self._gradients(message), local_step, cast=True):
+        grads = self._spec.gradients(self._settings.shard, message)
+        if not apply_grads(self._accumulators, grads, local_step, cast=True):
             return self.clock
         if is_first:
             for index, each in zip(self._indices, self._accumulators, strict=True):
@@ -161,16 +179,6 @@ class AccumulatorSetState(ShardState):
         for load in loads:
             load()
 
-    def _gradients(self, message: TensorMessage) -> list[Any]:
-        """Returns the gradients of a message, as views of its memory."""
-        arrays = iter(Layout.of(message.form).arrays(message))
-        return [
-            as_slices(next(arrays), next(arrays), next(arrays))
-            if self._spec.specs[index].is_sparse
-            else next(arrays)
-            for index in self._indices
-        ]
-
     # -- reads ------------------------------------------------------------------------------------
 
     def results_of_last_take(self, caller: str) -> TensorMessage:
@@ -182,9 +190,8 @@ class AccumulatorSetState(ShardState):
 
     def forget(self, key: CallKey) -> None:
         """See ``ShardState``."""
-        caller, number = key
-        if caller in self._taken and self._taken[caller][0] == number:
-            del self._taken[caller]
+        if key[0] in self._taken and self._taken[key[0]][0] == key[1]:
+            del self._taken[key[0]]
 
     def states(self) -> list[Any]:
         """Returns the states of the accumulators of this shard."""
@@ -255,6 +262,6 @@ def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
     return arrays
 
 
-def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
+def _as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
     """Returns IndexedSlices; an empty ``shape`` stands for None."""
     return IndexedSlices(values, indices, shape.tolist() or None)

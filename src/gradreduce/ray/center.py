@@ -249,8 +249,7 @@ class RemoteCenter(Center):
             optimizer: the worker's optimizer.
             variables: the worker's variables.
             of: those of them that are written.
-            call: gets these by name; returns for each shard the names of its variables, and its
-                answer.
+            call: gets for each shard the names of its variables; returns the answer of each shard.
             then: see ``Center``.
         """
         by_name, connection = {var.name: var for var in of}, self._connection(variables)
@@ -284,14 +283,13 @@ class RemoteCenter(Center):
         pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies of one tensor, and their value
         for of_shard, message in zip(names, messages, strict=True):
             clock, with_master = message.value
-            buffers = iter(Layout.of(message.form).unpack(_device_of(by_name.values()), message))
-            for name in of_shard:
-                var, value = by_name[name], next(buffers)
-                pairs.append((var.buffers, value))
-                master = optimizer.get_slot(var, MASTER)
-                unrounded = next(buffers) if name in with_master else value
+            values = Layout.of(message.form).unpack(_device_of(by_name.values()), message)
+            unrounded = dict(zip(with_master, values[len(of_shard) :], strict=True))
+            for name, value in zip(of_shard, values, strict=False):
+                pairs.append((by_name[name].buffers, value))
+                master = optimizer.get_slot(by_name[name], MASTER)
                 if master is not None:
-                    pairs.append((master.buffers, unrounded))
+                    pairs.append((master.buffers, unrounded.get(name, value)))
         outs, values = [copies[0] for copies, _ in pairs], [value for _, value in pairs]
         dtypes = {(out.dtype, value.dtype) for out, value in zip(outs, values, strict=True)}
         compile_rows("pack", ops.pack_to_rows, dtypes, _device_of(by_name.values()))
@@ -491,12 +489,8 @@ class AGNCenter(SharedObject, LocalCenter):
         names_of_all, arrays_by_name = self._shared._locate_variables(), dict[str, np.ndarray]()
         by_shard = self._shared._by_shard(names_of_all)
         for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
-            arrays = iter(Layout.of(message.form).arrays(message))
-            _, with_master = message.value
-            for name in names:
-                arrays_by_name[name] = next(arrays)
-                if name in with_master:
-                    next(arrays)
+            # The message also has masters, after the variables.
+            arrays_by_name |= zip(names, Layout.of(message.form).arrays(message), strict=False)
         return {name: arrays_by_name[name] for name in names_of_all}
 
     def leave(self) -> None:

@@ -101,6 +101,7 @@ class DensePush:
         rows: for each name the variable of the center, and its slots.
         optimizer: the optimizer with the rule; its kernels are compiled.
         device: device of the variables.
+        failed: called with the error if a push fails part-way.
 
     Attributes:
         key: see above; a push with another key needs another plan.
@@ -112,25 +113,22 @@ class DensePush:
         rows: Sequence[Sequence[Variable]],
         optimizer: Optimizer,
         device: Device,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.key = key
-        self._optimizer, self._device = optimizer, device
+        self._optimizer, self._device, self._failed = optimizer, device, failed
         self._layout = Layout.of(key.form)
         self._sums = self._layout.packs(device)
         columns = [self._layout.move(device, column) for column in zip(*rows, strict=True)]
         self._packs = columns[0] if columns else []  # the small variables
         self._rows = rows
-        self._on_failure: Callable[[BaseException], None] = lambda error: None
         small = zip(*columns, strict=True)
         self._plan = self._plan_updates(
             [("small variables", row, total) for row, total in zip(small, self._sums, strict=True)]
         )
 
-    def run(
-        self, scalars: Scalars, message: TensorMessage, failed: Callable[[BaseException], None]
-    ) -> TensorMessage:
+    def run(self, scalars: Scalars, message: TensorMessage) -> TensorMessage:
         """Pushes the sums of a message; returns the new values."""
-        self._on_failure = failed
         self._layout.upload(self._sums, message)
         names, alone = self.key.names, self._layout.alone(self._device, message)
         rows = {index: [each.buffers[0] for each in self._rows[index]] for index in alone}
@@ -151,8 +149,7 @@ class DensePush:
         if not updates:
             return lambda scalars, then: then()
         pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
-        fail = lambda error: self._on_failure(error)  # noqa: E731  # each push sets ``_on_failure``
-        return PushPlan(pushed, self._optimizer, self.key.config, fail).run
+        return PushPlan(pushed, self._optimizer, self.key.config, self._failed).run
 
 
 class CenterShardState(ShardState):
@@ -241,15 +238,14 @@ class CenterShardState(ShardState):
         if self._dense is None or self._dense.key != key:
             self._dense = self._dense_push(key, optimizer)
         if self._dense is not None:
-            failed = partial(self._center.mark_push_failed, request.config.task)
-            answer = self._dense.run(request.scalars, message, failed)
+            answer = self._dense.run(request.scalars, message)
         else:
             launch, self._checked = self._checked, None
             if names:
                 (launch or self._ready_push(names, request, message))()
             answer = self._values(names)
         self.clock += 1
-        return self._record_answer(answer._replace(value=(self.clock, answer.value or frozenset())))
+        return self._record_answer(answer._replace(value=(self.clock, answer.value or [])))
 
     def _check_push(self, request: PushRequest) -> Optimizer:
         """Checks a push; returns the optimizer, with the settings of the push."""
@@ -259,7 +255,12 @@ class CenterShardState(ShardState):
         self._center.check_usable()
         self._keep_answers()
         vars(self._optimizer).update(request.settings)
+        self._task = request.config.task
         return self._optimizer
+
+    def _note_fault(self, error: BaseException) -> None:
+        """Records that the push failed part-way."""
+        self._center.mark_push_failed(self._task, error)
 
     def _dense_push(self, key: DenseKey, optimizer: Optimizer) -> DensePush | None:
         """Returns a plan for pushes with this key; None if ``DensePush`` cannot run them."""
@@ -271,7 +272,7 @@ class CenterShardState(ShardState):
         self._center.make_slots(optimizer, centers)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
-        return DensePush(key, rows, optimizer, self._device)
+        return DensePush(key, rows, optimizer, self._device, self._note_fault)
 
     def may_raise(self, command: str) -> bool:
         """See ``ShardState``; a rule in Python may raise because of the values of one variable."""
@@ -302,29 +303,25 @@ class CenterShardState(ShardState):
             PushedVariable(name, written, total, (), then)
             for name, written, total, then in zip(names, rows, sums, last, strict=True)
         ]
-        failed = partial(self._center.mark_push_failed, request.config.task)
-        launch = PushPlan(pushed, optimizer, request.config, failed).ready(request.scalars)
-        return partial(launch, lambda: None)
+        plan = PushPlan(pushed, optimizer, request.config, self._note_fault)
+        return partial(plan.ready(request.scalars), lambda: None)
 
     def _operands(
         self, names: Sequence[str], request: PushRequest, message: TensorMessage
     ) -> tuple[list[Sum], list[Buffer | None]]:
         """Returns the sums of a message, and the values of the worker's last pull."""
         layout = Layout.of(message.form)
-        arrays, buffers = iter(layout.arrays(message)), iter(layout.unpack(self._device, message))
+        buffers = layout.unpack(self._device, message)
+        pairs = iter(zip(layout.arrays(message), buffers, strict=True))
         sums: list[Sum] = []
         for name in names:
             if name not in request.sparse:
-                next(arrays)
-                sums.append((next(buffers),))
+                sums.append((next(pairs)[1],))
                 continue
             shape, dtype = self._specs[name]
-            parts = [next(arrays) for _ in range(3)]
-            for _ in parts:
-                next(buffers)
-            saved = dict(zip(("indices", "num_touches", "values"), parts, strict=True))
+            saved = {key: next(pairs)[0] for key in ("indices", "num_touches", "values")}
             sums.append(SPARSE.load(name, saved, dtype, shape, MAX_COUNT)(self._device))
-        last = [None if request.config.gamma is None else next(buffers) for _ in names]
+        last = [None if request.config.gamma is None else next(pairs)[1] for _ in names]
         return sums, last
 
     def load_center(self, state: Mapping[str, Any], message: None) -> None:
@@ -345,24 +342,20 @@ class CenterShardState(ShardState):
     # -- reads ------------------------------------------------------------------------------------
 
     def pull(self, names: Sequence[Sequence[str]]) -> TensorMessage:
-        """Returns values of variables of this shard; each master follows its variable."""
+        """Returns values of variables of this shard, then their masters."""
         self._check_known(names)
         found = self._values(names[self._shard])
         return self._record_answer(found._replace(value=(self.clock, found.value)))
 
     def _values(self, names: Sequence[str]) -> TensorMessage:
-        """Returns variables and masters; ``value`` has the names of variables with a master."""
+        """Returns variables, then masters; ``value`` has the names of variables with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
-        buffers: list[Buffer] = []
-        with_master: list[str] = []
-        for name in names:
-            variable = self._center.variables[name]
-            buffers.append(variable.buffers[0])
-            if variable in masters:
-                buffers.append(masters[variable].buffers[0])
-                with_master.append(name)
+        variables = {name: self._center.variables[name] for name in names}
+        with_master = [name for name, each in variables.items() if each in masters]
+        tensors = [*variables.values(), *[masters[variables[name]] for name in with_master]]
+        buffers = [each.buffers[0] for each in tensors]
         message = Layout(specs_of(buffers)).pack(self._device, buffers)
-        return message._replace(value=frozenset(with_master))
+        return message._replace(value=with_master)
 
     def slots_of(self, name: str) -> dict[str, str]:
         """Returns the full names of a variable's slots; empty if another shard holds it."""
@@ -389,7 +382,7 @@ class CenterShardState(ShardState):
 
     def _keep_answers(self) -> None:
         """Moves a variable to new memory if an answer that Ray has not stored yet uses the old."""
-        arrays = [array for each in self._answered if (array := each()) is not None]
+        arrays = (array for each in self._answered if (array := each()) is not None)
         addresses, self._answered = {array.ctypes.data for array in arrays}, []
         held = [*self._center.variables.values(), *self._center.slot_variables()]
         for each in held if addresses else ():

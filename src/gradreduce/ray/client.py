@@ -184,16 +184,14 @@ class Client:
     def _log_wait(self, waits_for: str) -> None:
         """Logs what a take waits for, and which workers have sent a gradient of this step."""
         workers, step = self.workers(), self.ask("counts")[0]
-        came = listed(each.name for each in workers if each.step >= step)
-        others = listed(f"{each.name} (step {each.step})" for each in workers if each.step < step)
         log_warning(
             __name__,
             "a take of %r has waited for %g s: %s, from the workers [%s]; others: [%s]",
             self.name,
             take_queue.LOG_SECONDS,
             waits_for,
-            came,
-            others,
+            listed(each.name for each in workers if each.step >= step),
+            listed(f"{each.name} (step {each.step})" for each in workers if each.step < step),
         )
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -273,13 +271,16 @@ class Client:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
             if cause := why_not_started(error):
-                text = f"the actor {self.name!r} could not start: {cause}"
-                raise BackendUnavailableError(text) from None
+                raise BackendUnavailableError(
+                    f"the actor {self.name!r} could not start: {cause}"
+                ) from None
             # After the reason, Ray's text has a paragraph of hints.
             reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
-            hint = "make it again: it continues from its snapshots"
-            if self._settings.folder is None:
-                hint = "pass snapshots= to have it restarted"
+            hint = (
+                "pass snapshots= to have it restarted"
+                if self._settings.folder is None
+                else "make it again: it continues from its snapshots"
+            )
             raise BackendUnavailableError(
                 f"the actor {self.name!r} has ended: {reason}; {hint}"
             ) from None

@@ -157,8 +157,7 @@ class Coordinator(Shard):
         self._make_state = make_state
         self._others = self._start_others()
         self._in_sync = not self._others  # whether all shards have run the same commands
-        self._fault = ""
-        self._closed = False
+        self._error: Exception | None = None  # what all calls raise from now on
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[CallKey, QueuedTake] = {}
@@ -234,14 +233,13 @@ class Coordinator(Shard):
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             self._in_sync = False
-            name = self._settings.name
             if cause := why_not_started(error):
                 # If the cause has been removed, the next call succeeds.
                 self._others = self._start_others()
                 raise BackendUnavailableError(
-                    f"a shard of {name!r} could not start: {cause}"
+                    f"a shard of {self._settings.name!r} could not start: {cause}"
                 ) from None
-            raise RetryError(f"a shard of {name!r} has ended") from error
+            raise RetryError(f"a shard of {self._settings.name!r} has ended") from error
 
     def _is_known(self, key: CallKey) -> bool:
         """Returns whether this call, or a later call of the same caller, was already applied."""
@@ -349,8 +347,9 @@ class Coordinator(Shard):
         if origin.tasks:
             self._state.register(origin.tasks)
         staleness = max(0, self._state.clock - origin.clock)
-        now = time.monotonic()
-        set_last(self._workers, origin.worker, (origin.step, staleness, now), MAX_CALLERS)
+        set_last(
+            self._workers, origin.worker, (origin.step, staleness, time.monotonic()), MAX_CALLERS
+        )
 
     async def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
@@ -366,12 +365,6 @@ class Coordinator(Shard):
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CancelledError(f"{self._settings.name!r} was closed")
-        if self._fault:
-            raise BackendUnavailableError(self._fault)
-
     async def _ready(self) -> None:
         """Makes all shards agree: each loads the newest snapshot that all shards have.
 
@@ -382,7 +375,8 @@ class Coordinator(Shard):
             BackendUnavailableError: the shards have no common snapshot.
             RetryError: a shard ended meanwhile.
         """
-        self._check_open()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         if self._in_sync:
             return
         numbers = set(await self.snapshots())
@@ -400,12 +394,12 @@ class Coordinator(Shard):
                 self._others = self._start_others()  # Ray does not restart an actor after ray.kill
                 raise
         if not numbers:
-            self._fault = (
+            self._error = BackendUnavailableError(
                 f"{self._settings.name!r} cannot go on: a shard has ended, or a call has failed on "
                 "some shards, and they have no common snapshot: close it, and make it again; pass "
                 "snapshots= to survive this"
             )
-            self._check_open()
+            raise self._error
         await self.go_back(max(numbers), generation)
         self._in_sync = True
 
@@ -413,7 +407,7 @@ class Coordinator(Shard):
     async def end(self) -> None:
         """Ends the other shards; waiting takes and later calls raise ``CancelledError``."""
         async with self._lock:
-            self._closed = True
+            self._error = CancelledError(f"{self._settings.name!r} was closed")
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}

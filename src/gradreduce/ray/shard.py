@@ -151,8 +151,12 @@ class Shard:
             try:
                 self._snapshots.remove()
             except OSError as error:
-                name = self._settings.actor_name
-                log_warning(__name__, "the snapshots of %r were not removed: %s", name, error)
+                log_warning(
+                    __name__,
+                    "the snapshots of %r were not removed: %s",
+                    self._settings.actor_name,
+                    error,
+                )
         leave: Any = ray.actor.exit_actor  # untyped
         leave()
 
@@ -171,14 +175,18 @@ class Shard:
         if self._snapshots is None or self._number % self._settings.period:
             return
         try:
-            state = {"state": self._state.save(), "calls": self._calls}
-            self._snapshots.write(self._number, state)
+            self._snapshots.write(self._number, {"state": self._state.save(), "calls": self._calls})
         except OSError as error:
             if self._settings.period == 1:
                 self._load(self._number - 1)
                 raise
-            name = self._settings.actor_name
-            log_warning(__name__, "no snapshot %d of %r: %s", self._number, name, error)
+            log_warning(
+                __name__,
+                "no snapshot %d of %r: %s",
+                self._number,
+                self._settings.actor_name,
+                error,
+            )
 
     def _load(self, number: int) -> None:
         """Loads a snapshot; 0 means the empty state of a new actor."""

@@ -24,7 +24,7 @@ from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
-from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
+from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec
 from .client import SharedObject, shards_for
 from .coordinator import Origin
 from .messages import Layout, specs_of
@@ -124,12 +124,11 @@ class SharedAccumulator(SharedObject):
             self._validate_gradient(index, grad, cast) for index, grad in enumerate(grads)
         ]
         kinds = [kind for kind, _ in checked_grads]
-        messages = []
-        for shard in range(1 + max(self._spec.shards)):
-            buffers = [
-                part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]
-            ]
-            messages.append(Layout(specs_of(buffers)).pack(self._device, buffers))
+        parts_of_shards = [
+            [part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]]
+            for shard in range(1 + max(self._spec.shards))
+        ]
+        messages = [Layout(specs_of(each)).pack(self._device, each) for each in parts_of_shards]
         answers = self._client.call(
             "apply", step, kinds, messages=messages, origin=Origin(self._worker, step, step)
         )
@@ -155,10 +154,9 @@ class SharedAccumulator(SharedObject):
                 return kind, [to_buffer(part, self._device) for part in parts]
             return kind, [state.storage.to_addend(state, gradient).values]
         except (TypeError, ValueError) as error:
-            what = f"accumulator {state.name!r}"
             key = brief(self._spec.names[index]) if self._has_names else index
             several = f"grads[{key}], for " if len(self._states) > 1 else ""
-            raise about(several + what, error) from None
+            raise about(f"{several}accumulator {state.name!r}", error) from None
 
     def _take(
         self, num_required: int | Variable, timeout: float | None, output_type: OutputType | None
@@ -166,16 +164,15 @@ class SharedAccumulator(SharedObject):
         """Takes the gradient of each accumulator."""
         as_result_kind(output_type, "native", self._device)  # checked before anything is taken
         taken = self._client.take(as_required(num_required), timeout)
-        results: dict[int, Any] = {}
+        grads = self._spec.in_order(
+            self._spec.gradients(shard, message) for shard, message in enumerate(taken)
+        )
+        kinds = self._spec.in_order(message.value for message in taken)
         with StreamScope():
-            for shard, message in enumerate(taken):
-                arrays = iter(Layout.of(message.form).arrays(message))
-                for index, first in zip(self._spec.of_shard(shard), message.value, strict=True):
-                    grad: Any = next(arrays)
-                    if self._spec.specs[index].is_sparse:
-                        grad = as_slices(grad, next(arrays), next(arrays))
-                    results[index] = self._to_result(grad, first, output_type)
-        return [results[index] for index in range(len(self._states))]
+            return [
+                self._to_result(grad, kind, output_type)
+                for grad, kind in zip(grads, kinds, strict=True)
+            ]
 
     def _to_result(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
         """Converts NumPy arrays of an actor; the default is the type of the first gradient."""
@@ -194,10 +191,7 @@ class SharedAccumulator(SharedObject):
     def _save_states(self, output_type: str) -> list[Any]:
         """Returns the state of each accumulator."""
         download = downloader(None, output_type)
-        by_index: dict[int, Any] = {}
-        for shard, states in enumerate(self._client.read("states")):
-            by_index |= zip(self._spec.of_shard(shard), states, strict=True)
-        return [download(by_index[index]) for index in range(len(self._states))]
+        return [download(each) for each in self._spec.in_order(self._client.read("states"))]
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""
