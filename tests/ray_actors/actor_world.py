@@ -18,6 +18,7 @@ import selectors
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,8 @@ def load() -> Iterator[SimpleNamespace]:
     attribute = vars(gradreduce).pop("ray", None)
     sys.modules["ray"] = _stand_in()
     try:
-        names = "shard shard_state coordinator client messages center center_state".split()
+        files = Path(gradreduce.__file__).parent.joinpath("ray").glob("[!_]*.py")
+        names = sorted(file.stem for file in files)
         found = {name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
         yield SimpleNamespace(**found)
     finally:

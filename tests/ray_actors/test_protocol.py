@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,24 @@ def modules() -> Iterator[SimpleNamespace]:
         yield found
 
 
-class Tally:
-    """A ``ShardState`` that knows the names of the gradients in its sum."""
+@dataclass(frozen=True)
+class FailOn:
+    """A command that raises on one shard."""
 
-    repeated = {"take": "results_of_last_take"}  # noqa: RUF012
+    shard: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """A command that returns what a shard has."""
+
+
+class Tally:
+    """A ``ShardState`` that knows the names of the gradients in its sum.
+
+    The ``local_step`` of an ``Apply`` is the name of its gradient.
+    """
+
     clock = 0
 
     def __init__(self, settings: Any) -> None:
@@ -35,36 +50,47 @@ class Tally:
         self.registered: set[int] = set()
         self.load(None)
 
-    def may_raise(self, command: str) -> bool:
-        return command == "fail_on" or (command == "apply" and self._checks_all)
+    def run(self, command: Any, *message: Any) -> Any:
+        methods = {
+            "Apply": self.apply,
+            "FailOn": self.fail_on,
+            "LastTake": self.last_take,
+            "Save": self.save,
+            "Take": self.take,
+        }
+        return methods[type(command).__name__](*vars(command).values(), *message)
 
-    def check(self, command: str, shard: Any, message: Any) -> None:
-        if command == "apply":
-            assert message == (shard, self.shard)  # its name
-        elif shard == self.shard:
-            raise ArithmeticError(f"on shard {shard}")
+    def may_raise(self, command: Any) -> bool:
+        applies = type(command).__name__ == "Apply"
+        return isinstance(command, FailOn) or (applies and self._checks_all)
 
-    def fail_on(self, shard: int, message: None) -> bool:
+    def check(self, command: Any, *message: Any) -> None:
+        if not isinstance(command, FailOn):
+            assert message == ((command.local_step, self.shard),)
+        elif command.shard == self.shard:
+            raise ArithmeticError(f"on shard {command.shard}")
+
+    def fail_on(self, shard: int) -> bool:
         assert shard != self.shard
         return True
 
     def register(self, tasks: Any) -> None:
         self.registered |= set(tasks)
 
-    def apply(self, name: str, message: Any) -> bool:
+    def apply(self, name: str, kinds: Any, message: Any) -> bool:
         if message != (name, self.shard):
             raise TypeError(f"the message of {name} is {message}")
         self.held.append(name)
         self.history.append(name)
         return True
 
-    def take(self, key: Any, num_required: int, message: None) -> Any:
+    def take(self, key: Any, num_required: int) -> Any:
         assert len(self.held) >= num_required
         self.results[key[0]] = (key[1], self.held)
         self.held = []
-        return self.results_of_last_take(key[0])
+        return self.last_take(key[0])
 
-    def results_of_last_take(self, caller: str) -> Any:
+    def last_take(self, caller: str) -> Any:
         return list(self.results[caller][1])
 
     def forget(self, key: Any) -> None:
@@ -117,12 +143,16 @@ class Run:
     def coordinator(self) -> Any:
         return self.world.actors["a"].instance
 
+    def applying(self, name: str, key: Any, messages: Any = (), origin: Any = None) -> Any:
+        """Returns a call that applies a gradient; ``messages``: others than its own."""
+        messages = messages or [(name, shard) for shard in range(self.num_shards)]
+        of_call = self.modules.commands
+        return of_call.OrderedCall(key, of_call.Apply(name, ()), messages, origin)
+
     async def apply(self, coordinator: Any, worker: str, number: int) -> None:
         name = f"{worker}.{number}"
-        origin = self.modules.coordinator.Origin(worker, number, 0)
-        first, *others = [(name, shard) for shard in range(self.num_shards)]
-        key = (worker, number)
-        sent = self.modules.coordinator.OrderedCall(key, "apply", (name,), first, others, origin)
+        origin = self.modules.commands.Origin(worker, number, 0)
+        sent = self.applying(name, (worker, number), origin=origin)
         answers = await answer_of(self.modules, lambda: coordinator.call.remote(sent))
         assert answers[0] is True
         self.acknowledged.append(name)
@@ -185,7 +215,7 @@ class Run:
     async def contents(self) -> dict[str, Any]:
         """Returns what every shard has, which is the same."""
         coordinator = self.connect(Process())
-        found = await answer_of(self.modules, lambda: coordinator.read_all.remote("save", ()))
+        found = await answer_of(self.modules, lambda: coordinator.query.remote(Save()))
         first, *others = found
         for each in others:
             assert (each["held"], each["history"]) == (first["held"], first["history"])
@@ -396,7 +426,7 @@ def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
         await run.apply(coordinator, "w", 1)
 
         def fail_on(number: int, shard: int) -> Any:
-            sent = modules.coordinator.OrderedCall(("w", number), "fail_on", (shard,))
+            sent = modules.commands.OrderedCall(("w", number), FailOn(shard))
             return answer_of(modules, lambda: coordinator.call.remote(sent))
 
         for number in (2, 3):
@@ -415,8 +445,7 @@ def test_a_gradient_registers_its_worker_with_a_restarted_coordinator(modules):
         coordinator = run.connect(Process())
         await run.apply(coordinator, "w", 1)
         run.world.kill("a")
-        origin = modules.coordinator.Origin("w", 2, 0, (5,))
-        sent = modules.coordinator.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
+        sent = run.applying("w.2", ("w", 2), origin=modules.commands.Origin("w", 2, 0, (5,)))
         await answer_of(modules, lambda: coordinator.call.remote(sent))
         assert run.coordinator._state.registered == {5}
 
@@ -449,10 +478,10 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
     async def main(run: Run) -> None:
         coordinator = run.connect(Process())
         await run.apply(coordinator, "w", 1)
-        for place in (0, 1):
-            others: list[Any] = [("w.2", 1), ("w.2", 2)]
-            others[place] = LOST
-            sent = modules.coordinator.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+        for place in (1, 2):
+            messages: list[Any] = [("w.2", shard) for shard in range(3)]
+            messages[place] = LOST
+            sent = run.applying("w.2", ("w", 2), messages)
             with pytest.raises(RayTaskError, match="ObjectLostError"):
                 await coordinator.call.remote(sent)
         await asyncio.sleep(1)
@@ -468,11 +497,7 @@ def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
     async def main(run: Run) -> None:
         coordinator = run.connect(Process())
         await run.apply(coordinator, "w", 1)
-        messages = [("w.2", shard) for shard in range(3)]
-        sent = modules.coordinator.OrderedCall(
-            ("w", 2), "apply", ("w.2",), messages[0], messages[1:]
-        )
-        call = asyncio.ensure_future(run.coordinator.call(sent))
+        call = asyncio.ensure_future(run.coordinator.call(run.applying("w.2", ("w", 2))))
         await asyncio.sleep(polls * 0.005)
         call.cancel()
         await asyncio.sleep(1)

@@ -31,10 +31,21 @@ from gradreduce.errors import (
 from gradreduce.optim.hyperparameters import as_integer
 
 from . import cluster
-from .coordinator import OrderedCall, Origin, WorkerInfo, start_shard
+from .commands import (
+    Answer,
+    Ask,
+    CallKey,
+    Change,
+    Counts,
+    Describe,
+    OrderedCall,
+    Origin,
+    Read,
+)
+from .coordinator import WorkerInfo, start_shard
 from .messages import TensorMessage
 from .shard import RetryError, load_large_arrays, why_not_started
-from .shard_state import ActorSettings, CallKey, ShardState
+from .shard_state import ActorSettings, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
@@ -87,7 +98,7 @@ class Client:
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self.actor = start_shard(settings, make_state)
         self._caller = _Caller()
-        description = self.ask("describe")
+        description = self.ask(Describe())
         self._timeout = limit
         differences = [
             f"{name} {brief(description[name])}, not {brief(value)}"
@@ -113,18 +124,18 @@ class Client:
 
     def call(
         self,
-        command: str,
-        *arguments: Any,
+        command: Change[Answer],
         messages: Sequence[TensorMessage] = (),
         origin: Origin | None = None,
         key: CallKey | None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Runs a command once; returns the value or message of each shard.
+    ) -> list[Answer]:
+        """Runs a command once; returns the answer of each shard.
+
+        A call that is repeated, because its answer was lost, may return that of one shard only.
 
         Args:
-            command: name of a method of the state.
-            arguments: arguments that all shards get.
+            command: the command.
             messages: one message for each shard; empty for a command without arrays.
             origin: the worker, if the call sends a gradient.
             key: key of an earlier call that failed. This call then retries that call, and the
@@ -138,16 +149,14 @@ class Client:
         """
         cluster.check_usable()
         key = self._caller.next_key() if key is None else key
-        first = messages[0] if messages else None
-        others = [ray.put(message) for message in messages[1:]]
-        sent = OrderedCall(key, command, arguments, first, others, origin)
-        return self._send(self._coordinator.call, sent, timeout=timeout, in_order=True)
+        sent = OrderedCall(key, command, [*messages[:1], *map(ray.put, messages[1:])], origin)
+        return list(self._send(self._coordinator.call, sent, timeout=timeout, in_order=True))
 
-    def read(self, method: str, *arguments: Any) -> Any:
-        """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._send(self._coordinator.read_all, method, arguments, in_order=True)
+    def read(self, command: Read[Answer]) -> list[Answer]:
+        """Runs a command that only reads on all shards; returns the answer of each."""
+        return list(self._send(self._coordinator.query, command, in_order=True))
 
-    def take(self, num_required: int, timeout: float | None) -> Any:
+    def take(self, num_required: int, timeout: float | None) -> list[TensorMessage]:
         """Blocks until there are enough gradients, and takes them.
 
         Logs a warning after a minute, once, that says what is missing and which workers came.
@@ -168,7 +177,7 @@ class Client:
                 if time.monotonic() >= log_time:
                     log_time = math.inf
                     self._log_wait(answer)
-            taken = (
+            taken: list[TensorMessage] | None = (
                 answer if isinstance(answer, list) else self._send(self._coordinator.withdraw, key)
             )
         except BaseException:  # also Ctrl-C: nobody waits for the answer
@@ -183,7 +192,7 @@ class Client:
 
     def _log_wait(self, waits_for: str) -> None:
         """Logs what a take waits for, and which workers have sent a gradient of this step."""
-        workers, step = self.workers(), self.ask("counts")[0]
+        workers, step = self.workers(), self.ask(Counts())[0]
         log_warning(
             __name__,
             "a take of %r has waited for %g s: %s, from the workers [%s]; others: [%s]",
@@ -194,9 +203,9 @@ class Client:
             listed(f"{each.name} (step {each.step})" for each in workers if each.step < step),
         )
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the coordinator's state that needs no other shard."""
-        return self._send(self._coordinator.ask, method, arguments)
+    def ask(self, command: Ask[Answer]) -> Answer:
+        """Runs a command on the coordinator alone; returns its answer."""
+        return self._send(self._coordinator.query, command)[0]  # type: ignore[no-any-return]
 
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
@@ -238,8 +247,7 @@ class Client:
         Raises:
             DeadlineExceededError: within ``timeout`` the earlier call or this one got no answer.
         """
-        limits = [each for each in (timeout, self._timeout) if each is not None]
-        limit = min(limits, default=None)
+        limit = min((x for x in (timeout, self._timeout) if x is not None), default=None)
         end = math.inf if limit is None else time.monotonic() + limit
         try:
             if in_order and self._caller.unanswered is not None:
@@ -265,8 +273,7 @@ class Client:
         try:
             return ray.get(reference, timeout=timeout)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise cause from None
+            raise error.cause from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None

@@ -26,7 +26,7 @@ from gradreduce.errors import about, brief
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec
 from .client import SharedObject, shards_for
-from .coordinator import Origin
+from .commands import Apply, Counts, LoadStates, Origin, SetGlobalStep, States
 from .messages import Layout, specs_of
 from .shard_state import ActorSettings
 
@@ -67,15 +67,14 @@ class SharedAccumulator(SharedObject):
         self._states = [
             spec.accumulator(index, self._device).accumulator_ref for index in range(len(specs))
         ]
-        known = [(state.dtype.name, state.shape) for state in self._states]
         sizes = [
             _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
             for state in self._states
         ]
         self._spec = spec._replace(
             specs=tuple(
-                AccumulatorSpec(*each, spec.is_sparse)
-                for each, spec in zip(known, specs, strict=True)
+                AccumulatorSpec(state.dtype.name, state.shape, each.is_sparse)
+                for state, each in zip(self._states, specs, strict=True)
             ),
             shards=shards_for(sizes, settings.num_shards),
         )
@@ -88,12 +87,12 @@ class SharedAccumulator(SharedObject):
     @property
     def global_step(self) -> int:
         """The current step, fetched from the actor; gradients of an earlier step are stale."""
-        return self._counts()[0]
+        return self._client.ask(Counts())[0]
 
     @property
     def num_dropped(self) -> int:
         """The number of gradients that were dropped as stale, fetched from the actor."""
-        return self._counts()[2]
+        return self._client.ask(Counts())[2]
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Returns the number of gradients in the sum, fetched from the actor.
@@ -101,14 +100,11 @@ class SharedAccumulator(SharedObject):
         Args:
             name: ignored; TensorFlow's name of the operation.
         """
-        return self._counts()[1]
-
-    def _counts(self) -> tuple[int, int, int]:
-        return self._client.ask("counts")  # type: ignore[no-any-return]
+        return self._client.ask(Counts())[1]
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
         """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""
-        self._client.call("set_global_step", as_step("new_global_step", new_global_step))
+        self._client.call(SetGlobalStep(as_step("new_global_step", new_global_step)))
 
     def leave(self) -> None:
         """Removes this worker from ``workers()``; its next gradient adds it again."""
@@ -129,14 +125,13 @@ class SharedAccumulator(SharedObject):
             for shard in range(1 + max(self._spec.shards))
         ]
         messages = [Layout(specs_of(each)).pack(self._device, each) for each in parts_of_shards]
-        answers = self._client.call(
-            "apply", step, kinds, messages=messages, origin=Origin(self._worker, step, step)
-        )
-        if answers[0] is not True and local_step is DEFAULT_STEP:
+        command, origin = Apply(step, kinds), Origin(self._worker, step, step)
+        answer = self._client.call(command, messages, origin)[0]
+        if answer is not True and local_step is DEFAULT_STEP:
             for state in self._states:
-                state.step = answers[0]
+                state.step = answer
             warn_of_default(self._states)
-        return answers[0] is True
+        return answer is True
 
     def _validate_gradient(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
         """Checks a gradient; returns its array type, and the Buffers to send."""
@@ -191,13 +186,13 @@ class SharedAccumulator(SharedObject):
     def _save_states(self, output_type: str) -> list[Any]:
         """Returns the state of each accumulator."""
         download = downloader(None, output_type)
-        return [download(each) for each in self._spec.in_order(self._client.read("states"))]
+        return [download(each) for each in self._spec.in_order(self._client.read(States()))]
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""
         for state, saved in zip(self._states, states, strict=True):
             ready_state(state, saved, f"state of accumulator {state.name!r}")
-        self._client.call("load_states", [map_leaves(on_host, saved) for saved in states])
+        self._client.call(LoadStates([map_leaves(on_host, saved) for saved in states]))
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:
