@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,8 @@ def load() -> Iterator[SimpleNamespace]:
     attribute = vars(gradreduce).pop("ray", None)
     sys.modules["ray"] = _stand_in()
     try:
-        names = ("shard", "shard_state", "lead", "client", "messages", "center", "center_state")
+        files = Path(gradreduce.__file__).parent.joinpath("ray").glob("[!_]*.py")
+        names = sorted(file.stem for file in files)
         found = {name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
         yield SimpleNamespace(**found)
     finally:
@@ -191,9 +193,9 @@ class World:
         loop.set_exception_handler(lambda _, context: failed.append(context))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "time", lambda: clock.now)
-            lead, shard = self.modules.lead, self.modules.shard
-            patch.setattr(lead, "time", SimpleNamespace(monotonic=lambda: clock.now))
-            patch.setattr(lead, "start_shard", self._start)
+            coordinator, shard = self.modules.coordinator, self.modules.shard
+            patch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock.now))
+            patch.setattr(coordinator, "start_shard", self._start)
             of_actor = lambda _, name: MemorySnapshots(self.files.setdefault(name, {}))  # noqa: E731
             patch.setattr(shard, "Snapshots", of_actor)
             try:
@@ -216,9 +218,9 @@ class World:
     def _start(self, settings: Any, make_state: Callable[[Any], Any]) -> Handle:
         name = settings.actor_name
         if name not in self.actors or self.actors[name].has_exited:
-            lead, shard = self.modules.lead.Lead, self.modules.shard.Shard
-
-            self._made[name] = lambda: (shard if settings.shard else lead)(settings, make_state)
+            of_shard, of_first = self.modules.shard.Shard, self.modules.coordinator.Coordinator
+            kind = of_shard if settings.shard else of_first
+            self._made[name] = lambda: kind(settings, make_state)
             self._make(name)
         sender = self.actors[settings.name] if settings.shard else self._starting
         return Handle(self, sender, name)
@@ -251,7 +253,7 @@ class World:
         is_repeated = is_repeated and self._has_snapshots
         message = _Message(self, sender, name, method, copy.deepcopy(arguments), is_repeated)
         if sender.is_alive:
-            # Arrays of a client may take longer than its lead lives.
+            # Arrays of a client may take longer than its coordinator lives.
             self.later(0.2 if method == "stage" else 0.02, message.arrive)
         return message.answer
 

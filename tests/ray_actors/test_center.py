@@ -33,19 +33,19 @@ def first_array(modules, answer):
 
 def state_of(modules, optimizer):
     """The state of an actor with the variables, and a function that pushes ones to them."""
-    of_state, push_config = modules.center_state, gr.optim.agn.push.PushConfig
+    commands, push_config = modules.commands, gr.optim.agn.push.PushConfig
     settings = modules.shard.ActorSettings("counts", 0, 1, None, 1, 0, "numpy")
-    state = of_state.CenterShardState(settings)
+    state = modules.center_state.CenterShardState(settings)
     for name, shape in SHAPES.items():
-        state.create(name, message(modules, np.zeros(shape, np.float32)))
-    state.join(modules.center._rule_of(optimizer), None)
+        state.run(commands.Create(name), message(modules, np.zeros(shape, np.float32)))
+    state.run(modules.center.join_of(optimizer))
     scalars = tuple(getattr(optimizer, name) for name in optimizer._hyperparameters)
 
     def push(names):
         config = push_config(2, None, "w")
-        request = of_state.PushRequest([names], frozenset(), config, scalars, {})
+        command = commands.Push([names], frozenset(), config, scalars, {})
         ones = [np.ones(SHAPES[name], np.float32) for name in names]
-        return state.push(request, message(modules, *ones))
+        return state.run(command, message(modules, *ones))
 
     return state, push
 
@@ -75,7 +75,7 @@ def test_a_push_after_a_load_updates_the_loaded_slots(modules):
     saved = state.save()["center"]  # before the slots were made
     push(["b"])
     push(["b"])
-    state.load_center(saved, None)
+    state.run(modules.commands.LoadCenter(saved))
     # With 0.5 twice in its momentum, the next step would be 1.5.
     assert (first_array(modules, push(["b"])) == -0.5).all()
     (slot,) = state._center.slot_variables()
@@ -85,9 +85,9 @@ def test_a_push_after_a_load_updates_the_loaded_slots(modules):
 def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     state, push = state_of(modules, gr.MomentumOptimizer(1.0, 1.0))
     saved = state.save()["center"]
-    answers = [push(["big"]), state.pull([["big"]]), state.slot_value("big", "momentum")]
-    answers.append(push(["big"]))
-    state.load_center(saved, None)
+    reads = modules.commands.Pull([["big"]]), modules.commands.SlotValue("big", "momentum")
+    answers = [push(["big"]), *map(state.run, reads), push(["big"])]
+    state.run(modules.commands.LoadCenter(saved))
     push(["big"])
     arrays = [first_array(modules, each) for each in answers]
     assert [array.min() for array in arrays] == [-0.5, -0.5, 0.5, -1.5]
@@ -98,8 +98,20 @@ def test_an_answer_that_is_not_sent_yet_does_not_change(modules):
     assert state._center.variables["big"].buffers[0].address == address  # no answer has it
 
 
+def test_each_command_has_one_method_that_runs_it(modules):
+    def all_of(kind: type) -> set[type]:
+        return {kind}.union(*map(all_of, kind.__subclasses__()))
+
+    commands, accumulators = modules.commands, modules.accumulator_state.AccumulatorSetState
+    sent = all_of(commands.ActorCommand) - {commands.ActorCommand, commands.OfWorker}
+    sent -= {commands.Change, commands.Read, commands.Ask}
+    in_center = set(modules.center_state.CenterShardState._handlers)
+    assert in_center | set(accumulators._handlers) == sent
+    assert in_center & set(accumulators._handlers) == {commands.Describe}
+
+
 class Client:
-    """Stands for a ``Client`` and its lead; the shards are in this process."""
+    """Stands for a ``Client`` and its coordinator; the shards are in this process."""
 
     def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
         self._modules, self.num_shards = modules, num_shards
@@ -113,21 +125,18 @@ class Client:
             for shard in range(self.num_shards)
         ]
 
-    def call(self, command: str, *arguments: Any, messages: Any = (), **options: Any) -> list[Any]:
-        sent = messages or [None] * self.num_shards
+    def call(self, command: Any, messages: Any = (), *options: Any) -> list[Any]:
+        sent = [[each] for each in messages] or [[]] * self.num_shards
         if self.states[0].may_raise(command):
             for state, each in reversed(list(zip(self.states, sent, strict=True))):
-                state.check(command, *arguments, each)
-        return [
-            getattr(state, command)(*arguments, each)
-            for state, each in zip(self.states, sent, strict=True)
-        ]
+                state.check(command, *each)
+        return [state.run(command, *each) for state, each in zip(self.states, sent, strict=True)]
 
-    def read(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(state, method)(*arguments) for state in self.states]
+    def read(self, command: Any) -> list[Any]:
+        return [state.run(command) for state in self.states]
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.states[0], method)(*arguments)
+    def ask(self, command: Any) -> Any:
+        return self.states[0].run(command)
 
 
 def worker_of(modules, client, names, rule):
@@ -144,10 +153,11 @@ def test_after_a_failure_sums_go_to_the_shards_that_now_have_the_variables(modul
     client = Client(modules, 2)
     optimizer, variables = worker_of(modules, client, "ab", gr.GradientDescentOptimizer(1.0))
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
-    where = [client.ask("shards")[name] for name in "ab"]
+    shards = modules.commands.ListShards()
+    where = [client.ask(shards)[name] for name in "ab"]
     client.restart()
     worker_of(modules, client, "ba", gr.GradientDescentOptimizer(1.0))  # another worker is first
-    assert [client.ask("shards")[name] for name in "ab"] == where[::-1]
+    assert [client.ask(shards)[name] for name in "ab"] == where[::-1]
     optimizer.apply_gradients([(np.full(2, 4.0), variable) for variable in variables])
     assert [variable.numpy().tolist() for variable in variables] == [[-4.0, -4.0]] * 2
 
@@ -178,15 +188,15 @@ def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, m
     other, others = worker_of(modules, client, "abcd", RaisingRule(0.5))
 
     def center() -> list[list[float]]:
-        states = [each["variables"] for each in client.read("state")]
+        states = [each["variables"] for each in client.read(modules.commands.CenterPart())]
         return [(states[0] | states[1])[name].tolist() for name in "abcd"]
 
     push = client.call
 
-    def in_actor(command, *arguments, **options):
+    def in_actor(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(RaisingRule, "in_worker", False)
-            return push(command, *arguments, **options)
+            return push(*arguments)
 
     monkeypatch.setattr(client, "call", in_actor)
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
@@ -201,7 +211,7 @@ def test_a_python_rule_that_raises_on_one_shard_changes_none(modules, failing, m
     optimizer.get_init_op(0)()  # drops the sums that the rule does not take
     optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
     assert center() == [[-3.0, -3.0]] * 4
-    assert list(client.ask("shards")) == list("abcd")
+    assert list(client.ask(modules.commands.ListShards())) == list("abcd")
     assert [state.clock for state in client.states] == [3, 3]
 
 
@@ -210,10 +220,10 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     optimizer, (weights,) = worker_of(modules, client, "a", gr.GradientDescentOptimizer(1.0))
     call = client.call
 
-    def watched(command, *arguments, origin=None, **options):
+    def watched(command, messages=(), origin=None, *options):
         if origin is not None:
             sent.append(origin.tasks)
-        return call(command, *arguments, **options)
+        return call(command, messages)
 
     monkeypatch.setattr(client, "call", watched)
 
@@ -229,9 +239,9 @@ def test_a_push_names_the_tasks_that_its_thread_has_registered(modules, monkeypa
     client.restart()
     client.states[0].register((3,))
     client.states[0].register((3,))
-    assert client.ask("registry", "list_begun") == [3]
-    client.ask("registry", "end", 3)
-    assert client.ask("registry", "list_begun") == []
+    assert client.ask(modules.commands.ListWorkers())[0] == [3]
+    client.ask(modules.commands.End(3))
+    assert client.ask(modules.commands.ListWorkers())[0] == []
 
 
 @pytest.mark.parametrize("distance_scale", [None, 0.5])

@@ -54,7 +54,7 @@ def stopped(name: str) -> Iterator[None]:
 
 def num_queued(name: str) -> int:
     """The number of takes that wait in an actor."""
-    return in_actor(name, lambda lead: len(lead._queue))
+    return in_actor(name, lambda actor: len(actor._queue))
 
 
 def wait_until(condition: Callable[[], bool], *tasks: Any) -> None:
@@ -434,9 +434,9 @@ def test_no_port_is_opened_beside_those_of_ray(idle):
 
 @pytest.mark.exhaustive
 def test_nothing_grows_with_the_number_of_calls(unique_name):
-    def held(lead: Any) -> list[int]:
+    def held(actor: Any) -> list[int]:
         names = ("_staged", "_queue", "_calls", "_workers", "_running")
-        return [len(getattr(lead, name, ())) for name in names] + [len(lead._state._taken)]
+        return [len(getattr(actor, name, ())) for name in names] + [len(actor._state._taken)]
 
     with gr.ray.AccumulatorSet(SPECS, unique_name, num_shards=2) as shared:
         for number in range(1000):

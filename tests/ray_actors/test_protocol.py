@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,24 @@ def modules() -> Iterator[SimpleNamespace]:
         yield found
 
 
-class Tally:
-    """A ``ShardState`` that knows the names of the gradients in its sum."""
+@dataclass(frozen=True)
+class FailOn:
+    """A command that raises on one shard."""
 
-    repeated = {"take": "results_of_last_take"}  # noqa: RUF012
+    shard: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """A command that returns what a shard has."""
+
+
+class Tally:
+    """A ``ShardState`` that knows the names of the gradients in its sum.
+
+    The ``local_step`` of an ``Apply`` is the name of its gradient.
+    """
+
     clock = 0
 
     def __init__(self, settings: Any) -> None:
@@ -35,36 +50,47 @@ class Tally:
         self.registered: set[int] = set()
         self.load(None)
 
-    def may_raise(self, command: str) -> bool:
-        return command == "fail_on" or (command == "apply" and self._checks_all)
+    def run(self, command: Any, *message: Any) -> Any:
+        methods = {
+            "Apply": self.apply,
+            "FailOn": self.fail_on,
+            "LastTake": self.last_take,
+            "Save": self.save,
+            "Take": self.take,
+        }
+        return methods[type(command).__name__](*vars(command).values(), *message)
 
-    def check(self, command: str, shard: Any, message: Any) -> None:
-        if command == "apply":
-            assert message == (shard, self.shard)  # its name
-        elif shard == self.shard:
-            raise ArithmeticError(f"on shard {shard}")
+    def may_raise(self, command: Any) -> bool:
+        applies = type(command).__name__ == "Apply"
+        return isinstance(command, FailOn) or (applies and self._checks_all)
 
-    def fail_on(self, shard: int, message: None) -> bool:
+    def check(self, command: Any, *message: Any) -> None:
+        if not isinstance(command, FailOn):
+            assert message == ((command.local_step, self.shard),)
+        elif command.shard == self.shard:
+            raise ArithmeticError(f"on shard {command.shard}")
+
+    def fail_on(self, shard: int) -> bool:
         assert shard != self.shard
         return True
 
     def register(self, tasks: Any) -> None:
         self.registered |= set(tasks)
 
-    def apply(self, name: str, message: Any) -> bool:
+    def apply(self, name: str, kinds: Any, message: Any) -> bool:
         if message != (name, self.shard):
             raise TypeError(f"the message of {name} is {message}")
         self.held.append(name)
         self.history.append(name)
         return True
 
-    def take(self, key: Any, num_required: int, message: None) -> Any:
+    def take(self, key: Any, num_required: int) -> Any:
         assert len(self.held) >= num_required
         self.results[key[0]] = (key[1], self.held)
         self.held = []
-        return self.results_of_last_take(key[0])
+        return self.last_take(key[0])
 
-    def results_of_last_take(self, caller: str) -> Any:
+    def last_take(self, caller: str) -> Any:
         return list(self.results[caller][1])
 
     def forget(self, key: Any) -> None:
@@ -114,30 +140,38 @@ class Run:
         return self.world.start(self.settings, Tally, client)
 
     @property
-    def lead(self) -> Any:
+    def coordinator(self) -> Any:
         return self.world.actors["a"].instance
 
-    async def apply(self, lead: Any, worker: str, number: int) -> None:
+    def applying(self, name: str, key: Any, messages: Any = (), origin: Any = None) -> Any:
+        """Returns a call that applies a gradient; ``messages``: others than its own."""
+        messages = messages or [(name, shard) for shard in range(self.num_shards)]
+        of_call = self.modules.commands
+        return of_call.OrderedCall(key, of_call.Apply(name, ()), messages, origin)
+
+    async def apply(self, coordinator: Any, worker: str, number: int) -> None:
         name = f"{worker}.{number}"
-        origin = self.modules.lead.Origin(worker, number, 0)
-        first, *others = [(name, shard) for shard in range(self.num_shards)]
-        key = (worker, number)
-        sent = self.modules.lead.OrderedCall(key, "apply", (name,), first, others, origin)
-        answers = await answer_of(self.modules, lambda: lead.call.remote(sent))
+        origin = self.modules.commands.Origin(worker, number, 0)
+        sent = self.applying(name, (worker, number), origin=origin)
+        answers = await answer_of(self.modules, lambda: coordinator.call.remote(sent))
         assert answers[0] is True
         self.acknowledged.append(name)
 
-    async def take(self, lead: Any, key: Any, num_required: int, polls: int = 10**9) -> list[str]:
+    async def take(
+        self, coordinator: Any, key: Any, num_required: int, polls: int = 10**9
+    ) -> list[str]:
         """Takes as ``Client.take``; returns the names, or none."""
         for _ in range(polls):
-            found = await answer_of(self.modules, lambda: lead.take.remote(key, num_required, 1.0))
+            found = await answer_of(
+                self.modules, lambda: coordinator.take.remote(key, num_required, 1.0)
+            )
             if isinstance(found, list):
                 break
         else:
-            found = await answer_of(self.modules, lambda: lead.withdraw.remote(key))
+            found = await answer_of(self.modules, lambda: coordinator.withdraw.remote(key))
         if found is None:
             return []
-        lead.delivered.remote(key)
+        coordinator.delivered.remote(key)
         first, *others = found
         assert others == [first] * (self.num_shards - 1)
         self.taken += first
@@ -145,17 +179,19 @@ class Run:
 
     async def work(self, client: Process, worker: str, num_applies: int) -> None:
         """Applies gradients."""
-        lead = self.connect(client)
+        coordinator = self.connect(client)
         for number in range(1, num_applies + 1):
-            await self.apply(lead, worker, number)
+            await self.apply(coordinator, worker, number)
 
     async def take_all(self, client: Process, consumer: str, workers: Any) -> None:
         """Takes until all workers have ended."""
-        lead = self.connect(client)
+        coordinator = self.connect(client)
         for number in itertools.count(1):
             if all(each.done() for each in workers):
                 return
-            await self.take(lead, (consumer, number), self.world.random.randint(1, 3), polls=3)
+            await self.take(
+                coordinator, (consumer, number), self.world.random.randint(1, 3), polls=3
+            )
 
     async def play(self, *, a_worker_ends: bool) -> None:
         """Runs three workers and two consumers to their end."""
@@ -178,8 +214,8 @@ class Run:
 
     async def contents(self) -> dict[str, Any]:
         """Returns what every shard has, which is the same."""
-        lead = self.connect(Process())
-        found = await answer_of(self.modules, lambda: lead.read_all.remote("save", ()))
+        coordinator = self.connect(Process())
+        found = await answer_of(self.modules, lambda: coordinator.query.remote(Save()))
         first, *others = found
         for each in others:
             assert (each["held"], each["history"]) == (first["held"], first["history"])
@@ -190,8 +226,8 @@ class Run:
         for name in self.names:
             actor = self.world.actors[name].instance
             assert actor._staged == {}
-            assert actor._number == self.lead._number
-        assert self.lead._queue == {}
+            assert actor._number == self.coordinator._number
+        assert self.coordinator._queue == {}
         assert len(set(found["history"])) == len(found["history"])
         lost = set(self.acknowledged) - set(found["history"])
         if self.period == 1:
@@ -258,19 +294,19 @@ def test_without_snapshots_a_lost_shard_is_an_error_for_everybody_at_once(
 @pytest.mark.parametrize("period", [1, 4])
 def test_a_shard_that_ray_does_not_restart_is_started_again(modules, period):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
+        coordinator = run.connect(Process())
         for number in (1, 2, 3, 4):
-            await run.apply(lead, "w", number)
+            await run.apply(coordinator, "w", number)
         for number, victim in enumerate(run.names[1:], 5):
             run.world.kill(victim, for_good=True)
-            await asyncio.wait_for(run.apply(lead, "w", number), 60)
+            await asyncio.wait_for(run.apply(coordinator, "w", number), 60)
         found = (await run.contents())["history"]
         assert found == (run.acknowledged if period == 1 else [*run.acknowledged[:4], "w.6"])
 
     Run(modules, 0, 3, period).run(main)
 
 
-def test_without_snapshots_a_new_lead_clears_the_shards_of_a_killed_one(modules):
+def test_without_snapshots_a_new_coordinator_clears_the_shards_of_a_killed_one(modules):
     async def main(run: Run) -> None:
         await run.apply(run.connect(Process()), "w", 1)
         run.world.kill("a")
@@ -294,11 +330,11 @@ def test_a_take_whose_answer_is_lost_does_not_take_again(modules, seed):
     clients = [Process() for _ in range(2)]
 
     async def main() -> None:
-        leads = [run.connect(client) for client in clients]
-        await run.apply(leads[0], "w", 1)
+        coordinators = [run.connect(client) for client in clients]
+        await run.apply(coordinators[0], "w", 1)
         run.world.on_message = kill
-        await asyncio.wait([clients[1].run(run.take(leads[1], ("t", 1), 1))])
-        await run.apply(leads[0], "w", 2)
+        await asyncio.wait([clients[1].run(run.take(coordinators[1], ("t", 1), 1))])
+        await run.apply(coordinators[0], "w", 2)
         assert (await run.contents())["held"] == ["w.2"]
         assert run.world.num_kills == 1
 
@@ -309,17 +345,17 @@ def test_a_take_whose_answer_is_lost_does_not_take_again(modules, seed):
 def test_takes_complete_in_the_order_of_the_calls(modules, num_shards):
     async def main(run: Run) -> None:
         client, order = Process(), []
-        lead = run.connect(client)
+        coordinator = run.connect(client)
 
         async def take(consumer: str, num_required: int) -> None:
-            order.append((consumer, await run.take(lead, (consumer, 1), num_required)))
+            order.append((consumer, await run.take(coordinator, (consumer, 1), num_required)))
 
         takes = []
         for consumer, num_required in (("a", 2), ("b", 1), ("c", 3)):
             takes.append(client.run(take(consumer, num_required)))
             await asyncio.sleep(0.1)
         for number in range(1, 7):
-            await run.apply(lead, "w", number)
+            await run.apply(coordinator, "w", number)
         await asyncio.wait_for(asyncio.gather(*takes), 10)
         assert order == [("a", ["w.1", "w.2"]), ("b", ["w.3"]), ("c", ["w.4", "w.5", "w.6"])]
 
@@ -331,15 +367,15 @@ def test_the_take_of_a_killed_client_is_dropped_and_blocks_nobody(modules):
         clients = [Process() for _ in range(2)]
         clients[0].run(run.take(run.connect(clients[0]), ("killed", 1), 3))
         await asyncio.sleep(0.1)
-        lead = run.connect(clients[1])
-        second = clients[1].run(run.take(lead, ("t", 1), 1))
+        coordinator = run.connect(clients[1])
+        second = clients[1].run(run.take(coordinator, ("t", 1), 1))
         await asyncio.sleep(0.1)
         clients[0].end()
-        await run.apply(lead, "w", 1)
+        await run.apply(coordinator, "w", 1)
         await asyncio.sleep(0.5)
         assert not second.done()
         assert await asyncio.wait_for(second, 8) == ["w.1"]
-        assert run.lead._queue == {}
+        assert run.coordinator._queue == {}
 
     Run(modules, 0, 2, 1).run(main)
 
@@ -357,7 +393,7 @@ def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
     names = ("take", "withdraw", "delivered")
     methods = {name: SimpleNamespace(remote=partial(send, name)) for name in names}
     client.actor, client._poll_seconds = SimpleNamespace(**methods), 1.0
-    client._caller, client._call_lead = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
+    client._caller, client._send = SimpleNamespace(next_key=lambda: ("a", 1)), interrupted
     monkeypatch.setattr(modules.client.cluster, "check_usable", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         client.take(1, None)
@@ -368,15 +404,15 @@ def test_a_second_ctrl_c_leaves_no_take_in_the_queue(modules, monkeypatch):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_shards, failing):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
-        await run.apply(lead, "w", 1)
+        coordinator = run.connect(Process())
+        await run.apply(coordinator, "w", 1)
         run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = True
         for _ in range(2):
             with pytest.raises(OSError, match="disk full"):
-                await run.apply(lead, "w", 2)
+                await run.apply(coordinator, "w", 2)
         assert (await run.contents())["held"] == ["w.1"]
         run.world.actors[run.names[failing % num_shards]].instance._snapshots.is_full = False
-        await run.apply(lead, "w", 2)
+        await run.apply(coordinator, "w", 2)
         assert (await run.contents())["held"] == ["w.1", "w.2"]
 
     Run(modules, 0, num_shards, 1).run(main)
@@ -386,33 +422,32 @@ def test_a_call_whose_snapshot_cannot_be_written_changes_nothing(modules, num_sh
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_call_that_fails_on_one_shard_changes_none(modules, period, failing):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
-        await run.apply(lead, "w", 1)
+        coordinator = run.connect(Process())
+        await run.apply(coordinator, "w", 1)
 
         def fail_on(number: int, shard: int) -> Any:
-            sent = modules.lead.OrderedCall(("w", number), "fail_on", (shard,))
-            return answer_of(modules, lambda: lead.call.remote(sent))
+            sent = modules.commands.OrderedCall(("w", number), FailOn(shard))
+            return answer_of(modules, lambda: coordinator.call.remote(sent))
 
         for number in (2, 3):
             with pytest.raises(ArithmeticError, match=f"^on shard {failing}$"):
                 await fail_on(number, failing)
         found = await fail_on(4, 3)
         assert found == [True] * 3
-        await run.apply(lead, "w", 5)
+        await run.apply(coordinator, "w", 5)
         assert (await run.contents())["history"] == ["w.1", "w.5"]  # nothing went back
 
     Run(modules, 0, 3, period).run(main)
 
 
-def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
+def test_a_gradient_registers_its_worker_with_a_restarted_coordinator(modules):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
-        await run.apply(lead, "w", 1)
+        coordinator = run.connect(Process())
+        await run.apply(coordinator, "w", 1)
         run.world.kill("a")
-        origin = modules.lead.Origin("w", 2, 0, (5,))
-        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), (), origin)
-        await answer_of(modules, lambda: lead.call.remote(sent))
-        assert run.lead._state.registered == {5}
+        sent = run.applying("w.2", ("w", 2), origin=modules.commands.Origin("w", 2, 0, (5,)))
+        await answer_of(modules, lambda: coordinator.call.remote(sent))
+        assert run.coordinator._state.registered == {5}
 
     Run(modules, 0, 1, 1).run(main)
 
@@ -421,37 +456,37 @@ def test_a_gradient_registers_its_worker_with_a_restarted_lead(modules):
 def test_close_ends_all_shards_and_cancels_waiting_takes(modules, period):
     async def main(run: Run) -> None:
         client = Process()
-        lead = run.connect(client)
-        waiting = client.run(run.take(lead, ("t", 1), 1))
-        await run.apply(lead, "w", 1)
+        coordinator = run.connect(client)
+        waiting = client.run(run.take(coordinator, ("t", 1), 1))
+        await run.apply(coordinator, "w", 1)
         await waiting
-        waiting = client.run(run.take(lead, ("t", 2), 1))
+        waiting = client.run(run.take(coordinator, ("t", 2), 1))
         await asyncio.sleep(0.1)
-        await lead.end.remote()
+        await coordinator.end.remote()
         with pytest.raises(CancelledError, match=r"^TakeGrad operation was cancelled$"):
             await waiting
         with pytest.raises(CancelledError, match=r"^'a' was closed$"):
-            await run.apply(lead, "w", 2)
+            await run.apply(coordinator, "w", 2)
         assert not any(run.world.actors[name].is_alive for name in run.names[1:])
         assert not any(run.world.files.get(name) for name in run.names[1:])
-        assert run.lead._queue == {}
+        assert run.coordinator._queue == {}
 
     Run(modules, 0, 3, period).run(main)
 
 
 def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
-        await run.apply(lead, "w", 1)
-        for place in (0, 1):
-            others: list[Any] = [("w.2", 1), ("w.2", 2)]
-            others[place] = LOST
-            sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), ("w.2", 0), others)
+        coordinator = run.connect(Process())
+        await run.apply(coordinator, "w", 1)
+        for place in (1, 2):
+            messages: list[Any] = [("w.2", shard) for shard in range(3)]
+            messages[place] = LOST
+            sent = run.applying("w.2", ("w", 2), messages)
             with pytest.raises(RayTaskError, match="ObjectLostError"):
-                await lead.call.remote(sent)
+                await coordinator.call.remote(sent)
         await asyncio.sleep(1)
         assert not any(run.world.actors[name].instance._staged for name in run.names)
-        await run.apply(lead, "w", 2)
+        await run.apply(coordinator, "w", 2)
         assert (await run.contents())["history"] == ["w.1", "w.2"]
 
     Run(modules, 0, 3, 1).run(main)
@@ -460,18 +495,16 @@ def test_a_lost_message_leaves_nothing_with_the_other_shards(modules):
 @pytest.mark.parametrize("polls", range(12))
 def test_a_call_that_ray_cancels_is_run_on_all_shards_or_none(modules, polls):
     async def main(run: Run) -> None:
-        lead = run.connect(Process())
-        await run.apply(lead, "w", 1)
-        messages = [("w.2", shard) for shard in range(3)]
-        sent = modules.lead.OrderedCall(("w", 2), "apply", ("w.2",), messages[0], messages[1:])
-        call = asyncio.ensure_future(run.lead.call(sent))
+        coordinator = run.connect(Process())
+        await run.apply(coordinator, "w", 1)
+        call = asyncio.ensure_future(run.coordinator.call(run.applying("w.2", ("w", 2))))
         await asyncio.sleep(polls * 0.005)
         call.cancel()
         await asyncio.sleep(1)
-        await run.apply(lead, "w", 3)
+        await run.apply(coordinator, "w", 3)
         assert (await run.contents())["history"] in (["w.1", "w.2", "w.3"], ["w.1", "w.3"])
         for name in run.names:
             assert run.world.actors[name].instance._staged == {}
-        assert not run.lead._running
+        assert not run.coordinator._running
 
     Run(modules, 0, 3, 0).run(main)

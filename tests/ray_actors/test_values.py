@@ -95,7 +95,7 @@ def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards
                 stale = step - 1
                 assert worker.apply_grads(grads, stale) == gr.apply_grads(own, grads, stale)
                 assert counts(shared) == counts(own[0])
-            in_actor(unique_name, lambda lead: lead._load(lead._snapshots.newest()) and None)
+            in_actor(unique_name, lambda actor: actor._load(actor._snapshots.newest()) and None)
             # To this process, and from it.
             states = [each.state_dict() for each in own]
             state = shared.state_dict()
@@ -201,7 +201,7 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
         shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
         shared.apply_grad(np.ones(2), 0, cast=True)
         assert "torch" not in in_actor(unique_name, lambda _: list(__import__("sys").modules))
-        in_actor(unique_name, lambda lead: lead._load(2) and None)
+        in_actor(unique_name, lambda actor: actor._load(2) and None)
         state = shared.state_dict()
         assert state["kind"] == "torch"
         found = shared.take_grad(2, timeout=30)

@@ -13,7 +13,7 @@ from .accumulators import (
 )
 from .center import AGNCenter
 from .cluster import init
-from .lead import WorkerInfo
+from .coordinator import WorkerInfo
 
 __all__ = [
     "AGNCenter",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,9 @@ from gradreduce.checkpoint import plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
+from .commands import Apply, CallKey, Counts, LastTake, LoadStates, SetGlobalStep, States, Take
 from .messages import Layout, TensorMessage, specs_of
-from .shard_state import ActorSettings, CallKey, ShardState, set_last
+from .shard_state import ActorSettings, ShardState, set_last
 
 MAX_TAKEN = 16  # unconfirmed results that are kept; a killed caller never confirms its own
 
@@ -81,6 +82,23 @@ class SetSpec(NamedTuple):
         """Returns the indices of the accumulators of a shard."""
         return [number for number, shard in enumerate(self.shards) if shard == index]
 
+    def in_order(self, of_shards: Iterable[list[Any]]) -> list[Any]:
+        """Returns one value for each accumulator, given those of each shard."""
+        by_index: dict[int, Any] = {}
+        for shard, values in enumerate(of_shards):
+            by_index |= zip(self.of_shard(shard), values, strict=True)
+        return [by_index[index] for index in range(len(self.shards))]
+
+    def gradients(self, shard: int, message: TensorMessage) -> list[Any]:
+        """Returns the gradients or results of a shard, as views of the memory of a message."""
+        arrays = iter(Layout.of(message.form).arrays(message))
+        return [
+            _as_slices(next(arrays), next(arrays), next(arrays))
+            if self.specs[index].is_sparse
+            else next(arrays)
+            for index in self.of_shard(shard)
+        ]
+
 
 class AccumulatorSetState(ShardState):
     """The accumulators of a shard, with one step; each command is atomic over all of them.
@@ -89,8 +107,6 @@ class AccumulatorSetState(ShardState):
         settings: settings of the shard.
         spec: the definition of the whole set, over all shards.
     """
-
-    repeated = {"take": "results_of_last_take"}  # noqa: RUF012  # never changed
 
     def __init__(self, settings: ActorSettings, spec: SetSpec) -> None:
         super().__init__(settings)
@@ -120,78 +136,66 @@ class AccumulatorSetState(ShardState):
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def apply(self, local_step: int, kinds: Sequence[Kind], message: TensorMessage) -> bool | int:
-        """Adds one gradient to each accumulator; the client has checked the gradients.
-
-        Args:
-            local_step: the step with which all gradients were computed.
-            kinds: for each accumulator of the set the array type that the caller passed.
-            message: the gradients of this shard.
-
-        Returns:
-            True if all were added, else the step for which they are stale.
-        """
+    @Apply.handler
+    def apply(self, command: Apply, message: TensorMessage) -> bool | int:
+        """See ``Apply``."""
         is_first = not self._accumulators[0].num_accumulated()
-        if not apply_grads(self._accumulators, self._gradients(message), local_step, cast=True):
+        grads = self._spec.gradients(self._settings.shard, message)
+        if not apply_grads(self._accumulators, grads, command.local_step, cast=True):
             return self.clock
         if is_first:
             for index, each in zip(self._indices, self._accumulators, strict=True):
-                each.accumulator_ref.kind = kinds[index]
+                each.accumulator_ref.kind = command.kinds[index]
         return True
 
-    def take(self, key: CallKey, num_required: int, message: None) -> TensorMessage:
-        """Takes the gradient of each accumulator; called if ``can_take`` returns True."""
+    @Take.handler
+    def take(self, command: Take) -> TensorMessage:
+        """See ``Take``; called if ``can_take`` returns True."""
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
-        taken = take_grads(self._accumulators, num_required, timeout=0, output_type="numpy")
-        caller, number = key
-        set_last(self._taken, caller, (number, kinds, arrays_of(taken)), MAX_TAKEN)
-        return self.results_of_last_take(caller)
+        taken = take_grads(self._accumulators, command.num_required, timeout=0, output_type="numpy")
+        arrays = [array for gradient in taken for array in _arrays_of(gradient)]
+        set_last(self._taken, command.key[0], (command.key[1], kinds, arrays), MAX_TAKEN)
+        return self.last_take(LastTake(command.key[0]))
 
-    def set_global_step(self, step: int, message: None) -> None:
-        """Sets the step of all accumulators."""
+    @SetGlobalStep.handler
+    def set_global_step(self, command: SetGlobalStep) -> None:
+        """See ``SetGlobalStep``."""
         for each in self._accumulators:
-            each.set_global_step(step)
+            each.set_global_step(command.step)
 
-    def load_states(self, states: Sequence[Any], message: None) -> None:
-        """Loads the states of this shard; ``states`` has one for each accumulator of the set."""
+    @LoadStates.handler
+    def load_states(self, command: LoadStates) -> None:
+        """See ``LoadStates``."""
         loads = [
-            _ready(each.accumulator_ref, states[index], f"state['accumulators'][{index}]")
+            _ready(each.accumulator_ref, command.states[index], f"state['accumulators'][{index}]")
             for index, each in zip(self._indices, self._accumulators, strict=True)
         ]
         for load in loads:
             load()
 
-    def _gradients(self, message: TensorMessage) -> list[Any]:
-        """Returns the gradients of a message, as views of its memory."""
-        arrays = iter(Layout.of(message.form).arrays(message))
-        return [
-            as_slices(next(arrays), next(arrays), next(arrays))
-            if self._spec.specs[index].is_sparse
-            else next(arrays)
-            for index in self._indices
-        ]
-
     # -- reads ------------------------------------------------------------------------------------
 
-    def results_of_last_take(self, caller: str) -> TensorMessage:
-        """Returns the results of a caller's last take, and as ``value`` the kind of each."""
-        if caller not in self._taken:
+    @LastTake.handler
+    def last_take(self, command: LastTake) -> TensorMessage:
+        """See ``LastTake``."""
+        if command.caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
-        _, kinds, arrays = self._taken[caller]
+        _, kinds, arrays = self._taken[command.caller]
         return Layout(specs_of(arrays)).message(arrays)._replace(value=kinds)
 
     def forget(self, key: CallKey) -> None:
         """See ``ShardState``."""
-        caller, number = key
-        if caller in self._taken and self._taken[caller][0] == number:
-            del self._taken[caller]
+        if key[0] in self._taken and self._taken[key[0]][0] == key[1]:
+            del self._taken[key[0]]
 
-    def states(self) -> list[Any]:
-        """Returns the states of the accumulators of this shard."""
+    @States.handler
+    def states(self, command: States) -> list[Any]:
+        """See ``States``."""
         return [each.state_dict() for each in self._accumulators]
 
-    def counts(self) -> tuple[int, int, int]:
-        """Returns the step, the number of gradients in the sum, and the number of dropped ones."""
+    @Counts.handler
+    def counts(self, command: Counts) -> tuple[int, int, int]:
+        """See ``Counts``."""
         first = self._accumulators[0]
         return first.global_step, first.num_accumulated(), first.num_dropped
 
@@ -222,7 +226,7 @@ class AccumulatorSetState(ShardState):
             }
             for caller, (number, kinds, arrays) in self._taken.items()
         }
-        return {"accumulators": self.states(), "taken": taken}
+        return {"accumulators": self.states(States()), "taken": taken}
 
 
 def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None]:
@@ -240,21 +244,14 @@ def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None
     return load
 
 
-def arrays_of(gradients: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the arrays of host gradients: one of a dense gradient, three of a sparse one."""
-    arrays: list[np.ndarray] = []
-    for gradient in gradients:
-        if isinstance(gradient, IndexedSlices):
-            arrays += [
-                gradient.indices,
-                gradient.values,
-                np.array(gradient.dense_shape or (), np.int64),
-            ]
-        else:
-            arrays.append(gradient)
-    return arrays
+def _arrays_of(gradient: Any) -> list[np.ndarray]:
+    """Returns the arrays of a host gradient: one of a dense gradient, three of a sparse one."""
+    if not isinstance(gradient, IndexedSlices):
+        return [gradient]
+    shape = np.array(gradient.dense_shape or (), np.int64)
+    return [gradient.indices, gradient.values, shape]
 
 
-def as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
+def _as_slices(indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> IndexedSlices:
     """Returns IndexedSlices; an empty ``shape`` stands for None."""
     return IndexedSlices(values, indices, shape.tolist() or None)

@@ -31,21 +31,38 @@ from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center, WorkerVariables
 from gradreduce.optim.agn.push import PushConfig
 from gradreduce.optim.agn.session_hook import Registry, check_begun
-from gradreduce.optim.agn.sums import Sum
+from gradreduce.optim.agn.sums import Sum, Sums
 from gradreduce.optim.agn.variables import LazyVariable
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
-from .center_state import CenterShardState, NotJoinedError, PushRequest, Rule
+from .center_state import CenterShardState, NotJoinedError
 from .client import Client, SharedObject, settings_of
-from .lead import Origin
+from .commands import (
+    Begin,
+    CallKey,
+    CenterPart,
+    ClearFailure,
+    Create,
+    End,
+    Join,
+    ListShards,
+    ListWorkers,
+    LoadCenter,
+    MarkFailed,
+    Origin,
+    Pull,
+    Push,
+    Read,
+    SlotsOf,
+    SlotValue,
+)
 from .messages import Layout, TensorMessage, rehearse_packing, specs_of
-from .shard_state import CallKey
 
 # Attributes of optimizers that do not belong to the rule.
 _NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
 
-
+_Names = list[list[str]]  # for each shard the names of its variables
 _LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
 
 
@@ -57,19 +74,19 @@ class RemoteRegistry(Registry):
     """
 
     def __init__(self, client: Client) -> None:
-        self._ask = partial(client.ask, "registry")
+        self._client = client
         # Task index -> thread, of the workers of this process that have begun.
         self._here: dict[int, int] = {}
 
     def begin(self, task_index: int) -> None:
         """See ``Registry``."""
-        self._ask("begin", task_index)
+        self._client.ask(Begin(task_index))
         self._here[task_index] = threading.get_ident()
 
     def end(self, task_index: int) -> None:
         """See ``Registry``."""
         self._here.pop(task_index, None)
-        self._ask("end", task_index)
+        self._client.ask(End(task_index))
 
     def of_this_thread(self) -> tuple[int, ...]:
         """Returns the task indices of the workers that have begun in this thread."""
@@ -78,24 +95,26 @@ class RemoteRegistry(Registry):
 
     def list_failed(self) -> list[int]:
         """See ``Registry``."""
-        return list(self._ask("list_failed"))
+        return self._client.ask(ListWorkers())[1]
 
     def clear_failure(self, task_index: int) -> None:
         """See ``Registry``."""
-        self._ask("clear_failure", task_index)
+        self._client.ask(ClearFailure(task_index))
 
     def mark_failed(self, task_index: int, error: BaseException) -> None:
         """See ``Registry``."""
         self._here.pop(task_index, None)
-        text = f"{type(error).__name__}: {error}"  # not every error can be pickled
-        self._ask("mark_failed", task_index, RuntimeError(text))
+        # As text, because not every error can be pickled.
+        self._client.ask(MarkFailed(task_index, f"{type(error).__name__}: {error}"))
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
         """See ``Registry``."""
         end = time.monotonic() + timeout
-        while len(begun := self._ask("list_begun")) < num_worker and time.monotonic() < end:
+        while (
+            len(begun := self._client.ask(ListWorkers())[0]) < num_worker and time.monotonic() < end
+        ):
             for task in self._here.keys() - begun:  # a restarted actor does not know them
-                self._ask("begin", task)
+                self._client.ask(Begin(task))
             time.sleep(_LOOK_SECONDS)
         check_begun(begun, num_worker, timeout)
 
@@ -132,11 +151,15 @@ class RemoteCenter(Center):
         value = local.numpy()
         message = Layout(specs_of([value])).message([value])
         messages = [message] * self._client.num_shards
-        self._shards[name] = self._client.call("create", name, messages=messages)[0]
+        self._shards[name] = self._client.call(Create(name), messages)[0]
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str) -> np.ndarray:
         """Returns the value of a center variable."""
-        message = self._client.read("pull", self._by_shard([name]))[self._shards[name]]
+        return self._first_array(Pull(self._by_shard([name])), self._shards[name])
+
+    def _first_array(self, command: Read[TensorMessage], shard: int) -> np.ndarray:
+        """Returns the first array of a shard's answer."""
+        message = self._client.read(command)[shard]
         return Layout.of(message.form).arrays(message)[0]
 
     def _by_shard(self, names: Iterable[str]) -> list[list[str]]:
@@ -148,7 +171,7 @@ class RemoteCenter(Center):
 
     def join(self, optimizer: Optimizer) -> None:
         """See ``Center``."""
-        self._client.call("join", _rule_of(optimizer))
+        self._client.call(join_of(optimizer))
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
         """See ``Center``."""
@@ -161,17 +184,13 @@ class RemoteCenter(Center):
     def _slots(self, name: str) -> dict[str, Variable]:
         """Returns the slots of a center variable by name, such as ``"momentum"``."""
         shard = self._shards.get(name, 0)
-        slots = self._client.read("slots_of", name)[shard]
-        reads = {slot: partial(self._slot_value, shard, name, slot) for slot in slots}
+        slots = self._client.read(SlotsOf(name))[shard]
+        reads = {slot: partial(self._first_array, SlotValue(name, slot), shard) for slot in slots}
         return {slot: _fetched(slots[slot], self.devices[0], read) for slot, read in reads.items()}
-
-    def _slot_value(self, shard: int, name: str, slot: str) -> Any:
-        message = self._client.read("slot_value", name, slot)[shard]
-        return Layout.of(message.form).arrays(message)[0]
 
     def _locate_variables(self) -> list[str]:
         """Returns the sorted names of all center variables; records the shard of each."""
-        shards = self._client.ask("shards")
+        shards = self._client.ask(ListShards())
         self._shards |= shards
         return sorted(shards)
 
@@ -202,8 +221,8 @@ class RemoteCenter(Center):
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
-        connection = self._connection(variables)
-        key = connection.key_of(variables.sums)
+        connection, sums = self._connection(variables), variables.sums
+        key = connection.key_of(sums)
         origin = Origin(
             self._worker + connection.suffix,
             variables.num_steps,
@@ -212,33 +231,33 @@ class RemoteCenter(Center):
         )
         settings = {name: getattr(optimizer, name) for name in optimizer._settings}
 
-        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
-            if connection.sent is None or connection.sent.sums is not variables.sums:
-                connection.sent = SentSums(variables, self._by_shard(by_name), config)
+        def call(names: _Names) -> list[TensorMessage | None]:
             sent = connection.sent
-            request = PushRequest(sent.names, sent.sparse, config, scalars, settings)
-            send = partial(self._client.call, messages=sent.messages(), origin=origin, key=key)
-            return sent.names, send("push", request, timeout=_time_left(self.devices[0]))
+            if sent is None or sent.sums is not sums or sent.names != names:
+                sent = connection.sent = SentSums(variables, names, config)
+            command, messages = Push(names, sent.sparse, config, scalars, settings), sent.messages()
+            return self._client.call(command, messages, origin, key, _time_left(self.devices[0]))
 
-        self._exchange(optimizer, variables, variables.sums, call, then)
+        self._exchange(optimizer, variables, sums, call, then)
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
     ) -> None:
         """See ``Center``."""
-
-        def call(by_name: Mapping[str, Variable]) -> tuple[Sequence[Sequence[str]], Any]:
-            names = self._by_shard(by_name)
-            return names, self._client.read("pull", names)
-
-        self._exchange(optimizer, variables, variables.centers, call, then)
+        self._exchange(
+            optimizer,
+            variables,
+            variables.centers,
+            lambda names: self._client.read(Pull(names)),
+            then,
+        )
 
     def _exchange(
         self,
         optimizer: Optimizer,
         variables: WorkerVariables,
         of: Iterable[Variable],
-        call: Callable[[Mapping[str, Variable]], tuple[Sequence[Sequence[str]], Any]],
+        call: Callable[[_Names], Sequence[TensorMessage | None]],
         then: Callable[[], None],
     ) -> None:
         """Makes a call, and writes what it returns to variables of the worker.
@@ -249,24 +268,23 @@ class RemoteCenter(Center):
             optimizer: the worker's optimizer.
             variables: the worker's variables.
             of: those of them that are written.
-            call: gets these by name; returns for each shard the names of its variables, and its
-                answer.
+            call: gets for each shard the names of its variables; returns the answer of each shard.
             then: see ``Center``.
         """
         by_name, connection = {var.name: var for var in of}, self._connection(variables)
         try:
-            names, answers = call(by_name)
+            answers = call(names := self._by_shard(by_name))
         except NotJoinedError:
-            connection.sent = None
             for var in variables.centers:
                 self._create(var.name, var)
             self.join(optimizer)
-            names, answers = call(by_name)
-        if answers == [None]:  # a retry of a push that was applied, but whose answer was lost
-            answers = self._client.read("pull", names)
+            answers = call(names := self._by_shard(by_name))  # the variables may have moved
+        messages = [answer for answer in answers if answer is not None]
+        # There is none if a retry found that the push was applied, but its answer was lost.
+        messages = messages or self._client.read(Pull(names))
         with DeferInterrupts():
-            connection.clock = self._write(optimizer, by_name, names, answers)
-            connection.number += 1  # a failed push is not retried after a pull
+            connection.clock = self._write(optimizer, by_name, names, messages)
+            connection.pending = None  # a failed push is not retried after a pull
             then()
 
     def _connection(self, variables: WorkerVariables) -> Connection:
@@ -277,21 +295,20 @@ class RemoteCenter(Center):
         self,
         optimizer: Optimizer,
         by_name: Mapping[str, Variable],
-        names: Sequence[Sequence[str]],
+        names: _Names,
         messages: Sequence[TensorMessage],
     ) -> int:
         """Writes pulled values to all copies of variables and masters; returns the clock."""
         pairs: list[tuple[Sequence[Buffer], Buffer]] = []  # copies of one tensor, and their value
         for of_shard, message in zip(names, messages, strict=True):
             clock, with_master = message.value
-            buffers = iter(Layout.of(message.form).unpack(_device_of(by_name.values()), message))
-            for name in of_shard:
-                var, value = by_name[name], next(buffers)
-                pairs.append((var.buffers, value))
-                master = optimizer.get_slot(var, MASTER)
-                unrounded = next(buffers) if name in with_master else value
+            values = Layout.of(message.form).unpack(_device_of(by_name.values()), message)
+            unrounded = dict(zip(with_master, values[len(of_shard) :], strict=True))
+            for name, value in zip(of_shard, values, strict=False):
+                pairs.append((by_name[name].buffers, value))
+                master = optimizer.get_slot(by_name[name], MASTER)
                 if master is not None:
-                    pairs.append((master.buffers, unrounded))
+                    pairs.append((master.buffers, unrounded.get(name, value)))
         outs, values = [copies[0] for copies, _ in pairs], [value for _, value in pairs]
         dtypes = {(out.dtype, value.dtype) for out, value in zip(outs, values, strict=True)}
         compile_rows("pack", ops.pack_to_rows, dtypes, _device_of(by_name.values()))
@@ -316,26 +333,25 @@ class Connection:
     Attributes:
         suffix: see above.
         clock: number of pushes of the center at the worker's last pull.
-        number: number of the worker's next push.
-        sent: the sums of the last push, with which the push can be retried.
+        pending: the sums of a push that has not succeeded; None if there is none.
+        sent: the sums of the last push.
     """
 
     def __init__(self, suffix: str) -> None:
-        self.suffix, self.clock, self.number = suffix, 0, 1
+        self.suffix, self.clock = suffix, 0
+        self.pending: Sums | None = None
         self.sent: SentSums | None = None
-        self._caller = uuid.uuid4().hex
-        self._sums: Any = None
+        self._caller, self._number = uuid.uuid4().hex, 0
 
-    def key_of(self, sums: Any) -> CallKey:
+    def key_of(self, sums: Sums) -> CallKey:
         """Returns the key of a push; a retry has the same sums, and gets the key of the push."""
-        if self._sums is not None and sums is not self._sums:
-            self.number += 1  # numbers must increase, but need not be consecutive
-        self._sums = sums
-        return self._caller, self.number
+        if sums is not self.pending:
+            self.pending, self._number = sums, self._number + 1
+        return self._caller, self._number
 
 
 class SentSums:
-    """Packs the messages of a push and of its retries, as long as the worker has the same sums.
+    """Packs the messages of a push and of later ones, as long as the worker has the same sums.
 
     Args:
         variables: variables of the worker.
@@ -348,9 +364,7 @@ class SentSums:
         sparse: names of the variables whose sums are rows.
     """
 
-    def __init__(
-        self, variables: WorkerVariables, names: Sequence[Sequence[str]], config: PushConfig
-    ) -> None:
+    def __init__(self, variables: WorkerVariables, names: _Names, config: PushConfig) -> None:
         self.sums, self.names = variables.sums, names
         by_name = {var.name: var for var in self.sums}
         self.sparse = frozenset(
@@ -393,8 +407,8 @@ def _device_of(variables: Iterable[Variable]) -> Device:
     return next(iter(variables)).devices[0]
 
 
-def _rule_of(optimizer: Optimizer) -> Rule:
-    """Returns what an actor needs to create an equal optimizer.
+def join_of(optimizer: Optimizer) -> Join:
+    """Returns the command that registers the rule of an optimizer.
 
     Callables and Variables are left out: each push sends their values.
     """
@@ -403,8 +417,7 @@ def _rule_of(optimizer: Optimizer) -> Rule:
         for name, value in vars(optimizer).items()
         if name not in _NOT_OF_RULE
     }
-    master = "float32" if optimizer._slots.has_masters else None
-    return Rule(type(optimizer), master, attributes)
+    return Join(type(optimizer), "float32" if optimizer._slots.has_masters else None, attributes)
 
 
 class AGNCenter(SharedObject, LocalCenter):
@@ -466,9 +479,9 @@ class AGNCenter(SharedObject, LocalCenter):
         timeout: float | None = None,
     ) -> None:
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
-        definition = {"kind": "AGN center", "num_shards": num_shards}
-        settings = settings_of(name, num_shards, num_gpus, kernels, snapshots, durability)
-        settings = settings._replace(definition=definition)
+        settings = settings_of(name, num_shards, num_gpus, kernels, snapshots, durability)._replace(
+            definition={"kind": "AGN center", "num_shards": num_shards}
+        )
         super().__init__(settings, CenterShardState, worker, timeout)
         self._shared: RemoteCenter = RemoteCenter(self._client, self.devices, self._worker)
 
@@ -480,8 +493,8 @@ class AGNCenter(SharedObject, LocalCenter):
 
         Each read of a variable fetches its value, and copies it to a device of this process.
         """
-        remote = self._shared
-        return [remote._variable(name, self.devices[0]) for name in remote._locate_variables()]
+        names, device = self._shared._locate_variables(), self.devices[0]
+        return [self._shared._variable(name, device) for name in names]
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns a read-only NumPy array of each variable by its name (``"w"``).
@@ -490,13 +503,9 @@ class AGNCenter(SharedObject, LocalCenter):
         """
         names_of_all, arrays_by_name = self._shared._locate_variables(), dict[str, np.ndarray]()
         by_shard = self._shared._by_shard(names_of_all)
-        for names, message in zip(by_shard, self._client.read("pull", by_shard), strict=True):
-            arrays = iter(Layout.of(message.form).arrays(message))
-            _, with_master = message.value
-            for name in names:
-                arrays_by_name[name] = next(arrays)
-                if name in with_master:
-                    next(arrays)
+        for names, message in zip(by_shard, self._client.read(Pull(by_shard)), strict=True):
+            # The message also has masters, after the variables.
+            arrays_by_name |= zip(names, Layout.of(message.form).arrays(message), strict=False)
         return {name: arrays_by_name[name] for name in names_of_all}
 
     def leave(self) -> None:
@@ -520,7 +529,7 @@ class AGNCenter(SharedObject, LocalCenter):
             CollectiveError: a push failed part-way.
         """
         download = downloader(None, output_type)
-        first, *others = self._client.read("state")
+        first, *others = self._client.read(CenterPart())
         for other in others:
             first["variables"] |= other["variables"]
             if first["optimizer"] is not None:
@@ -536,6 +545,4 @@ class AGNCenter(SharedObject, LocalCenter):
         Raises:
             KeyError, TypeError, ValueError: see there.
         """
-        saved = map_leaves(on_host, state)
-        self._client.read("check_state", saved)
-        self._client.call("load_center", saved)
+        self._client.call(LoadCenter(map_leaves(on_host, state)))

@@ -24,50 +24,27 @@ from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
 
+from .commands import (
+    ActorCommand,
+    Begin,
+    CenterPart,
+    ClearFailure,
+    Create,
+    End,
+    Join,
+    ListShards,
+    ListWorkers,
+    LoadCenter,
+    MarkFailed,
+    Pull,
+    Push,
+    SlotsOf,
+    SlotValue,
+)
 from .messages import Layout, Spec, TensorMessage, rehearse_packing, specs_of
 from .shard_state import ActorSettings, ShardState
 
 MAX_COUNT = 2**63 - 1  # number of gradients in a sum of rows; a push does not divide by it
-
-
-class Rule(NamedTuple):
-    """What an actor needs to create an optimizer equal to that of a worker.
-
-    Attributes:
-        kind: class of the optimizer.
-        master_dtype: see ``Optimizer``.
-        attributes: the other attributes of the object.
-    """
-
-    kind: type[Optimizer]
-    master_dtype: str | None
-    attributes: Mapping[str, Any]
-
-    def optimizer(self) -> Optimizer:
-        """Returns a new optimizer of this rule, without slots."""
-        optimizer = self.kind.__new__(self.kind)
-        vars(optimizer).update(self.attributes)
-        Optimizer.__init__(optimizer, optimizer.get_name(), master_dtype=self.master_dtype)
-        return optimizer
-
-
-class PushRequest(NamedTuple):
-    """The arguments of a push.
-
-    Attributes:
-        names: for each shard the names of its variables that have a sum, in the order of the
-            message.
-        sparse: names of the variables whose sums are rows.
-        config: settings of the push.
-        scalars: scalars of the rule.
-        settings: attributes of the optimizer that choose its rule.
-    """
-
-    names: Sequence[Sequence[str]]
-    sparse: frozenset[str]
-    config: PushConfig
-    scalars: Scalars
-    settings: Mapping[str, Any]
 
 
 class DenseKey(NamedTuple):
@@ -101,6 +78,7 @@ class DensePush:
         rows: for each name the variable of the center, and its slots.
         optimizer: the optimizer with the rule; its kernels are compiled.
         device: device of the variables.
+        failed: called with the error if a push fails part-way.
 
     Attributes:
         key: see above; a push with another key needs another plan.
@@ -112,25 +90,22 @@ class DensePush:
         rows: Sequence[Sequence[Variable]],
         optimizer: Optimizer,
         device: Device,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.key = key
-        self._optimizer, self._device = optimizer, device
+        self._optimizer, self._device, self._failed = optimizer, device, failed
         self._layout = Layout.of(key.form)
         self._sums = self._layout.packs(device)
         columns = [self._layout.move(device, column) for column in zip(*rows, strict=True)]
         self._packs = columns[0] if columns else []  # the small variables
         self._rows = rows
-        self._on_failure: Callable[[BaseException], None] = lambda error: None
         small = zip(*columns, strict=True)
         self._plan = self._plan_updates(
             [("small variables", row, total) for row, total in zip(small, self._sums, strict=True)]
         )
 
-    def run(
-        self, scalars: Scalars, message: TensorMessage, failed: Callable[[BaseException], None]
-    ) -> TensorMessage:
+    def run(self, scalars: Scalars, message: TensorMessage) -> TensorMessage:
         """Pushes the sums of a message; returns the new values."""
-        self._on_failure = failed
         self._layout.upload(self._sums, message)
         names, alone = self.key.names, self._layout.alone(self._device, message)
         rows = {index: [each.buffers[0] for each in self._rows[index]] for index in alone}
@@ -151,8 +126,7 @@ class DensePush:
         if not updates:
             return lambda scalars, then: then()
         pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
-        fail = lambda error: self._on_failure(error)  # noqa: E731  # each push sets ``_on_failure``
-        return PushPlan(pushed, self._optimizer, self.key.config, fail).run
+        return PushPlan(pushed, self._optimizer, self.key.config, self._failed).run
 
 
 class CenterShardState(ShardState):
@@ -162,7 +136,6 @@ class CenterShardState(ShardState):
         settings: settings of the shard.
     """
 
-    repeated: Mapping[str, str] = {}  # a repeated push returns None, and its client then pulls
     clock = 0  # the number of pushes
 
     def __init__(self, settings: ActorSettings) -> None:
@@ -195,14 +168,15 @@ class CenterShardState(ShardState):
 
     # -- commands ---------------------------------------------------------------------------------
 
-    def create(self, name: str, message: TensorMessage) -> int:
-        """Creates a variable, unless one of this name exists; returns its shard.
+    @Create.handler
+    def create(self, command: Create, message: TensorMessage) -> int:
+        """See ``Create``.
 
         Raises:
             ValueError: a variable of this name has another shape or dtype.
         """
         (spec,) = Layout.of(message.form).specs
-        found = self._specs.get(name)
+        name, found = command.name, self._specs.get(command.name)
         if found is not None:
             check_same_tensor(name, spec, found)
             return self._shards[name]
@@ -217,13 +191,16 @@ class CenterShardState(ShardState):
         self._specs[name], self._shards[name] = spec, shard
         return shard
 
-    def join(self, rule: Rule, message: None) -> None:
-        """Registers a worker's rule; the first worker to join restores slots from a snapshot."""
-        known = self._optimizer
-        if known is not None and _full_name(rule.kind) == _full_name(type(known)):
+    @Join.handler
+    def join(self, command: Join) -> None:
+        """See ``Join``; the first worker to join restores slots from a snapshot."""
+        known, kind = self._optimizer, command.kind
+        if known is not None and _full_name(kind) == _full_name(type(known)):
             # Ray sends a class of ``__main__`` by value, so each process sends another object.
-            rule = rule._replace(kind=type(known))
-        optimizer = rule.optimizer()
+            kind = type(known)
+        optimizer = kind.__new__(kind)
+        vars(optimizer).update(command.attributes)
+        Optimizer.__init__(optimizer, optimizer.get_name(), master_dtype=command.master_dtype)
         self._center.join(optimizer)
         self._dense = None
         self._optimizer = self._optimizer or optimizer
@@ -233,33 +210,38 @@ class CenterShardState(ShardState):
             by_name = {variable.name: variable for variable in self._center.variables.values()}
             ready_slots(slots, {by_name[name]: each for name, each in saved["slots"].items()})()
 
-    def push(self, request: PushRequest, message: TensorMessage) -> TensorMessage:
-        """Updates the center with the sums of a worker; returns the new values."""
-        optimizer = self._check_push(request)
-        names, config = request.names[self._shard], request.config._replace(task="")
+    @Push.handler
+    def push(self, command: Push, message: TensorMessage) -> TensorMessage:
+        """See ``Push``."""
+        optimizer = self._check_push(command)
+        names, config = command.names[self._shard], command.config._replace(task="")
         key = DenseKey(names, message.form, config, optimizer._rule)
         if self._dense is None or self._dense.key != key:
             self._dense = self._dense_push(key, optimizer)
         if self._dense is not None:
-            failed = partial(self._center.mark_push_failed, request.config.task)
-            answer = self._dense.run(request.scalars, message, failed)
+            answer = self._dense.run(command.scalars, message)
         else:
             launch, self._checked = self._checked, None
             if names:
-                (launch or self._ready_push(names, request, message))()
+                (launch or self._ready_push(optimizer, names, command, message))()
             answer = self._values(names)
         self.clock += 1
-        return self._record_answer(answer._replace(value=(self.clock, answer.value or frozenset())))
+        return self._record_answer(answer._replace(value=(self.clock, answer.value or [])))
 
-    def _check_push(self, request: PushRequest) -> Optimizer:
+    def _check_push(self, command: Push) -> Optimizer:
         """Checks a push; returns the optimizer, with the settings of the push."""
         if self._optimizer is None:
             raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
-        self._check_known(request.names)
+        self._check_known(command.names)
         self._center.check_usable()
         self._keep_answers()
-        vars(self._optimizer).update(request.settings)
+        vars(self._optimizer).update(command.settings)
+        self._task = command.config.task
         return self._optimizer
+
+    def _note_fault(self, error: BaseException) -> None:
+        """Records that the push failed part-way."""
+        self._center.mark_push_failed(self._task, error)
 
     def _dense_push(self, key: DenseKey, optimizer: Optimizer) -> DensePush | None:
         """Returns a plan for pushes with this key; None if ``DensePush`` cannot run them."""
@@ -271,65 +253,64 @@ class CenterShardState(ShardState):
         self._center.make_slots(optimizer, centers)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
-        return DensePush(key, rows, optimizer, self._device)
+        return DensePush(key, rows, optimizer, self._device, self._note_fault)
 
-    def may_raise(self, command: str) -> bool:
-        """See ``ShardState``; a rule in Python may raise because of the values of one variable."""
-        return command == "push" and self._optimizer is not None and self._optimizer._rule is None
+    def may_raise(self, command: ActorCommand[Any]) -> bool:
+        """See ``ShardState``: a load, or a rule in Python, which may raise for one variable."""
+        is_python = self._optimizer is not None and self._optimizer._rule is None
+        return isinstance(command, LoadCenter) or (isinstance(command, Push) and is_python)
 
-    def check(self, command: str, request: PushRequest, message: TensorMessage) -> None:
+    def check(self, command: ActorCommand[Any], *message: TensorMessage) -> None:
         """See ``ShardState``; the push uses what the rule computes here."""
         self._checked = None
-        self._check_push(request)
-        if names := request.names[self._shard]:
-            self._checked = self._ready_push(names, request, message)
+        if isinstance(command, LoadCenter):
+            self._ready(command.state)
+        elif isinstance(command, Push):
+            optimizer = self._check_push(command)
+            if names := command.names[self._shard]:
+                self._checked = self._ready_push(optimizer, names, command, *message)
 
     def _ready_push(
-        self, names: Sequence[str], request: PushRequest, message: TensorMessage
+        self, optimizer: Optimizer, names: Sequence[str], command: Push, message: TensorMessage
     ) -> Callable[[], None]:
         """Prepares a push of dense sums and sums of rows; returns a function that launches it."""
-        optimizer = self._optimizer
-        assert optimizer is not None
         if optimizer._rule is None:
-            vars(optimizer).update(zip(optimizer._hyperparameters, request.scalars, strict=True))
+            vars(optimizer).update(zip(optimizer._hyperparameters, command.scalars, strict=True))
         centers = [self._center.variables[name] for name in names]
-        sparse = not request.sparse.isdisjoint(names)
-        rehearse_push(optimizer, centers, request.config, sparse=sparse)
+        sparse = not command.sparse.isdisjoint(names)
+        rehearse_push(optimizer, centers, command.config, sparse=sparse)
         rehearse_packing(centers, self._device)
         rows = self._center.make_slots(optimizer, centers)
-        sums, last = self._operands(names, request, message)
+        sums, last = self._operands(names, command, message)
         pushed = [
             PushedVariable(name, written, total, (), then)
             for name, written, total, then in zip(names, rows, sums, last, strict=True)
         ]
-        failed = partial(self._center.mark_push_failed, request.config.task)
-        launch = PushPlan(pushed, optimizer, request.config, failed).ready(request.scalars)
-        return partial(launch, lambda: None)
+        plan = PushPlan(pushed, optimizer, command.config, self._note_fault)
+        return partial(plan.ready(command.scalars), lambda: None)
 
     def _operands(
-        self, names: Sequence[str], request: PushRequest, message: TensorMessage
+        self, names: Sequence[str], command: Push, message: TensorMessage
     ) -> tuple[list[Sum], list[Buffer | None]]:
         """Returns the sums of a message, and the values of the worker's last pull."""
         layout = Layout.of(message.form)
-        arrays, buffers = iter(layout.arrays(message)), iter(layout.unpack(self._device, message))
+        buffers = layout.unpack(self._device, message)
+        pairs = iter(zip(layout.arrays(message), buffers, strict=True))
         sums: list[Sum] = []
         for name in names:
-            if name not in request.sparse:
-                next(arrays)
-                sums.append((next(buffers),))
+            if name not in command.sparse:
+                sums.append((next(pairs)[1],))
                 continue
             shape, dtype = self._specs[name]
-            parts = [next(arrays) for _ in range(3)]
-            for _ in parts:
-                next(buffers)
-            saved = dict(zip(("indices", "num_touches", "values"), parts, strict=True))
+            saved = {key: next(pairs)[0] for key in ("indices", "num_touches", "values")}
             sums.append(SPARSE.load(name, saved, dtype, shape, MAX_COUNT)(self._device))
-        last = [None if request.config.gamma is None else next(buffers) for _ in names]
+        last = [None if command.config.gamma is None else next(pairs)[1] for _ in names]
         return sums, last
 
-    def load_center(self, state: Mapping[str, Any], message: None) -> None:
-        """Loads a state of the whole center."""
-        load = self._ready(state)
+    @LoadCenter.handler
+    def load_center(self, command: LoadCenter) -> None:
+        """See ``LoadCenter``."""
+        load = self._ready(command.state)
         self._keep_answers()
         load()
         self._dense = self._saved_optimizer = None
@@ -337,36 +318,33 @@ class CenterShardState(ShardState):
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
         """Raises ``NotJoinedError`` unless all variables exist on these shards."""
-        for shard, of_shard in enumerate(names):
-            for name in of_shard:
-                if self._shards.get(name) != shard:
-                    raise NotJoinedError(f"there is no variable {name!r}: create it again")
+        found = {name: shard for shard, of_shard in enumerate(names) for name in of_shard}
+        if missing := [name for name, shard in found.items() if self._shards.get(name) != shard]:
+            raise NotJoinedError(f"there is no variable {missing[0]!r}: create it again")
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def pull(self, names: Sequence[Sequence[str]]) -> TensorMessage:
-        """Returns values of variables of this shard; each master follows its variable."""
-        self._check_known(names)
-        found = self._values(names[self._shard])
+    @Pull.handler
+    def pull(self, command: Pull) -> TensorMessage:
+        """See ``Pull``."""
+        self._check_known(command.names)
+        found = self._values(command.names[self._shard])
         return self._record_answer(found._replace(value=(self.clock, found.value)))
 
     def _values(self, names: Sequence[str]) -> TensorMessage:
-        """Returns variables and masters; ``value`` has the names of variables with a master."""
+        """Returns variables, then masters; ``value`` has the names of variables with a master."""
         masters = self._center.slots.by_name.get(MASTER, {}) if self._center.slots else {}
-        buffers: list[Buffer] = []
-        with_master: list[str] = []
-        for name in names:
-            variable = self._center.variables[name]
-            buffers.append(variable.buffers[0])
-            if variable in masters:
-                buffers.append(masters[variable].buffers[0])
-                with_master.append(name)
+        variables = {name: self._center.variables[name] for name in names}
+        with_master = [name for name, each in variables.items() if each in masters]
+        tensors = [*variables.values(), *[masters[variables[name]] for name in with_master]]
+        buffers = [each.buffers[0] for each in tensors]
         message = Layout(specs_of(buffers)).pack(self._device, buffers)
-        return message._replace(value=frozenset(with_master))
+        return message._replace(value=with_master)
 
-    def slots_of(self, name: str) -> dict[str, str]:
-        """Returns the full names of a variable's slots; empty if another shard holds it."""
-        variable, slots = self._center.variables.get(name), self._center.slots
+    @SlotsOf.handler
+    def slots_of(self, command: SlotsOf) -> dict[str, str]:
+        """See ``SlotsOf``."""
+        variable, slots = self._center.variables.get(command.name), self._center.slots
         if variable is None or slots is None:
             return {}
         return {
@@ -375,10 +353,11 @@ class CenterShardState(ShardState):
             if variable in of_slot
         }
 
-    def slot_value(self, name: str, slot: str) -> TensorMessage:
-        """Returns the value of a variable's slot; no tensor if this shard does not hold it."""
-        variable = self._center.variables.get(name)
-        found = None if variable is None else self._center.slot(variable, slot)
+    @SlotValue.handler
+    def slot_value(self, command: SlotValue) -> TensorMessage:
+        """See ``SlotValue``."""
+        variable = self._center.variables.get(command.name)
+        found = None if variable is None else self._center.slot(variable, command.slot)
         buffers = [] if found is None else [found.buffers[0]]
         return self._record_answer(Layout(specs_of(buffers)).pack(self._device, buffers))
 
@@ -396,12 +375,14 @@ class CenterShardState(ShardState):
             if each.buffers[0].address in addresses:
                 each._buffers = (copy_to(self._device, each.buffers[0]),)
 
-    def shards(self) -> dict[str, int]:
-        """Returns the shard of each variable of the center, by name."""
+    @ListShards.handler
+    def shards(self, command: ListShards) -> dict[str, int]:
+        """See ``ListShards``."""
         return dict(self._shards)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state of this shard in the form of ``gr.AGNCenter.state_dict``."""
+    @CenterPart.handler
+    def state(self, command: CenterPart) -> dict[str, Any]:
+        """See ``CenterPart``."""
         self._center.check_usable()
         state: dict[str, Any] = downloader(None)(
             queue_center(self._center.variables, self._center.slots)
@@ -409,10 +390,6 @@ class CenterShardState(ShardState):
         if self._saved_optimizer is not None:
             state["optimizer"] = self._saved_optimizer
         return state
-
-    def check_state(self, state: Any) -> None:
-        """Raises the error that ``load_center`` would raise."""
-        self._ready(state)
 
     def _ready(self, state: Any) -> Any:
         """Validates a state of the center; returns a function that loads the part of this shard."""
@@ -429,8 +406,8 @@ class CenterShardState(ShardState):
                 "state['optimizer']['slots']", entries["optimizer"]["slots"]
             )
             kept = {variable.name for variable in own.values()}
-            of_own = {name: each for name, each in slots.items() if name in kept}
-            entries["optimizer"] = {**entries["optimizer"], "slots": of_own}
+            slots = {name: each for name, each in slots.items() if name in kept}
+            entries["optimizer"] = {**entries["optimizer"], "slots": slots}
         return ready_center(own, self._center.slots, entries)
 
     # -- workers ----------------------------------------------------------------------------------
@@ -440,9 +417,30 @@ class CenterShardState(ShardState):
         for task in set(tasks).difference(self._center.registry.list_begun()):
             self._center.registry.begin(task)
 
-    def registry(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the ``Registry`` of the center."""
-        return getattr(self._center.registry, method)(*arguments)
+    @Begin.handler
+    def begin(self, command: Begin) -> None:
+        """See ``Begin``."""
+        self._center.registry.begin(command.task_index)
+
+    @End.handler
+    def end(self, command: End) -> None:
+        """See ``End``."""
+        self._center.registry.end(command.task_index)
+
+    @ClearFailure.handler
+    def clear_failure(self, command: ClearFailure) -> None:
+        """See ``ClearFailure``."""
+        self._center.registry.clear_failure(command.task_index)
+
+    @MarkFailed.handler
+    def mark_failed(self, command: MarkFailed) -> None:
+        """See ``MarkFailed``."""
+        self._center.registry.mark_failed(command.task_index, RuntimeError(command.text))
+
+    @ListWorkers.handler
+    def list_workers(self, command: ListWorkers) -> tuple[list[int], list[int]]:
+        """See ``ListWorkers``."""
+        return self._center.registry.list_begun(), self._center.registry.list_failed()
 
     # -- snapshots --------------------------------------------------------------------------------
 
@@ -454,7 +452,7 @@ class CenterShardState(ShardState):
             },
             "shards": self._shards,
             "num_pushes": self.clock,
-            "center": self.state(),
+            "center": self.state(CenterPart()),
         }
 
 

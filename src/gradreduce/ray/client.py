@@ -31,10 +31,21 @@ from gradreduce.errors import (
 from gradreduce.optim.hyperparameters import as_integer
 
 from . import cluster
-from .lead import OrderedCall, Origin, WorkerInfo, start_shard
+from .commands import (
+    Answer,
+    Ask,
+    CallKey,
+    Change,
+    Counts,
+    Describe,
+    OrderedCall,
+    Origin,
+    Read,
+)
+from .coordinator import WorkerInfo, start_shard
 from .messages import TensorMessage
 from .shard import RetryError, load_large_arrays, why_not_started
-from .shard_state import ActorSettings, CallKey, ShardState
+from .shard_state import ActorSettings, ShardState
 
 START_SECONDS = 60.0  # a new actor is a new process, which takes some seconds to start
 POLL_SECONDS = 1.0  # a waiting take is answered after so long; then its client asks again
@@ -87,7 +98,7 @@ class Client:
         self._poll_seconds = min(POLL_SECONDS, math.inf if timeout is None else timeout / 2)
         self.actor = start_shard(settings, make_state)
         self._caller = _Caller()
-        description = self.ask("describe")
+        description = self.ask(Describe())
         self._timeout = limit
         differences = [
             f"{name} {brief(description[name])}, not {brief(value)}"
@@ -101,7 +112,7 @@ class Client:
             )
 
     @property
-    def _lead(self) -> Any:
+    def _coordinator(self) -> Any:
         """The handle of the coordinator.
 
         Raises:
@@ -113,18 +124,18 @@ class Client:
 
     def call(
         self,
-        command: str,
-        *arguments: Any,
+        command: Change[Answer],
         messages: Sequence[TensorMessage] = (),
         origin: Origin | None = None,
         key: CallKey | None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Runs a command once; returns the value or message of each shard.
+    ) -> list[Answer]:
+        """Runs a command once; returns the answer of each shard.
+
+        A call that is repeated, because its answer was lost, may return that of one shard only.
 
         Args:
-            command: name of a method of the state.
-            arguments: arguments that all shards get.
+            command: the command.
             messages: one message for each shard; empty for a command without arrays.
             origin: the worker, if the call sends a gradient.
             key: key of an earlier call that failed. This call then retries that call, and the
@@ -138,16 +149,14 @@ class Client:
         """
         cluster.check_usable()
         key = self._caller.next_key() if key is None else key
-        first = messages[0] if messages else None
-        others = [ray.put(message) for message in messages[1:]]
-        sent = OrderedCall(key, command, arguments, first, others, origin)
-        return self._call_lead(self._lead.call, sent, timeout=timeout, in_order=True)
+        sent = OrderedCall(key, command, [*messages[:1], *map(ray.put, messages[1:])], origin)
+        return list(self._send(self._coordinator.call, sent, timeout=timeout, in_order=True))
 
-    def read(self, method: str, *arguments: Any) -> Any:
-        """Calls a method that only reads on all shards; returns the value or message of each."""
-        return self._call_lead(self._lead.read_all, method, arguments, in_order=True)
+    def read(self, command: Read[Answer]) -> list[Answer]:
+        """Runs a command that only reads on all shards; returns the answer of each."""
+        return list(self._send(self._coordinator.query, command, in_order=True))
 
-    def take(self, num_required: int, timeout: float | None) -> Any:
+    def take(self, num_required: int, timeout: float | None) -> list[TensorMessage]:
         """Blocks until there are enough gradients, and takes them.
 
         Logs a warning after a minute, once, that says what is missing and which workers came.
@@ -162,66 +171,64 @@ class Client:
         try:
             while True:
                 seconds = min(max(0.0, end - time.monotonic()), self._poll_seconds)
-                answer = self._call_lead(self._lead.take, key, num_required, seconds)
+                answer = self._send(self._coordinator.take, key, num_required, seconds)
                 if isinstance(answer, list) or time.monotonic() >= end:
                     break
                 if time.monotonic() >= log_time:
                     log_time = math.inf
                     self._log_wait(answer)
-            taken = (
-                answer if isinstance(answer, list) else self._call_lead(self._lead.withdraw, key)
+            taken: list[TensorMessage] | None = (
+                answer if isinstance(answer, list) else self._send(self._coordinator.withdraw, key)
             )
         except BaseException:  # also Ctrl-C: nobody waits for the answer
             with DeferInterrupts():  # else a second Ctrl-C could leave the take in the queue
-                self._lead.withdraw.remote(key)
-                self._lead.delivered.remote(key)
+                self._coordinator.withdraw.remote(key)
+                self._coordinator.delivered.remote(key)
             raise
         if taken is None:
             raise DeadlineExceededError(f"not enough gradients within {limit} s; {answer}")
-        self._lead.delivered.remote(key)
+        self._coordinator.delivered.remote(key)
         return taken
 
     def _log_wait(self, waits_for: str) -> None:
         """Logs what a take waits for, and which workers have sent a gradient of this step."""
-        workers, step = self.workers(), self.ask("counts")[0]
-        came = listed(each.name for each in workers if each.step >= step)
-        others = listed(f"{each.name} (step {each.step})" for each in workers if each.step < step)
+        workers, step = self.workers(), self.ask(Counts())[0]
         log_warning(
             __name__,
             "a take of %r has waited for %g s: %s, from the workers [%s]; others: [%s]",
             self.name,
             take_queue.LOG_SECONDS,
             waits_for,
-            came,
-            others,
+            listed(each.name for each in workers if each.step >= step),
+            listed(f"{each.name} (step {each.step})" for each in workers if each.step < step),
         )
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the coordinator's state that needs no other shard."""
-        return self._call_lead(self._lead.ask, method, arguments)
+    def ask(self, command: Ask[Answer]) -> Answer:
+        """Runs a command on the coordinator alone; returns its answer."""
+        return self._send(self._coordinator.query, command)[0]  # type: ignore[no-any-return]
 
     def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
-        return list(self._call_lead(self._lead.workers))
+        return list(self._send(self._coordinator.workers))
 
     def leave(self, worker: str) -> None:
         """Removes a worker from ``workers()``."""
-        self._call_lead(self._lead.leave, worker)
+        self._send(self._coordinator.leave, worker)
 
     def close(self) -> None:
         """Ends the actors and removes their snapshots; does nothing if they have ended."""
-        lead = self._lead
+        coordinator = self._coordinator
         try:
             with suppress(CancelledError):
-                self._call_lead(lead.end)
-                self._call_lead(lead.close.options(max_task_retries=0))
+                self._send(coordinator.end)
+                self._send(coordinator.close.options(max_task_retries=0))
         except BackendUnavailableError:  # the coordinator has ended, other shards may still run
             for shard in range(1, self.num_shards):
                 name = self._settings._replace(shard=shard).actor_name
                 with suppress(ValueError):  # there is none
                     ray.kill(ray.get_actor(name, namespace=cluster.NAMESPACE))
 
-    def _call_lead(
+    def _send(
         self, method: Any, *arguments: Any, timeout: float | None = None, in_order: bool = False
     ) -> Any:
         """Calls a method of the coordinator; retries after ``RetryError`` and lost arrays.
@@ -240,8 +247,7 @@ class Client:
         Raises:
             DeadlineExceededError: within ``timeout`` the earlier call or this one got no answer.
         """
-        limits = [each for each in (timeout, self._timeout) if each is not None]
-        limit = min(limits, default=None)
+        limit = min((x for x in (timeout, self._timeout) if x is not None), default=None)
         end = math.inf if limit is None else time.monotonic() + limit
         try:
             if in_order and self._caller.unanswered is not None:
@@ -267,19 +273,21 @@ class Client:
         try:
             return ray.get(reference, timeout=timeout)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise cause from None
+            raise error.cause from None
         except ray.exceptions.RayActorError as error:
             if "INTENDED_USER_EXIT" in str(error):
                 raise CancelledError(f"{self.name!r} was closed") from None
             if cause := why_not_started(error):
-                text = f"the actor {self.name!r} could not start: {cause}"
-                raise BackendUnavailableError(text) from None
+                raise BackendUnavailableError(
+                    f"the actor {self.name!r} could not start: {cause}"
+                ) from None
             # After the reason, Ray's text has a paragraph of hints.
             reason = str(error).rpartition(" is dead because ")[2].partition(". ")[0].rstrip(".")
-            hint = "make it again: it continues from its snapshots"
-            if self._settings.folder is None:
-                hint = "pass snapshots= to have it restarted"
+            hint = (
+                "pass snapshots= to have it restarted"
+                if self._settings.folder is None
+                else "make it again: it continues from its snapshots"
+            )
             raise BackendUnavailableError(
                 f"the actor {self.name!r} has ended: {reason}; {hint}"
             ) from None

@@ -88,12 +88,8 @@ class Layout:
     @lru_cache(maxsize=64)
     def of(form: str) -> Layout:
         """Returns the layout of a message with this ``form``."""
-        specs: list[Spec] = []
-        for text in form.split():
-            dtype, _, shape = text.partition(":")
-            extents = tuple([int(extent) for extent in shape.split(",") if extent])
-            specs.append((extents, as_dtype(dtype)))
-        return Layout(specs)
+        pairs = [text.split(":") for text in form.split()]
+        return Layout([(_extents_of(shape), as_dtype(dtype)) for dtype, shape in pairs])
 
     # -- host arrays ------------------------------------------------------------------------------
 
@@ -236,6 +232,10 @@ def rehearse_packing(variables: Sequence[Variable], device: Device, *others: DTy
 def specs_of(tensors: Sequence[np.ndarray] | Sequence[Buffer]) -> list[Spec]:
     """Returns shape and dtype of each tensor."""
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _extents_of(text: str) -> tuple[int, ...]:
+    return tuple([int(extent) for extent in text.split(",") if extent])
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

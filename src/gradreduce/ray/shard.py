@@ -2,22 +2,23 @@
 
 The tensors of a set of accumulators, or of a center, can be distributed over several actors, the
 shards. All shards run the same commands in the same order. Shard 0 is the coordinator: it numbers
-the commands; see ``lead.py``. A snapshot has the number of the last command that it includes, and
-all shards write snapshots of the same numbers. After a restart of one shard, all shards load their
-snapshots of one number, so that they agree again.
+the commands; see ``coordinator.py``. A snapshot has the number of the last command that it
+includes, and all shards write snapshots of the same numbers. After a restart of one shard, all
+shards load their snapshots of one number, so that they agree again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from gradreduce.errors import log_warning
 
+from .commands import Answer, CallKey, Change, Read
 from .messages import TensorMessage
-from .shard_state import ActorSettings, CallKey, ShardState
+from .shard_state import ActorSettings, ShardState
 from .snapshots import Snapshots
 
 
@@ -80,49 +81,36 @@ class Shard:
         self._staged.pop(message_id, None)
 
     async def execute(
-        self,
-        generation: str,
-        number: int,
-        command: str,
-        arguments: Sequence[Any],
-        message_id: str,
+        self, generation: str, number: int, command: Change[Any], message_id: str
     ) -> Any:
         """Runs a command.
 
         Args:
             generation: name of the last ``go_back`` of all shards.
             number: number of the command before.
-            command: name of a method of the state.
-            arguments: arguments that all shards get.
+            command: the command.
             message_id: identifies the arrays that ``stage`` has kept; empty: there are none.
 
         Raises:
             RetryError: a shard was restarted; this one may lack commands or arrays.
         """
         self._check_moment(generation, number)
-        message = self._staged.pop(message_id) if message_id else None
-        value = self._execute(command, arguments, message)
+        message = [self._staged.pop(message_id)] if message_id else []
+        value = self._execute(command, *message)
         self._write_snapshot()
         return store_large_arrays(value)
 
     async def check(
-        self,
-        generation: str,
-        number: int,
-        command: str,
-        arguments: Sequence[Any],
-        message_id: str,
+        self, generation: str, number: int, command: Change[Any], message_id: str
     ) -> None:
         """Raises the error that the command after ``number`` would raise; changes no state."""
         self._check_moment(generation, number)
-        self._state.check(command, *arguments, self._staged.get(message_id))
+        self._state.check(command, *[self._staged[message_id]] if message_id else [])
 
-    async def read(
-        self, generation: str, number: int, command: str, arguments: Sequence[Any]
-    ) -> Any:
-        """Calls a method of the state that only reads, after command ``number``."""
+    async def read(self, generation: str, number: int, command: Read[Any]) -> Any:
+        """Runs a command that only reads, after command ``number``."""
         self._check_moment(generation, number)
-        return store_large_arrays(getattr(self._state, command)(*arguments))
+        return store_large_arrays(self._state.run(command))
 
     def _check_moment(self, generation: str, number: int) -> None:
         if (generation, number) != (self._generation, self._number):
@@ -151,15 +139,17 @@ class Shard:
             try:
                 self._snapshots.remove()
             except OSError as error:
-                name = self._settings.actor_name
-                log_warning(__name__, "the snapshots of %r were not removed: %s", name, error)
+                log_warning(
+                    __name__,
+                    "the snapshots of %r were not removed: %s",
+                    self._settings.actor_name,
+                    error,
+                )
         leave: Any = ray.actor.exit_actor  # untyped
         leave()
 
-    def _execute(
-        self, command: str, arguments: Sequence[Any], message: TensorMessage | None
-    ) -> Any:
-        value = getattr(self._state, command)(*arguments, message)
+    def _execute(self, command: Change[Answer], *message: TensorMessage) -> Answer:
+        value = self._state.run(command, *message)
         self._number += 1
         return value
 
@@ -171,14 +161,18 @@ class Shard:
         if self._snapshots is None or self._number % self._settings.period:
             return
         try:
-            state = {"state": self._state.save(), "calls": self._calls}
-            self._snapshots.write(self._number, state)
+            self._snapshots.write(self._number, {"state": self._state.save(), "calls": self._calls})
         except OSError as error:
             if self._settings.period == 1:
                 self._load(self._number - 1)
                 raise
-            name = self._settings.actor_name
-            log_warning(__name__, "no snapshot %d of %r: %s", self._number, name, error)
+            log_warning(
+                __name__,
+                "no snapshot %d of %r: %s",
+                self._number,
+                self._settings.actor_name,
+                error,
+            )
 
     def _load(self, number: int) -> None:
         """Loads a snapshot; 0 means the empty state of a new actor."""
@@ -187,7 +181,7 @@ class Shard:
             saved = self._snapshots.read(number) if number else {}
             self._snapshots.remove(above=number)  # the next commands get these numbers
         self._state.load(saved.get("state"))
-        # Of shard 0 only: caller -> number, command, value of its last call.
+        # Of shard 0 only: caller -> number of its last call, whether it was a take, and its value.
         self._calls: dict[str, list[Any]] = saved.get("calls", {})
         self._number = number  # of the last command
         self._staged: dict[str, TensorMessage] = {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from gradreduce.backends import Kernels, open_mesh
 from gradreduce.device import Device
 
-CallKey = tuple[str, int]  # identifies a call: name of the caller, number of the call
+from .commands import ActorCommand, Answer, CallKey, Describe
+from .messages import TensorMessage
 
 
 class ActorSettings(NamedTuple):
@@ -56,27 +57,31 @@ class ActorSettings(NamedTuple):
 class ShardState(ABC):
     """The state of a shard, and the commands on it.
 
-    All shards run the same commands in the same order, each on its own tensors, so all shards make
-    the same decisions. A command is a method. All shards get the same arguments, except for the
-    last one, ``message``, which has the arrays for this shard. A command that raises leaves the
-    state unchanged. A command returns a small value that is equal on all shards, or a ``Message``
-    with the tensors of this shard.
+    All shards run the same changes in the same order, each on its own tensors, so all shards make
+    the same decisions. All shards get the same command; if it has arrays, each gets its own
+    message. A change that raises leaves the state unchanged. It returns a small value that is equal
+    on all shards, or a ``TensorMessage`` with the tensors of this shard.
 
     Args:
         settings: settings of the shard.
-
-    Attributes:
-        repeated: name of a command that returns a message -> name of the method that returns this
-            message again. If such a command is not listed, its repeated call returns None.
     """
 
-    repeated: Mapping[str, str]
+    _handlers: ClassVar[Mapping[type, Callable[..., Any]]]  # the method that runs a command
 
     def __init__(self, settings: ActorSettings) -> None:
         self._settings, self._device = settings, settings.open_device()
 
-    def describe(self) -> dict[str, Any]:
-        """Returns what all clients of the actor must agree on."""
+    def __init_subclass__(cls) -> None:
+        methods = [*vars(ShardState).values(), *vars(cls).values()]
+        cls._handlers = {each.command: each for each in methods if hasattr(each, "command")}
+
+    def run(self, command: ActorCommand[Answer], *message: TensorMessage) -> Answer:
+        """Runs a command; ``message`` is there for a command with arrays."""
+        return self._handlers[type(command)](self, command, *message)  # type: ignore[no-any-return]
+
+    @Describe.handler
+    def describe(self, command: Describe) -> dict[str, Any]:
+        """See ``Describe``."""
         return self._settings.description()
 
     @property
@@ -92,11 +97,11 @@ class ShardState(ABC):
     def load(self, state: dict[str, Any] | None) -> None:
         """Replaces the state by a saved one; None means the empty state of a new actor."""
 
-    def may_raise(self, command: str) -> bool:
+    def may_raise(self, command: ActorCommand[Any]) -> bool:
         """Returns whether a command may raise on some shards only; if so, ``check`` runs first."""
         return False
 
-    def check(self, command: str, *arguments: Any) -> None:  # noqa: B027  # if ``may_raise``
+    def check(self, command: ActorCommand[Any], *message: TensorMessage) -> None:  # noqa: B027
         """Raises the error that a command would raise; runs on all shards before the command."""
 
     # -- accumulators only ------------------------------------------------------------------------

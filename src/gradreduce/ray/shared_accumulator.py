@@ -24,9 +24,9 @@ from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
 
-from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec, as_slices
+from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec
 from .client import SharedObject, shards_for
-from .lead import Origin
+from .commands import Apply, Counts, LoadStates, Origin, SetGlobalStep, States
 from .messages import Layout, specs_of
 from .shard_state import ActorSettings
 
@@ -67,15 +67,14 @@ class SharedAccumulator(SharedObject):
         self._states = [
             spec.accumulator(index, self._device).accumulator_ref for index in range(len(specs))
         ]
-        known = [(state.dtype.name, state.shape) for state in self._states]
         sizes = [
             _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
             for state in self._states
         ]
         self._spec = spec._replace(
             specs=tuple(
-                AccumulatorSpec(*each, spec.is_sparse)
-                for each, spec in zip(known, specs, strict=True)
+                AccumulatorSpec(state.dtype.name, state.shape, each.is_sparse)
+                for state, each in zip(self._states, specs, strict=True)
             ),
             shards=shards_for(sizes, settings.num_shards),
         )
@@ -88,12 +87,12 @@ class SharedAccumulator(SharedObject):
     @property
     def global_step(self) -> int:
         """The current step, fetched from the actor; gradients of an earlier step are stale."""
-        return self._counts()[0]
+        return self._client.ask(Counts())[0]
 
     @property
     def num_dropped(self) -> int:
         """The number of gradients that were dropped as stale, fetched from the actor."""
-        return self._counts()[2]
+        return self._client.ask(Counts())[2]
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Returns the number of gradients in the sum, fetched from the actor.
@@ -101,14 +100,11 @@ class SharedAccumulator(SharedObject):
         Args:
             name: ignored; TensorFlow's name of the operation.
         """
-        return self._counts()[1]
-
-    def _counts(self) -> tuple[int, int, int]:
-        return self._client.ask("counts")  # type: ignore[no-any-return]
+        return self._client.ask(Counts())[1]
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
         """Sets the step of all accumulators; see ``gr.ConditionalAccumulator.set_global_step``."""
-        self._client.call("set_global_step", as_step("new_global_step", new_global_step))
+        self._client.call(SetGlobalStep(as_step("new_global_step", new_global_step)))
 
     def leave(self) -> None:
         """Removes this worker from ``workers()``; its next gradient adds it again."""
@@ -124,20 +120,18 @@ class SharedAccumulator(SharedObject):
             self._validate_gradient(index, grad, cast) for index, grad in enumerate(grads)
         ]
         kinds = [kind for kind, _ in checked_grads]
-        messages = []
-        for shard in range(1 + max(self._spec.shards)):
-            buffers = [
-                part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]
-            ]
-            messages.append(Layout(specs_of(buffers)).pack(self._device, buffers))
-        answers = self._client.call(
-            "apply", step, kinds, messages=messages, origin=Origin(self._worker, step, step)
-        )
-        if answers[0] is not True and local_step is DEFAULT_STEP:
+        parts_of_shards = [
+            [part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]]
+            for shard in range(1 + max(self._spec.shards))
+        ]
+        messages = [Layout(specs_of(each)).pack(self._device, each) for each in parts_of_shards]
+        command, origin = Apply(step, kinds), Origin(self._worker, step, step)
+        answer = self._client.call(command, messages, origin)[0]
+        if answer is not True and local_step is DEFAULT_STEP:
             for state in self._states:
-                state.step = answers[0]
+                state.step = answer
             warn_of_default(self._states)
-        return answers[0] is True
+        return answer is True
 
     def _validate_gradient(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
         """Checks a gradient; returns its array type, and the Buffers to send."""
@@ -155,10 +149,9 @@ class SharedAccumulator(SharedObject):
                 return kind, [to_buffer(part, self._device) for part in parts]
             return kind, [state.storage.to_addend(state, gradient).values]
         except (TypeError, ValueError) as error:
-            what = f"accumulator {state.name!r}"
             key = brief(self._spec.names[index]) if self._has_names else index
             several = f"grads[{key}], for " if len(self._states) > 1 else ""
-            raise about(several + what, error) from None
+            raise about(f"{several}accumulator {state.name!r}", error) from None
 
     def _take(
         self, num_required: int | Variable, timeout: float | None, output_type: OutputType | None
@@ -166,16 +159,15 @@ class SharedAccumulator(SharedObject):
         """Takes the gradient of each accumulator."""
         as_result_kind(output_type, "native", self._device)  # checked before anything is taken
         taken = self._client.take(as_required(num_required), timeout)
-        results: dict[int, Any] = {}
+        grads = self._spec.in_order(
+            self._spec.gradients(shard, message) for shard, message in enumerate(taken)
+        )
+        kinds = self._spec.in_order(message.value for message in taken)
         with StreamScope():
-            for shard, message in enumerate(taken):
-                arrays = iter(Layout.of(message.form).arrays(message))
-                for index, first in zip(self._spec.of_shard(shard), message.value, strict=True):
-                    grad: Any = next(arrays)
-                    if self._spec.specs[index].is_sparse:
-                        grad = as_slices(grad, next(arrays), next(arrays))
-                    results[index] = self._to_result(grad, first, output_type)
-        return [results[index] for index in range(len(self._states))]
+            return [
+                self._to_result(grad, kind, output_type)
+                for grad, kind in zip(grads, kinds, strict=True)
+            ]
 
     def _to_result(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
         """Converts NumPy arrays of an actor; the default is the type of the first gradient."""
@@ -194,16 +186,13 @@ class SharedAccumulator(SharedObject):
     def _save_states(self, output_type: str) -> list[Any]:
         """Returns the state of each accumulator."""
         download = downloader(None, output_type)
-        by_index: dict[int, Any] = {}
-        for shard, states in enumerate(self._client.read("states")):
-            by_index |= zip(self._spec.of_shard(shard), states, strict=True)
-        return [download(by_index[index]) for index in range(len(self._states))]
+        return [download(each) for each in self._spec.in_order(self._client.read(States()))]
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""
         for state, saved in zip(self._states, states, strict=True):
             ready_state(state, saved, f"state of accumulator {state.name!r}")
-        self._client.call("load_states", [map_leaves(on_host, saved) for saved in states])
+        self._client.call(LoadStates([map_leaves(on_host, saved) for saved in states]))
 
 
 def _nbytes(shape: Sequence[int | None] | None, itemsize: int, num_shards: int) -> int:

@@ -3,7 +3,7 @@
     client -> call          sends arrays to the other shards, while earlier commands still run
               (lock)        if the call was already applied, only repeats its answer
               execute       every shard runs the command, and writes a snapshot if one is due
-              serve         runs waiting takes that now have enough gradients, as commands
+              serve         runs waiting takes that now have enough gradients, each by a ``Take``
               answer        returns the small values and the arrays of all shards
 
 A waiting take does not hold the lock, so other calls continue. All code of an actor runs in one
@@ -26,50 +26,13 @@ import ray
 from gradreduce.errors import BackendUnavailableError, CancelledError, log_warning
 
 from .cluster import NAMESPACE
+from .commands import Answer, Ask, CallKey, Change, LastTake, OrderedCall, Origin, Read, Take
 from .messages import TensorMessage
 from .shard import RetryError, Shard, why_not_started
-from .shard_state import ActorSettings, CallKey, ShardState, set_last
+from .shard_state import ActorSettings, ShardState, set_last
 
 LEASE_SECONDS = 5.0  # a take is dropped if its client has not asked for so long
 MAX_CALLERS = 10_000  # callers whose last call is kept; also the most workers in ``workers``
-
-
-class Origin(NamedTuple):
-    """The worker that sends a gradient, and the step at which it computed the gradient.
-
-    Attributes:
-        worker: name of the worker.
-        step: step of the gradient; see ``WorkerInfo``.
-        clock: for AGN, the ``clock`` of the state at the worker's last pull; for accumulators,
-            the ``local_step``.
-        tasks: the task indices that the worker's thread has registered. A restarted coordinator
-            registers them again.
-    """
-
-    worker: str
-    step: int
-    clock: int
-    tasks: tuple[int, ...] = ()
-
-
-class OrderedCall(NamedTuple):
-    """The arguments of a call in one object, because Ray needs 50 us for each argument.
-
-    Attributes:
-        key: identifies the call; the numbers of one caller increase.
-        command: name of a method of the state.
-        arguments: arguments that all shards get.
-        message: arrays for the coordinator, or None.
-        others: references to the messages for the other shards; empty for a command without arrays.
-        origin: the worker, if the call sends a gradient; else None.
-    """
-
-    key: CallKey
-    command: str
-    arguments: Sequence[Any]
-    message: TensorMessage | None = None
-    others: Sequence[Any] = ()
-    origin: Origin | None = None
 
 
 class WorkerInfo(NamedTuple):
@@ -112,7 +75,7 @@ class QueuedTake:
 def start_shard(settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]) -> Any:
     """Returns the actor of a shard; starts one if no actor has this name."""
     num_retries = 0 if settings.folder is None else -1
-    actor = ray.remote(Shard if settings.shard else Lead).options(
+    actor = ray.remote(Shard if settings.shard else Coordinator).options(
         name=settings.actor_name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -133,7 +96,7 @@ def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     """
 
     @wraps(method)
-    async def run(self: Lead, *args: Any, **kwargs: Any) -> Any:
+    async def run(self: Coordinator, *args: Any, **kwargs: Any) -> Any:
         task = asyncio.ensure_future(method(self, *args, **kwargs))
         self._running.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._running.discard)
@@ -142,7 +105,7 @@ def _run_to_completion(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     return run
 
 
-class Lead(Shard):
+class Coordinator(Shard):
     """The coordinator, which is the actor of shard 0; see the docstring of the module.
 
     Args:
@@ -157,8 +120,7 @@ class Lead(Shard):
         self._make_state = make_state
         self._others = self._start_others()
         self._in_sync = not self._others  # whether all shards have run the same commands
-        self._fault = ""
-        self._closed = False
+        self._error: Exception | None = None  # what all calls raise from now on
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[CallKey, QueuedTake] = {}
@@ -176,12 +138,13 @@ class Lead(Shard):
     @_run_to_completion
     async def call(self, sent: OrderedCall) -> list[Any]:
         """Runs a command on all shards; a call that was already applied gets its answer again."""
-        message_id, generation = uuid.uuid4().hex if sent.others else "", self._generation
+        own, others, generation = sent.messages[:1], sent.messages[1:], self._generation
+        message_id = uuid.uuid4().hex if others else ""
         try:
             with suppress(RetryError):  # a shard has ended: _ready notices it
-                pairs = zip(self._others, sent.others, strict=bool(sent.others))
                 await self._answers(
-                    other.stage.remote(generation, message_id, each) for other, each in pairs
+                    other.stage.remote(generation, message_id, each)
+                    for other, each in zip(self._others, others, strict=bool(others))
                 )
             async with self._lock:
                 await self._ready()
@@ -191,7 +154,7 @@ class Lead(Shard):
                     raise RetryError("staged before the shards went back to a snapshot")
                 if sent.origin is not None:
                     self._note(sent.origin)
-                answers = await self._run(*sent[:4], message_id)
+                answers = await self._run(sent.key, sent.command, own, message_id)
                 await self._serve()
                 return answers
         finally:
@@ -201,19 +164,25 @@ class Lead(Shard):
     async def _run(
         self,
         key: CallKey,
-        command: str,
-        arguments: Sequence[Any],
-        message: TensorMessage | None = None,
+        command: Change[Answer],
+        message: Sequence[TensorMessage] = (),
         message_id: str = "",
-    ) -> list[Any]:
-        """Runs a command on all shards; the caller holds the lock."""
-        sent = self._generation, self._number, command, arguments, message_id
+    ) -> list[Answer]:
+        """Runs a command on all shards; the caller holds the lock.
+
+        Args:
+            key: key of the call.
+            command: the command.
+            message: for a command with arrays, that for this shard; else empty.
+            message_id: identifies the arrays that the other shards have staged.
+        """
+        sent = self._generation, self._number, command, message_id
         if self._others and self._state.may_raise(command):
+            self._state.check(command, *message)
             await self._answers(other.check.remote(*sent) for other in self._others)
-            self._state.check(command, *arguments, message)
-        own = self._execute(command, arguments, message)
+        own = self._execute(command, *message)
         value = None if isinstance(own, TensorMessage) else own
-        set_last(self._calls, key[0], [key[1], command, value], MAX_CALLERS)
+        set_last(self._calls, key[0], [key[1], isinstance(command, Take), value], MAX_CALLERS)
         self._write_snapshot()
         self._in_sync = False
         found = await self._answers(other.execute.remote(*sent) for other in self._others)
@@ -234,14 +203,13 @@ class Lead(Shard):
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             self._in_sync = False
-            name = self._settings.name
             if cause := why_not_started(error):
                 # If the cause has been removed, the next call succeeds.
                 self._others = self._start_others()
                 raise BackendUnavailableError(
-                    f"a shard of {name!r} could not start: {cause}"
+                    f"a shard of {self._settings.name!r} could not start: {cause}"
                 ) from None
-            raise RetryError(f"a shard of {name!r} has ended") from error
+            raise RetryError(f"a shard of {self._settings.name!r} has ended") from error
 
     def _is_known(self, key: CallKey) -> bool:
         """Returns whether this call, or a later call of the same caller, was already applied."""
@@ -250,30 +218,22 @@ class Lead(Shard):
 
     async def _repeat_answer(self, caller: str) -> list[Any]:
         """Returns the answers to the last call of a caller once more."""
-        _, command, value = self._calls[caller]
-        repeat = self._state.repeated.get(command)
-        return [value] if repeat is None else await self._read(repeat, (caller,))
+        _, was_take, value = self._calls[caller]
+        return await self._read(LastTake(caller)) if was_take else [value]
 
     # -- reads ------------------------------------------------------------------------------------
 
     @_run_to_completion
-    async def read_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
-        """Calls a method that only reads on all shards, between two commands."""
+    async def query(self, command: Read[Any] | Ask[Any]) -> list[Any]:
+        """Runs a command between two changes; returns the answer of each shard that it asks."""
         async with self._lock:
             await self._ready()
-            return await self._read(command, arguments)
+            return await self._read(command)
 
-    async def _read(self, command: str, arguments: Sequence[Any]) -> list[Any]:
-        own = getattr(self._state, command)(*arguments)
-        sent = self._generation, self._number, command, arguments
-        return [own, *await self._answers(other.read.remote(*sent) for other in self._others)]
-
-    @_run_to_completion
-    async def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of the coordinator's state that needs no other shard."""
-        async with self._lock:
-            await self._ready()
-            return getattr(self._state, method)(*arguments)
+    async def _read(self, command: Read[Any] | Ask[Any]) -> list[Any]:
+        own, others = self._state.run(command), [] if isinstance(command, Ask) else self._others
+        sent = self._generation, self._number, command
+        return [own, *await self._answers(other.read.remote(*sent) for other in others)]
 
     # -- takes ------------------------------------------------------------------------------------
 
@@ -332,7 +292,7 @@ class Lead(Shard):
                 pass
             elif self._state.can_take(queued.num_required):
                 try:
-                    answers = await self._run(key, "take", (key, queued.num_required))
+                    answers = await self._run(key, Take(key, queued.num_required))
                 except RetryError:
                     raise  # the take stays in the queue
                 except Exception as error:  # for the client of the take, not for this caller
@@ -346,11 +306,11 @@ class Lead(Shard):
     # -- workers ----------------------------------------------------------------------------------
 
     def _note(self, origin: Origin) -> None:
-        if origin.tasks:
-            self._state.register(origin.tasks)
+        self._state.register(origin.tasks)
         staleness = max(0, self._state.clock - origin.clock)
-        now = time.monotonic()
-        set_last(self._workers, origin.worker, (origin.step, staleness, now), MAX_CALLERS)
+        set_last(
+            self._workers, origin.worker, (origin.step, staleness, time.monotonic()), MAX_CALLERS
+        )
 
     async def workers(self) -> list[WorkerInfo]:
         """Returns a ``WorkerInfo`` for each worker, sorted by name."""
@@ -366,12 +326,6 @@ class Lead(Shard):
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CancelledError(f"{self._settings.name!r} was closed")
-        if self._fault:
-            raise BackendUnavailableError(self._fault)
-
     async def _ready(self) -> None:
         """Makes all shards agree: each loads the newest snapshot that all shards have.
 
@@ -382,7 +336,8 @@ class Lead(Shard):
             BackendUnavailableError: the shards have no common snapshot.
             RetryError: a shard ended meanwhile.
         """
-        self._check_open()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         if self._in_sync:
             return
         numbers = set(await self.snapshots())
@@ -400,12 +355,12 @@ class Lead(Shard):
                 self._others = self._start_others()  # Ray does not restart an actor after ray.kill
                 raise
         if not numbers:
-            self._fault = (
+            self._error = BackendUnavailableError(
                 f"{self._settings.name!r} cannot go on: a shard has ended, or a call has failed on "
                 "some shards, and they have no common snapshot: close it, and make it again; pass "
                 "snapshots= to survive this"
             )
-            self._check_open()
+            raise self._error
         await self.go_back(max(numbers), generation)
         self._in_sync = True
 
@@ -413,7 +368,7 @@ class Lead(Shard):
     async def end(self) -> None:
         """Ends the other shards; waiting takes and later calls raise ``CancelledError``."""
         async with self._lock:
-            self._closed = True
+            self._error = CancelledError(f"{self._settings.name!r} was closed")
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}
