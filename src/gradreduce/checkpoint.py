@@ -2,15 +2,16 @@
 
 A state is a dict of numbers, strings, None, lists, dicts and arrays, in host memory. Arrays are
 float32 (also for float16 and bfloat16) or float64; indices are int64. Every class with a
-``state_dict`` declares a schema for it:
+``state_dict`` declares it once, in a ``Table``, which saves it, is the schema of saved states, and
+loads them. A schema is:
 
 - a dict: the state has exactly these keys, and each entry fits the schema of its key;
 - a function: is called with the name (for errors) and value of an entry, validates the entry, and
   returns its value.
 
-The entry ``"format"`` names the class and the version of the schema. A load validates everything by
-``validate_state`` and allocates memory before it changes anything. A state may come from a file of
-someone else: sizes, ranks and depths are checked before anything of their size is made or printed.
+The entry ``"format"`` names the class and the version of the table. A load validates everything and
+allocates memory before it changes anything. A state may come from a file of someone else: sizes,
+ranks and depths are checked before anything of their size is made or printed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.lib.npyio import NpzFile
 
@@ -169,6 +170,70 @@ def map_leaves(
     return results if isinstance(value, Mapping) else list(results.values())
 
 
+# ---- tables --------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """How one entry of a state is saved, validated and loaded.
+
+    Attributes:
+        save: returns what the state has: a value, or what ``downloader`` replaces.
+        schema: the schema of the saved entry.
+        ready: takes the validated value and allocates memory for it; returns a function that loads
+            it. Default: it is not loaded, or the class loads it together with other entries.
+        is_constant: whether states with another value are those of other objects. Then it is
+            validated before other entries and before the keys, which may differ.
+    """
+
+    save: Callable[[], Any]
+    schema: Any
+    ready: Callable[[Any], Callable[[], Any]] = lambda _: tuple  # which does nothing
+    is_constant: bool = False
+
+    def __call__(self, where: str, saved: Any) -> Any:
+        """Validates the saved entry."""
+        return validate_state(where, saved, self.schema)
+
+
+def constant(value: Any) -> Entry:
+    """An entry that every state of an object has, such as its format."""
+    return Entry(lambda: value, equal(value), is_constant=True)
+
+
+def attribute(owner: Any, name: str, schema: Any) -> Entry:
+    """The value of an attribute, which a load sets."""
+    return Entry(
+        partial(getattr, owner, name), schema, lambda value: partial(setattr, owner, name, value)
+    )
+
+
+def values_of(variables: Mapping[str, Variable]) -> Entry:
+    """The values of variables, by name."""
+    return Entry(
+        partial(queue_copies, variables),
+        arrays_of(variables),
+        lambda values: ready_values(values, variables),
+    )
+
+
+class Table(dict[str, Any]):
+    """Declares a state, or a dict inside one: an Entry or a Table for each key, in saved order."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns what the state has, see ``Entry``."""
+        return {key: entry.save() for key, entry in self.items()}
+
+    def ready(self, values: Mapping[str, Any]) -> Callable[[], None]:
+        """Allocates memory for all validated values; returns a function that loads them."""
+        loads = [entry.ready(values[key]) for key, entry in self.items()]
+
+        def load() -> None:
+            for each in loads:
+                each()
+
+        return load
+
+
 # ---- save ----------------------------------------------------------------------------------------
 
 
@@ -248,9 +313,9 @@ def validate_state(where: str, saved: Any, schema: Any) -> Any:
     if isinstance(schema, Mapping):
         if not isinstance(saved, Mapping):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
-        check = schema.get("format")
-        if callable(check) and "format" in saved:  # another version may have other keys
-            check(f"{where}['format']", saved["format"])
+        for key, each in schema.items():
+            if isinstance(each, Entry) and each.is_constant and key in saved:
+                each(f"{where}[{key!r}]", saved[key])
         _check_keys(where, saved, schema)
         return {
             key: validate_state(f"{where}[{key!r}]", saved[key], each)

@@ -21,6 +21,7 @@ from gradreduce.checkpoint import (
     Check,
     array,
     by_name,
+    constant,
     downloader,
     equal,
     flag,
@@ -412,7 +413,7 @@ class OptimizerState(NotCopied):
             for name in (*self._hyperparameters, *self._settings)
         }
         schema = {
-            "format": equal(_FORMAT),
+            "format": constant(_FORMAT),
             **slots_schema(slots, owners),  # validated first, with the name of the class
             "hyperparameters": numbers,
             "powers": optional(dict.fromkeys(slots.power_names, power)),

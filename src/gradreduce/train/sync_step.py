@@ -20,7 +20,7 @@ from gradreduce.accumulator.validate import as_required, as_step, parts_to_add
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, equal, integer
+from gradreduce.checkpoint import anything, constant, integer
 from gradreduce.comm.description import Description, digest_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.comm.replicas import Replicas
@@ -394,7 +394,7 @@ class SyncStep(NotCopied):
         self.devices[0].mesh_state.check_process()
         owners = checkpoint.by_name(self.variables)
         schema = {
-            "format": equal(_FORMAT),
+            "format": constant(_FORMAT),
             "num_replicas": integer(1),
             "num_required": integer(1),
             "variables": checkpoint.arrays_of(owners),

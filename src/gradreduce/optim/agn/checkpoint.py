@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, equal, integer, some_of, upload_like
+from gradreduce.checkpoint import anything, constant, integer, some_of, upload_like
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import queue_slots, ready_slots, slots_schema
@@ -41,7 +41,7 @@ def ready_center(
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     owners = checkpoint.by_name(variables.values())
     schema = {
-        "format": checkpoint.equal(_CENTER),
+        "format": checkpoint.constant(_CENTER),
         "variables": checkpoint.arrays_of(variables),
         "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
     }
@@ -84,7 +84,7 @@ def load_worker(worker: Worker, state: Any) -> None:
     shared = worker.variables
     variables = checkpoint.by_name(shared.centers)
     schema = {
-        "format": equal(_WORKER),
+        "format": constant(_WORKER),
         "optimizer": anything,
         "variables": checkpoint.arrays_of(variables),
         "sums": some_of({name: partial(_ready_sum, var) for name, var in variables.items()}),
