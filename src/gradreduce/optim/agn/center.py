@@ -23,7 +23,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
 from .center_interface import Center, WorkerVariables
-from .checkpoint import queue_center, ready_center
+from .checkpoint import center_table, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
 
@@ -363,7 +363,7 @@ class AGNCenter(NotCopied):
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:
             center.check_usable()
-            copies = queue_center(center.variables, center.slots)
+            copies = center_table(center.variables, center.slots).save()
         return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
