@@ -140,9 +140,7 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
 
 def _read_entry(store: Any, name: str) -> Any:
     """Returns an entry of a mapping, or an array of an open ``.npz`` file."""
-    if not isinstance(store, NpzFile):
-        return store[name]
-    return read_array(store, name)
+    return read_array(store, name) if isinstance(store, NpzFile) else store[name]
 
 
 def map_leaves(
@@ -207,15 +205,6 @@ def attribute(owner: Any, name: str, schema: Any) -> Entry:
     )
 
 
-def values_of(variables: Mapping[str, Variable]) -> Entry:
-    """The values of variables, by name."""
-    return Entry(
-        partial(queue_copies, variables),
-        arrays_of(variables),
-        lambda values: ready_values(values, variables),
-    )
-
-
 class Table(dict[str, Any]):
     """Declares a state, or a dict inside one: an Entry or a Table for each key, in saved order."""
 
@@ -234,17 +223,30 @@ class Table(dict[str, Any]):
         return load
 
 
+def value_entry(variable: Variable) -> Entry:
+    """The value of a variable. A load raises ``RuntimeError`` if it cannot be written now."""
+
+    def ready(value: Any) -> Callable[[], Any]:
+        check_unread([variable])
+        variable._check_memory()
+        return partial(variable.assign, upload_like(value, variable))
+
+    return Entry(
+        lambda: queue_copy(variable.buffers[0]), array(variable.shape, variable.dtype), ready
+    )
+
+
+def values_of(variables: Mapping[str, Variable]) -> Table:
+    """The values of variables, by name."""
+    return Table({name: value_entry(variable) for name, variable in variables.items()})
+
+
 # ---- save ----------------------------------------------------------------------------------------
 
 
 def queue_copy(buffer: Buffer) -> Buffer:
     """Queues a copy on the device: all of a state is from one time."""
     return copy_to(buffer.device, buffer)
-
-
-def queue_copies(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
-    """Queues a copy of each variable."""
-    return {name: queue_copy(variable.buffers[0]) for name, variable in variables.items()}
 
 
 def downloader(
@@ -480,11 +482,6 @@ def array(shape: tuple[int, ...], dtype: DType) -> Check:
     return check
 
 
-def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Check]:
-    """Returns the schema of a dict with an array for each variable."""
-    return {name: array(variable.shape, variable.dtype) for name, variable in variables.items()}
-
-
 def optional(schema: Any) -> Check:
     """Returns a check for None, or a value that fits a schema."""
     return lambda where, saved: None if saved is None else validate_state(where, saved, schema)
@@ -503,25 +500,3 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
 def upload_like(value: Any, variable: Variable) -> Buffer:
     """Uploads a validated host array to the first device of a variable, in its dtype."""
     return variable.devices[0].upload(cast_array(value, variable.dtype))
-
-
-def ready_values(
-    values: Mapping[str, Any], variables: Mapping[str, Variable]
-) -> Callable[[], None]:
-    """Uploads validated host arrays; the returned function assigns them to the variables.
-
-    Raises:
-        RuntimeError: a variable cannot be written now, see ``Variable.assign``.
-    """
-    check_unread(variables.values())
-    for variable in variables.values():
-        variable._check_memory()
-    buffers = {
-        variables[name]: upload_like(value, variables[name]) for name, value in values.items()
-    }
-
-    def load() -> None:
-        for variable, buffer in buffers.items():
-            variable.assign(buffer)
-
-    return load

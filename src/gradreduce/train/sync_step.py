@@ -362,8 +362,7 @@ class SyncStep(NotCopied):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            download = downloader(None, output_type)
-            return download(self._table().save())
+            return downloader(None, output_type)(self._table().save())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.

@@ -14,7 +14,7 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, queue_copies
+from gradreduce.checkpoint import downloader, values_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.errors import CollectiveError, NotCopied, listed
@@ -293,7 +293,7 @@ class AGNCenter(NotCopied):
         center = self._state
         with center.lock:
             center.check_usable()
-            copies = queue_copies(center.variables)
+            copies = values_of(center.variables).save()
         return {name: copies[name].numpy() for name in sorted(copies)}
 
     @property

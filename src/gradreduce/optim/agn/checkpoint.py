@@ -15,7 +15,6 @@ from gradreduce.checkpoint import (
     Entry,
     Table,
     array,
-    arrays_of,
     attribute,
     by_name,
     constant,
@@ -83,7 +82,7 @@ def worker_table(worker: Worker) -> Table:
         ),
         pulled=Entry(
             lambda: {var.name: queue_copy(kept) for var, kept in shared.pulled.items()},
-            some_of(arrays_of(variables)),
+            some_of({name: array(var.shape, var.dtype) for name, var in variables.items()}),
             lambda arrays: partial(
                 setattr,
                 shared,

@@ -304,8 +304,7 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
         """
-        download = downloader(as_deadline(deadline), output_type)
-        return download(worker_table(self._worker).save())
+        return downloader(as_deadline(deadline), output_type)(worker_table(self._worker).save())
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
