@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+import json
 import pickle
 
 import numpy as np
@@ -22,6 +23,23 @@ def case(request):
 
 def test_states_have_the_entries_of_the_file():
     golden_files.check("checkpoints.txt")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_that_version_0_1_wrote_are_loaded_and_written_alike(name):
+    """``saved_states.json`` has results of ``split``. Only a new format adds states to it."""
+    all_saved = json.loads((golden_files.DATA / "saved_states.json").read_text())
+    saved = all_saved[name.removeprefix("sharded_")]
+    tensors = {
+        key: np.array(values, dtype).reshape(shape)
+        for key, (dtype, shape, values) in saved["tensors"].items()
+    }
+    with after_steps(CASES[name]) as case:
+        fresh = case.fresh()
+        fresh.load(gr.checkpoint.join(tensors, saved["metadata"]))
+        found, metadata = gr.checkpoint.split(fresh.save())
+    assert metadata == saved["metadata"]
+    assert bits(found) == bits(tensors)
 
 
 # -- files ----------------------------------------------------------------------------------------

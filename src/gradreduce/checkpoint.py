@@ -2,15 +2,16 @@
 
 A state is a dict of numbers, strings, None, lists, dicts and arrays, in host memory. Arrays are
 float32 (also for float16 and bfloat16) or float64; indices are int64. Every class with a
-``state_dict`` declares a schema for it:
+``state_dict`` declares it once, in a ``Table``, which saves it, is the schema of saved states, and
+loads them. A schema is:
 
 - a dict: the state has exactly these keys, and each entry fits the schema of its key;
 - a function: is called with the name (for errors) and value of an entry, validates the entry, and
   returns its value.
 
-The entry ``"format"`` names the class and the version of the schema. A load validates everything by
-``validate_state`` and allocates memory before it changes anything. A state may come from a file of
-someone else: sizes, ranks and depths are checked before anything of their size is made or printed.
+The entry ``"format"`` names the class and the version of the table. A load validates everything and
+allocates memory before it changes anything. A state may come from a file of someone else: sizes,
+ranks and depths are checked before anything of their size is made or printed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.lib.npyio import NpzFile
 
@@ -139,9 +140,7 @@ def join(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict
 
 def _read_entry(store: Any, name: str) -> Any:
     """Returns an entry of a mapping, or an array of an open ``.npz`` file."""
-    if not isinstance(store, NpzFile):
-        return store[name]
-    return read_array(store, name)
+    return read_array(store, name) if isinstance(store, NpzFile) else store[name]
 
 
 def map_leaves(
@@ -169,17 +168,85 @@ def map_leaves(
     return results if isinstance(value, Mapping) else list(results.values())
 
 
+# ---- tables --------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """How one entry of a state is saved, validated and loaded.
+
+    Attributes:
+        save: returns what the state has: a value, or what ``downloader`` replaces.
+        schema: the schema of the saved entry.
+        ready: takes the validated value and allocates memory for it; returns a function that loads
+            it. Default: it is not loaded, or the class loads it together with other entries.
+        is_constant: whether states with another value are those of other objects. Then it is
+            validated before other entries and before the keys, which may differ.
+    """
+
+    save: Callable[[], Any]
+    schema: Any
+    ready: Callable[[Any], Callable[[], Any]] = lambda _: tuple  # which does nothing
+    is_constant: bool = False
+
+    def __call__(self, where: str, saved: Any) -> Any:
+        """Validates the saved entry."""
+        return validate_state(where, saved, self.schema)
+
+
+def constant(value: Any) -> Entry:
+    """An entry that every state of an object has, such as its format."""
+    return Entry(lambda: value, equal(value), is_constant=True)
+
+
+def attribute(owner: Any, name: str, schema: Any) -> Entry:
+    """The value of an attribute, which a load sets."""
+    return Entry(
+        partial(getattr, owner, name), schema, lambda value: partial(setattr, owner, name, value)
+    )
+
+
+class Table(dict[str, Any]):
+    """Declares a state, or a dict inside one: an Entry or a Table for each key, in saved order."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns what the state has, see ``Entry``."""
+        return {key: entry.save() for key, entry in self.items()}
+
+    def ready(self, values: Mapping[str, Any]) -> Callable[[], None]:
+        """Allocates memory for all validated values; returns a function that loads them."""
+        loads = [entry.ready(values[key]) for key, entry in self.items()]
+
+        def load() -> None:
+            for each in loads:
+                each()
+
+        return load
+
+
+def value_entry(variable: Variable) -> Entry:
+    """The value of a variable. A load raises ``RuntimeError`` if it cannot be written now."""
+
+    def ready(value: Any) -> Callable[[], Any]:
+        check_unread([variable])
+        variable._check_memory()
+        return partial(variable.assign, upload_like(value, variable))
+
+    return Entry(
+        lambda: queue_copy(variable.buffers[0]), array(variable.shape, variable.dtype), ready
+    )
+
+
+def values_of(variables: Mapping[str, Variable]) -> Table:
+    """The values of variables, by name."""
+    return Table({name: value_entry(variable) for name, variable in variables.items()})
+
+
 # ---- save ----------------------------------------------------------------------------------------
 
 
 def queue_copy(buffer: Buffer) -> Buffer:
     """Queues a copy on the device: all of a state is from one time."""
     return copy_to(buffer.device, buffer)
-
-
-def queue_copies(variables: Mapping[str, Variable]) -> dict[str, Buffer]:
-    """Queues a copy of each variable."""
-    return {name: queue_copy(variable.buffers[0]) for name, variable in variables.items()}
 
 
 def downloader(
@@ -248,9 +315,9 @@ def validate_state(where: str, saved: Any, schema: Any) -> Any:
     if isinstance(schema, Mapping):
         if not isinstance(saved, Mapping):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
-        check = schema.get("format")
-        if callable(check) and "format" in saved:  # another version may have other keys
-            check(f"{where}['format']", saved["format"])
+        for key, each in schema.items():
+            if isinstance(each, Entry) and each.is_constant and key in saved:
+                each(f"{where}[{key!r}]", saved[key])
         _check_keys(where, saved, schema)
         return {
             key: validate_state(f"{where}[{key!r}]", saved[key], each)
@@ -415,11 +482,6 @@ def array(shape: tuple[int, ...], dtype: DType) -> Check:
     return check
 
 
-def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Check]:
-    """Returns the schema of a dict with an array for each variable."""
-    return {name: array(variable.shape, variable.dtype) for name, variable in variables.items()}
-
-
 def optional(schema: Any) -> Check:
     """Returns a check for None, or a value that fits a schema."""
     return lambda where, saved: None if saved is None else validate_state(where, saved, schema)
@@ -438,25 +500,3 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
 def upload_like(value: Any, variable: Variable) -> Buffer:
     """Uploads a validated host array to the first device of a variable, in its dtype."""
     return variable.devices[0].upload(cast_array(value, variable.dtype))
-
-
-def ready_values(
-    values: Mapping[str, Any], variables: Mapping[str, Variable]
-) -> Callable[[], None]:
-    """Uploads validated host arrays; the returned function assigns them to the variables.
-
-    Raises:
-        RuntimeError: a variable cannot be written now, see ``Variable.assign``.
-    """
-    check_unread(variables.values())
-    for variable in variables.values():
-        variable._check_memory()
-    buffers = {
-        variables[name]: upload_like(value, variables[name]) for name, value in values.items()
-    }
-
-    def load() -> None:
-        for variable, buffer in buffers.items():
-            variable.assign(buffer)
-
-    return load

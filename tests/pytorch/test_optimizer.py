@@ -385,6 +385,26 @@ def test_state_that_was_replaced_is_not_ignored(mesh):
     optimizer.step()
 
 
+def test_a_state_that_version_0_1_wrote_is_loaded_and_written_alike(mesh):
+    slots = {"m": torch.tensor([-0.75, -0.5]), "v": torch.tensor([1.1875, 1.0])}
+    group = {
+        "lr": 0.5,
+        "epsilon": 0.25,
+        "betas": (0.5, 0.75),
+        "beta1_power": 0.125,
+        "beta2_power": 0.421875,
+        "params": [0],
+    }
+    made = gr.torch.Optimizer(gr.AdamOptimizer(0.1), [torch.nn.Parameter(torch.ones(2))])
+    made.load_state_dict({"state": {0: slots}, "param_groups": [group]})
+    found = made.state_dict()
+    assert found["param_groups"] == [group]
+    assert {name: each.tolist() for name, each in found["state"][0].items()} == {
+        "m": [-0.75, -0.5],
+        "v": [1.1875, 1.0],
+    }
+
+
 def test_a_state_that_does_not_fit_changes_nothing(mesh):
     """A state of someone else is checked before PyTorch copies it."""
     module = net()

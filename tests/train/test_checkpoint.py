@@ -152,12 +152,16 @@ def test_a_load_into_a_variable_that_cannot_be_written_changes_nothing(shut):
     with gr.open_mesh(1, backend="sim") as mesh:
         saved = {}
         variable, load = shut(mesh, lambda: step.load_state_dict(saved))
-        optimizer = gr.AdamOptimizer(0.1)
-        step = gr.SyncStep([variable], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
-        gradients = [[[np.ones(variable.shape, np.float32)]]]
+        first, optimizer = gr.Variable(np.float32([1]), "first", device=mesh), gr.AdamOptimizer(0.1)
+        step = gr.SyncStep([first, variable], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        gradients = [[[np.ones(each.shape, np.float32)] for each in (first, variable)]]
         step(gradients)
         saved |= step.state_dict()
         step(gradients)
-        before = optimizer.state_dict(), step.global_step
+
+        def found():
+            return optimizer.state_dict(), step.global_step, first.numpy()
+
+        before = found()
         load()
-        np.testing.assert_equal((optimizer.state_dict(), step.global_step), before)
+        np.testing.assert_equal(found(), before)

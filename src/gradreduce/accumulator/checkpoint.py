@@ -12,7 +12,20 @@ from typing import Any
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
-from gradreduce.checkpoint import anything, equal, integer, list_of, optional, plain, validate_state
+from gradreduce.checkpoint import (
+    Entry,
+    Table,
+    anything,
+    attribute,
+    constant,
+    equal,
+    integer,
+    list_of,
+    optional,
+    plain,
+    validate_state,
+)
+from gradreduce.device import DeferInterrupts
 from gradreduce.errors import CollectiveError, about
 
 from .state import AccumulatorState
@@ -39,21 +52,7 @@ def save_state(
         state.check_open()
         state.check_devices()
         generation = state.mesh_state.generation
-        copies = {
-            "format": state.storage.format,
-            "dtype": str(state.dtype),
-            "reduction_type": state.reduction_type,
-            **_sparse_mean(state),
-            "shape": _shape_to_list(state.shape),
-            "global_step": state.step,
-            "num_accumulated": state.count,
-            "num_dropped": state.num_dropped,
-            "sum_shape": _shape_to_list(state.sum_shape),
-            "kind": state.kind if state.count else None,
-            "partial_sums": [
-                None if total is None else state.storage.save(total) for total in state.totals
-            ],
-        }
+        copies = _table(state).save()
     snapshot = download(copies)
     # If the mesh failed and was reset before the download, the download has raised no error.
     if state.mesh_state.has_failed(generation):
@@ -85,11 +84,12 @@ def ready_state(
     )
     if isinstance(saved, Mapping) and state.sparse_mean:
         saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
-    values = own(validate_state(where, saved, _schema(state, is_empty, num_sums)))
+    table = _table(state, is_empty, num_sums)
+    values = own(validate_state(where, saved, table))
     count, shape = values["num_accumulated"], values["sum_shape"]
     load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
-    sums = list_of(optional(load_sum), len(state.devices))
-    uploads = validate_state(f"{where}['partial_sums']", values["partial_sums"], sums)
+    check_sums = list_of(optional(load_sum), len(state.devices))
+    uploads = check_sums(f"{where}['partial_sums']", values["partial_sums"])
     filled = len(uploads) - uploads.count(None)
     if not min(count, 1) <= filled <= count:
         raise ValueError(
@@ -98,15 +98,7 @@ def ready_state(
     with state.lock:
         state.check_open()
     totals = [each and each(device) for each, device in zip(uploads, state.devices, strict=True)]
-    attributes = {
-        "step": values["global_step"],
-        "count": count,
-        "sources": {},
-        "num_dropped": values["num_dropped"],
-        "sum_shape": shape,
-        "kind": values["kind"] or "native",
-        "totals": totals,
-    }
+    load_values = table.ready({**values, "partial_sums": totals})
 
     def load() -> None:
         with state.lock:
@@ -117,33 +109,47 @@ def ready_state(
                 raise CollectiveError(
                     "the mesh failed while the state of an accumulator was loaded; load it again"
                 )
-            state.update(**attributes)
+            with DeferInterrupts():
+                load_values()
             complete_ready([state], held=True)
         complete_ready([state])
 
     return load
 
 
-def _schema(state: AccumulatorState, is_empty: bool, num_sums: int) -> dict[str, Any]:
-    """Returns the schema of a state with this number of partial sums."""
-    return {
-        "format": equal(state.storage.format),
-        "dtype": equal(str(state.dtype)),
-        "reduction_type": equal(state.reduction_type),
-        **{key: equal(value) for key, value in _sparse_mean(state).items()},
-        "shape": equal(_shape_to_list(state.shape)),
-        "global_step": integer(-(2**63)),
-        "num_accumulated": integer(0),
-        "num_dropped": integer(0),
-        "sum_shape": equal(None) if is_empty else partial(_sum_shape, state),
-        "kind": equal(None) if is_empty else partial(_kind, state),
-        "partial_sums": list_of(equal(None) if is_empty else anything, num_sums),
-    }
+def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -> Table:
+    """Returns the table of an accumulator.
 
-
-def _sparse_mean(state: AccumulatorState) -> dict[str, str]:
-    """Returns the entry that only states of sparse accumulators have."""
-    return {} if state.sparse_mean is None else {"sparse_mean": state.sparse_mean}
+    Args:
+        state: the accumulator.
+        is_empty: whether the state to load has no gradients.
+        num_sums: the number of partial sums in the state to load.
+    """
+    return Table(
+        format=constant(state.storage.format),
+        dtype=constant(str(state.dtype)),
+        reduction_type=constant(state.reduction_type),
+        **({} if state.sparse_mean is None else {"sparse_mean": constant(state.sparse_mean)}),
+        shape=constant(None if state.shape is None else list(state.shape)),
+        global_step=attribute(state, "step", integer(-(2**63))),
+        num_accumulated=attribute(state, "count", integer(0)),
+        num_dropped=attribute(state, "num_dropped", integer(0)),
+        sum_shape=attribute(
+            state, "sum_shape", equal(None) if is_empty else partial(_sum_shape, state)
+        ),
+        kind=Entry(
+            lambda: state.kind if state.count else None,
+            equal(None) if is_empty else partial(_kind, state),
+            lambda kind: partial(setattr, state, "kind", kind or "native"),
+        ),
+        partial_sums=Entry(
+            lambda: [
+                total if total is None else state.storage.save(total) for total in state.totals
+            ],
+            list_of(equal(None) if is_empty else anything, num_sums),
+            lambda totals: partial(state.update, totals=totals, sources={}),
+        ),
+    )
 
 
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ..
     if not state.storage.fits(shape, state.shape):
         raise ValueError(
             f"{where} is {list(shape)}, which does not fit the accumulator's shape "
-            f"{_shape_to_list(state.shape)}"
+            f"{None if state.shape is None else list(state.shape)}"
         )
     return shape
 
@@ -170,7 +176,3 @@ def _kind(state: AccumulatorState, where: str, saved: Any) -> Kind:
     except ValueError as error:
         raise about(where, error) from None
     return kind  # type: ignore[no-any-return]  # one of the literals
-
-
-def _shape_to_list(shape: tuple[int | None, ...] | None) -> list[int | None] | None:
-    return None if shape is None else list(shape)

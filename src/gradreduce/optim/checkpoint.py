@@ -18,9 +18,11 @@ from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import cast_array, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
-    Check,
+    Entry,
+    Table,
     array,
     by_name,
+    constant,
     downloader,
     equal,
     flag,
@@ -37,14 +39,31 @@ from .hyperparameters import History, Number, as_number, no_attribute, text_of, 
 from .slots import Slots
 
 
-def queue_slots(slots: Slots) -> dict[str, Any]:
-    """Queues copies of all slots; ``checkpoint.downloader`` downloads them."""
+def slots_table(slots: Slots, owners: Mapping[str, Variable]) -> Table:
+    """Returns the table of slots. Any of these variables may have some in the state to load."""
+    schemas = {
+        name: dict.fromkeys(slots.names_for(var), array(var.shape, slots.state_dtype(var)))
+        for name, var in owners.items()
+    }
+    return Table(
+        optimizer=constant(slots.kind.__name__),
+        slots=Entry(
+            partial(_queue_slots, slots),
+            some_of(schemas),
+            lambda values: ready_slots(
+                slots, {owners[name]: each for name, each in values.items()}
+            ),
+        ),
+    )
+
+
+def _queue_slots(slots: Slots) -> dict[str, Any]:
     by_name(var for by_variable in slots.by_name.values() for var in by_variable)
     copies: dict[str, Any] = {}
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
             copies.setdefault(var.name, {})[name] = checkpoint.queue_copy(slot.buffers[0])
-    return {"optimizer": slots.kind.__name__, "slots": copies}
+    return copies
 
 
 def queue_fingerprints(slots: Slots) -> dict[str, Any]:
@@ -76,16 +95,14 @@ def check_fingerprints(
 
     Args:
         where: the name of the entry, for the error.
-        saved: the downloaded ``queue_fingerprints``.
+        saved: the validated entry.
         owners: variables by name: those of ``saved``, and others, which may have the values too.
 
     Raises:
         ValueError: variables whose slots are alike have all of the saved values, in another order.
     """
     for names in _alike(owners):
-        saved_digests = {
-            name: plain(f"{where}[{name!r}]", saved[name]) for name in names if name in saved
-        }
+        saved_digests = {name: saved[name] for name in names if name in saved}
         if not saved_digests:
             continue
         digests = {name: _queue_fingerprint(owners[name])(Buffer.numpy) for name in names}
@@ -125,15 +142,6 @@ def _queue_fingerprint(var: Variable) -> Callable[[Callable[[Buffer], Any]], str
     return lambda download: digest_of(cast_array(download(copy), var.dtype).tobytes())
 
 
-def slots_schema(slots: Slots, owners: Mapping[str, Variable]) -> dict[str, Check]:
-    """Returns the schema of ``queue_slots``, where any of these variables have slots."""
-    schemas = {
-        name: dict.fromkeys(slots.names_for(var), array(var.shape, slots.state_dtype(var)))
-        for name, var in owners.items()
-    }
-    return {"optimizer": equal(slots.kind.__name__), "slots": some_of(schemas)}
-
-
 def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> Callable[[], None]:
     """Creates slots with these values; returns a function that replaces the existing slots."""
     new_slots: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
@@ -142,13 +150,6 @@ def ready_slots(slots: Slots, values: Mapping[Variable, Mapping[str, Any]]) -> C
             slot = new_slots[name][var] = slots.make_one(var, name)
             slot.assign(cast_array(value, slot.dtype))
     return partial(setattr, slots, "by_name", new_slots)
-
-
-def number_to_save(value: Any) -> Any:
-    """Returns the saved value of a hyperparameter: None for a callable or Variable."""
-    if _is_computed(value):
-        return None
-    return value.tolist() if is_array(value) else value
 
 
 def _is_computed(value: Any) -> bool:
@@ -160,13 +161,15 @@ def power(where: str, saved: Any) -> float:
     return value_of(where, plain(where, saved), is_decay=True)
 
 
-def number_like(own: Any, *, is_decay: bool) -> Check:
-    """Returns a check for a saved hyperparameter; the check returns the value to load.
+def number_entry(owner: Any, name: str, *, is_decay: bool) -> Entry:
+    """Returns the entry of a hyperparameter.
 
     Args:
-        own: the value that the optimizer has: a number, bool, string, callable or Variable.
+        owner: the optimizer.
+        name: the attribute: a number, bool, string, callable or Variable.
         is_decay: whether the value must be at least 0 and below 1.
     """
+    own = getattr(owner, name)
 
     def check(where: str, saved: Any) -> Any:
         value = plain(where, saved)
@@ -178,10 +181,13 @@ def number_like(own: Any, *, is_decay: bool) -> Check:
             return flag(where, value)
         return value_of(where, value, is_decay=is_decay)
 
-    return check
+    return Entry(
+        lambda: None if _is_computed(own) else own.tolist() if is_array(own) else own,
+        check,
+        lambda number: partial(setattr, owner, name, number),
+    )
 
 
-SlotValues = dict[Variable, dict[str, Any]]  # host arrays, by the name of the slot
 _FORMAT = "gradreduce optimizer 3"
 
 
@@ -347,7 +353,7 @@ class OptimizerState(NotCopied):
         """
         download = downloader(as_deadline(deadline), output_type)
         fingerprints = queue_fingerprints(self._slots)
-        return download({**self._queue_state(), "fingerprints": fingerprints})
+        return download({**self._state_table({}).save(), "fingerprints": fingerprints})
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -371,61 +377,34 @@ class OptimizerState(NotCopied):
                 or Variables without a name have the values that they had at ``state_dict`` in
                 another order.
         """
-        those = [variables] if isinstance(variables, Variable) else variables
-        load = self._ready_state(state, those)
-        check_fingerprints("state['fingerprints']", state["fingerprints"], by_name(those))
+        owners = by_name([variables] if isinstance(variables, Variable) else variables)
+        for var in list(owners.values())[:1]:
+            var.buffers[0].device.mesh_state.check_process()
+        table = self._state_table(owners)
+        values = validate_state("state", state, table)
+        check_fingerprints("state['fingerprints']", values["fingerprints"], owners)
+        load = table.ready(values)
         with DeferInterrupts():
             load()
 
-    def _queue_state(self, slots: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Queues copies of the state (see ``state_dict``), with ``slots`` if it is passed."""
-        names = (*self._hyperparameters, *self._settings)
-        return {
-            "format": _FORMAT,
-            "hyperparameters": {name: number_to_save(getattr(self, name)) for name in names},
-            "powers": dict(zip(self._slots.power_names, self._slots.powers, strict=False)) or None,
-            **(slots or queue_slots(self._slots)),
-            "fingerprints": {},  # of variables that are not in the state
-        }
-
-    def _ready_state(
-        self,
-        state: Any,
-        variables: Sequence[Variable],
-        where: str = "state",
-        placed: Callable[[SlotValues], SlotValues] | None = None,
-    ) -> Callable[[], None]:
-        """Validates a state and allocates memory; returns a function that loads it.
+    def _state_table(self, owners: Mapping[str, Variable]) -> Table:
+        """Returns the table of the state.
 
         Args:
-            state: see ``load_state_dict``.
-            variables: see ``load_state_dict``.
-            where: the name of the state, for error messages.
-            placed: converts the arrays of the saved slots, ``[variable][slot]``, to the arrays that
-                the slots of this process get. None: they are the same.
+            owners: for a load: the variables that may have slots in the state, by name.
         """
-        slots, owners = self._slots, by_name(variables)
-        for var in variables[:1]:
-            var.buffers[0].device.mesh_state.check_process()
-        numbers = {
-            name: number_like(getattr(self, name), is_decay=name in self._decays)
-            for name in (*self._hyperparameters, *self._settings)
-        }
-        schema = {
-            "format": equal(_FORMAT),
-            **slots_schema(slots, owners),  # validated first, with the name of the class
-            "hyperparameters": numbers,
-            "powers": optional(dict.fromkeys(slots.power_names, power)),
-            "fingerprints": some_of(dict.fromkeys(owners, fingerprint)),
-        }
-        entries = validate_state(where, state, schema)
-        values = {owners[name]: of_var for name, of_var in entries["slots"].items()}
-        load_slots = ready_slots(slots, placed(values) if placed else values)
-
-        def load() -> None:
-            load_slots()
-            slots.powers = tuple((entries["powers"] or {}).values())
-            for name, number in entries["hyperparameters"].items():
-                setattr(self, name, number)
-
-        return load
+        slots, names = self._slots, (*self._hyperparameters, *self._settings)
+        return Table(
+            format=constant(_FORMAT),
+            hyperparameters=Table(
+                {name: number_entry(self, name, is_decay=name in self._decays) for name in names}
+            ),
+            powers=Entry(
+                lambda: dict(zip(slots.power_names, slots.powers, strict=False)) or None,
+                optional(dict.fromkeys(slots.power_names, power)),
+                lambda powers: partial(setattr, slots, "powers", tuple((powers or {}).values())),
+            ),
+            **slots_table(slots, owners),
+            # ``state_dict`` saves them; variables that are saved with the optimizer have none.
+            fingerprints=Entry(dict, some_of(dict.fromkeys(owners, fingerprint))),
+        )

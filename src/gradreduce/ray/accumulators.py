@@ -18,7 +18,7 @@ from gradreduce.arrays.indexed_slices import as_slices as slices_of
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels
-from gradreduce.checkpoint import anything, equal, list_of, validate_state
+from gradreduce.checkpoint import anything, constant, list_of, validate_state
 from gradreduce.errors import brief, listed
 
 from .accumulator_state import AccumulatorSpec
@@ -214,7 +214,7 @@ class AccumulatorSet(SharedAccumulator):
         Raises:
             KeyError, TypeError, ValueError: see ``gr.ConditionalAccumulator.load_state_dict``.
         """
-        schema = {"format": equal(_FORMAT), "accumulators": list_of(anything, len(self._states))}
+        schema = {"format": constant(_FORMAT), "accumulators": list_of(anything, len(self._states))}
         self._load(validate_state("state", state, schema)["accumulators"])
 
 

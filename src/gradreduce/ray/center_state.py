@@ -16,7 +16,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import anything, downloader, some_of, validate_state
 from gradreduce.device import Buffer, Device, as_dtype, copy_to
 from gradreduce.optim.agn.center import CenterState, check_same_tensor
-from gradreduce.optim.agn.checkpoint import queue_center, ready_center
+from gradreduce.optim.agn.checkpoint import center_table, ready_center
 from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
 from gradreduce.optim.agn.sums import Sum
@@ -385,7 +385,7 @@ class CenterShardState(ShardState):
         """See ``CenterPart``."""
         self._center.check_usable()
         state: dict[str, Any] = downloader(None)(
-            queue_center(self._center.variables, self._center.slots)
+            center_table(self._center.variables, self._center.slots).save()
         )
         if self._saved_optimizer is not None:
             state["optimizer"] = self._saved_optimizer

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,7 @@ from gradreduce import ops
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.compile_ahead import compile_rows
-from gradreduce.checkpoint import integer, optional, plain
+from gradreduce.checkpoint import Entry, Table, attribute, integer, optional, plain
 from gradreduce.device import Buffer, Device, as_dtype, as_flag, as_positive
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_integer
@@ -205,21 +206,24 @@ class GradientScaling:
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def table(self) -> Table:
         """Returns the entries of ``SyncStep.state_dict`` that belong to this object."""
-        return {
-            "num_skipped": self.num_skipped,
-            "loss_scale": self.scale,
-            "growth_tracker": None if self._rule is None else self._growth_tracker,
-        }
+        return Table(
+            num_skipped=attribute(self, "num_skipped", integer(0)),
+            loss_scale=Entry(
+                lambda: self.scale,
+                lambda where, saved: as_positive(where, plain(where, saved), finite=True),
+            ),
+            growth_tracker=Entry(
+                lambda: None if self._rule is None else self._growth_tracker, optional(integer(0))
+            ),
+        )
 
     def ready_state(self, saved: Mapping[str, Any], *, continues: bool) -> Callable[[], None]:
-        """Returns a function that loads saved entries.
-
-        The scale is loaded only if the saved scale and the scale of this step are dynamic.
+        """Returns a function that loads the scale, if it and the saved one are dynamic.
 
         Args:
-            saved: the entries, validated by ``SCHEMA``.
+            saved: the validated entries of ``table``.
             continues: whether the state has gradients that wait for an update.
 
         Raises:
@@ -234,12 +238,7 @@ class GradientScaling:
                 f"this step has loss_scale {scale:g}: use the same loss_scale, or load a state "
                 "that was saved right after the step returned True"
             )
-
-        def load() -> None:
-            self.num_skipped, self.scale = saved["num_skipped"], scale
-            self._growth_tracker, self.norm = tracker, None
-
-        return load
+        return partial(vars(self).update, scale=scale, _growth_tracker=tracker, norm=None)
 
 
 def _on_host(norm: Buffer) -> float:
@@ -265,11 +264,3 @@ def first_nonfinite(gradients: Sequence[Sequence[Part]], first: int) -> tuple[in
             ends = list(accumulate([ops.num_blocks(buffer.size) for buffer in column]))
             wrong.append((bisect_right(ends, block), replica))
     return min(wrong, default=(-1, -1))
-
-
-# The schema of ``GradientScaling.state_dict``.
-SCHEMA = {
-    "num_skipped": integer(0),
-    "loss_scale": lambda where, saved: as_positive(where, plain(where, saved), finite=True),
-    "growth_tracker": optional(integer(0)),
-}

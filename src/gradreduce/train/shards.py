@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -32,13 +32,13 @@ from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.checkpoint import by_name, downloader
+from gradreduce.checkpoint import Entry, by_name, downloader
 from gradreduce.comm.description import Description
 from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import Buffer, DType, Parcel, accumulate_dtype, as_dtype
 from gradreduce.errors import brief
 from gradreduce.optim import Optimizer
-from gradreduce.optim.checkpoint import SlotValues
+from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.packing import plan_packing
@@ -385,12 +385,12 @@ class ShardedUpdate:
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def save_slots(self) -> dict[str, Any]:
-        """Returns the slots of whole variables, like ``optim.checkpoint.queue_slots``.
+    def slots_entry(self, entry: Entry) -> Entry:
+        """Returns the entry of whole variables, from that of the optimizer, which has shards."""
+        return entry._replace(save=self._save_slots, ready=self._ready_slots)
 
-        The slots of one variable at a time are joined on the first device, which needs little
-        memory.
-        """
+    def _save_slots(self) -> dict[str, Any]:
+        """Joins the slots of one variable at a time on the first device: it takes little memory."""
         self._optimizer.prepare(self.variables)
         slots, download = self._optimizer._slots, downloader(None)
         saved: dict[str, dict[str, Any]] = {}
@@ -400,7 +400,7 @@ class ShardedUpdate:
                 wholes = self._join_slots(index, names, slots.state_dtype(variable))
                 shaped = [whole.view(0, variable.shape) for whole in wholes]
                 saved[name] = download(dict(zip(names, shaped, strict=True)))
-        return {"optimizer": slots.kind.__name__, "slots": saved}
+        return saved
 
     def _join_slots(self, index: int, names: Sequence[str], dtype: DType) -> list[Buffer]:
         """Returns the slots of a variable, flat, on the first device."""
@@ -420,13 +420,14 @@ class ShardedUpdate:
             replicas.send_to_all(owned)
         return wholes
 
-    def divide_slots(self, values: SlotValues) -> SlotValues:
-        """Cuts saved slots of whole variables into the slots of this process's shards."""
-        return {
+    def _ready_slots(self, values: Mapping[str, Mapping[str, Any]]) -> Callable[[], None]:
+        """Cuts saved slots into those of this process's shards, see ``Entry``."""
+        of_shards = {
             part: {
                 name: value.reshape(-1)[shard.start : shard.start + shard.size].reshape(part.shape)
-                for name, value in values[self._whole[shard.variable]].items()
+                for name, value in values[self._whole[shard.variable].name].items()
             }
             for shard, part in self._own.items()
-            if self._whole[shard.variable] in values
+            if self._whole[shard.variable].name in values
         }
+        return ready_slots(self._optimizer._slots, of_shards)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradreduce import checkpoint
 from gradreduce.accumulator import (
     ConditionalAccumulator,
     ConditionalAccumulatorBase,
@@ -20,7 +19,19 @@ from gradreduce.accumulator.validate import as_required, as_step, parts_to_add
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, equal, integer
+from gradreduce.checkpoint import (
+    Entry,
+    Table,
+    anything,
+    attribute,
+    by_name,
+    check_order,
+    constant,
+    downloader,
+    integer,
+    validate_state,
+    values_of,
+)
 from gradreduce.comm.description import Description, digest_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.comm.replicas import Replicas
@@ -41,7 +52,7 @@ from gradreduce.sums.aggregators import aggregate_buffers
 from gradreduce.sums.slices import concatenate_slices
 
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
-from .scaling import SCHEMA, DynamicLossScale, GradientScaling, first_nonfinite
+from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import ShardedUpdate
 from .terms import place_terms
 from .update import ReplicatedUpdate, UpdateStages
@@ -351,23 +362,7 @@ class SyncStep(NotCopied):
             array([1., 2.], dtype=float32)
         """
         with deadline_scope("SyncStep.state_dict", as_deadline(deadline), self.devices):
-            download = checkpoint.downloader(None, output_type)
-            owners = checkpoint.by_name(self.variables)
-            copies = checkpoint.queue_copies(owners)
-            by_name = dict(zip(owners, self.accumulators, strict=True))
-            accumulators = save_accumulators(by_name, self.devices, self.num_replicas)
-            slots = self._shards.save_slots() if self._shards else None
-            return download(
-                {
-                    "format": _FORMAT,
-                    "num_replicas": self.num_replicas,
-                    "num_required": self.num_required,
-                    "variables": copies,
-                    "optimizer": self.optimizer._queue_state(slots),
-                    "accumulators": accumulators,
-                    **self._scaling.state_dict(),
-                }
-            )
+            return downloader(None, output_type)(self._table().save())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a ``state_dict``, which may come from another process or backend.
@@ -392,35 +387,42 @@ class SyncStep(NotCopied):
             RuntimeError: a variable cannot be written now; see ``Variable.assign``.
         """
         self.devices[0].mesh_state.check_process()
-        owners = checkpoint.by_name(self.variables)
-        schema = {
-            "format": equal(_FORMAT),
-            "num_replicas": integer(1),
-            "num_required": integer(1),
-            "variables": checkpoint.arrays_of(owners),
-            "optimizer": anything,
-            "accumulators": dict.fromkeys(owners, anything),
-            **SCHEMA,
-        }
+        table = self._table()
         entries = state if isinstance(state, Mapping) else {}
-        values = {key: entries.get(key) for key in schema}
+        values = {key: entries.get(key) for key in table}
         check_alike(self.devices[0], "SyncStep.load_state_dict", values)
-        loaded = checkpoint.validate_state("state", state, schema)
-        checkpoint.check_order("state['variables']", state["variables"], owners)
+        loaded = validate_state("state", state, table)
+        check_order("state['variables']", state["variables"], loaded["variables"])
         saved, before = loaded["accumulators"], loaded["num_replicas"]
-        divide = self._shards.divide_slots if self._shards else None
-        optimizer = loaded["optimizer"], self.variables, "state['optimizer']", divide
         loads = [
-            self.optimizer._ready_state(*optimizer),
+            table.ready(loaded),
             *ready_accumulators(self.accumulators, saved, self.devices, self.num_replicas, before),
         ]
         continues = any(each["num_accumulated"] for each in saved.values())
         loads.append(self._scaling.ready_state(loaded, continues=continues))
-        loads.append(checkpoint.ready_values(loaded["variables"], owners))
         with DeferInterrupts():
             for load in loads:
                 load()
-            self.num_required = loaded["num_required"]
+
+    def _table(self) -> Table:
+        """Returns the table of the state."""
+        owners = by_name(self.variables)
+        by_variable = dict(zip(owners, self.accumulators, strict=True))
+        optimizer = self.optimizer._state_table(owners)
+        if self._shards:
+            optimizer["slots"] = self._shards.slots_entry(optimizer["slots"])
+        return Table(
+            format=constant(_FORMAT),
+            num_replicas=Entry(lambda: self.num_replicas, integer(1)),
+            num_required=attribute(self, "num_required", integer(1)),
+            variables=values_of(owners),
+            optimizer=optimizer,
+            accumulators=Entry(
+                lambda: save_accumulators(by_variable, self.devices, self.num_replicas),
+                dict.fromkeys(owners, anything),
+            ),
+            **self._scaling.table(),
+        )
 
     def _earliest(
         self, step: int, with_gradients: list[int], checked: Sequence[Sequence[Part]] | None

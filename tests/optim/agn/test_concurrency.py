@@ -11,7 +11,6 @@ from optim.agn.team import one_variable
 from support.failing_operations import fast_thread_switching
 
 import gradreduce as gr
-from gradreduce import checkpoint
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -127,7 +126,7 @@ def test_a_center_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkey
     optimizer.apply_gradients([(ONE, var)])
     state, before = center.state_dict(), getter.center_variable(var).numpy()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "ready_values", lambda *given: lambda: 1 / 0)
+        patch.setattr(gr.checkpoint.Table, "ready", lambda *given: lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             center.load_state_dict(state)
     with pytest.raises(gr.errors.CollectiveError, match="a load_state_dict failed part-way"):

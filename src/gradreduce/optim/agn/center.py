@@ -14,7 +14,7 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, queue_copies
+from gradreduce.checkpoint import downloader, values_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.errors import CollectiveError, NotCopied, listed
@@ -23,7 +23,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
 
 from .center_interface import Center, WorkerVariables
-from .checkpoint import queue_center, ready_center
+from .checkpoint import center_table, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
 from .session_hook import Registry, WorkerThread
 
@@ -293,7 +293,7 @@ class AGNCenter(NotCopied):
         center = self._state
         with center.lock:
             center.check_usable()
-            copies = queue_copies(center.variables)
+            copies = values_of(center.variables).save()
         return {name: copies[name].numpy() for name in sorted(copies)}
 
     @property
@@ -363,7 +363,7 @@ class AGNCenter(NotCopied):
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:
             center.check_usable()
-            copies = queue_center(center.variables, center.slots)
+            copies = center_table(center.variables, center.slots).save()
         return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -9,28 +9,44 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from gradreduce import checkpoint
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, equal, integer, some_of, upload_like
+from gradreduce.checkpoint import (
+    Entry,
+    Table,
+    array,
+    attribute,
+    by_name,
+    constant,
+    flag,
+    integer,
+    optional,
+    queue_copy,
+    some_of,
+    upload_like,
+    validate_state,
+    values_of,
+)
 from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
-from gradreduce.optim.checkpoint import queue_slots, ready_slots, slots_schema
+from gradreduce.optim.checkpoint import slots_table
 from gradreduce.optim.slots import Slots
 
 from .sums import Sum
 from .worker import Worker
 
 _CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
+_NO_SLOTS: Mapping[str, Any] = {"optimizer": None, "slots": {}}
 
 
-def queue_center(variables: Mapping[str, Variable], slots: Slots | None) -> dict[str, Any]:
-    """Queues copies of a center; ``checkpoint.downloader`` downloads them."""
-    return {
-        "format": _CENTER,
-        "variables": checkpoint.queue_copies(variables),
-        "optimizer": None if slots is None else queue_slots(slots),
-    }
+def center_table(variables: Mapping[str, Variable], slots: Slots | None) -> Table:
+    """Returns the table of a center; ``slots`` is None before an ``AGNOptimizer`` is created."""
+    if slots is None:
+        optimizer = constant(None)
+    else:
+        own = slots_table(slots, by_name(variables.values()))
+        optimizer = Entry(own.save, optional(own), lambda saved: own.ready(saved or _NO_SLOTS))
+    return Table(format=constant(_CENTER), variables=values_of(variables), optimizer=optimizer)
 
 
 def ready_center(
@@ -39,80 +55,64 @@ def ready_center(
     """Validates a center's state and allocates memory; returns a function that loads it."""
     if slots is None and isinstance(state, Mapping) and state.get("optimizer") is not None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
-    owners = checkpoint.by_name(variables.values())
-    schema = {
-        "format": checkpoint.equal(_CENTER),
-        "variables": checkpoint.arrays_of(variables),
-        "optimizer": checkpoint.optional(slots and slots_schema(slots, owners)),
-    }
-    values = checkpoint.validate_state("state", state, schema)
-    load_values = checkpoint.ready_values(values["variables"], variables)
-    if slots is None:
-        return load_values
-    saved = values["optimizer"]["slots"] if values["optimizer"] else {}
-    load_slots = ready_slots(slots, {owners[name]: each for name, each in saved.items()})
-
-    def load() -> None:
-        load_slots()
-        load_values()
-
-    return load
+    table = center_table(variables, slots)
+    return table.ready(validate_state("state", state, table))
 
 
-def queue_worker(worker: Worker) -> dict[str, Any]:
-    """Queues copies of the state of a worker; ``checkpoint.downloader`` downloads them."""
+def worker_table(worker: Worker) -> Table:
+    """Returns the table of a worker."""
     shared = worker.variables
-    sums = {
-        var.name: checkpoint.queue_copy(total[0])
-        if isinstance(total, tuple)
-        else SPARSE.save(total)
-        for var, total in shared.sums.items()
-    }
-    return {
-        "format": _WORKER,
-        "optimizer": worker.inner._queue_state(),
-        "variables": checkpoint.queue_copies(checkpoint.by_name(shared.centers)),
-        "sums": sums,
-        "pulled": {var.name: checkpoint.queue_copy(kept) for var, kept in shared.pulled.items()},
-        "local_step": shared.num_steps,
-        "is_due": worker.push_pending,
-    }
+    variables = by_name(shared.centers)
+    return Table(
+        format=constant(_WORKER),
+        optimizer=worker.inner._state_table(variables),
+        variables=values_of(variables),
+        sums=Entry(
+            lambda: {
+                var.name: queue_copy(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
+                for var, total in shared.sums.items()
+            },
+            some_of({name: partial(_ready_sum, var) for name, var in variables.items()}),
+            lambda uploads: partial(
+                setattr,
+                shared,
+                "sums",
+                {variables[name]: upload() for name, upload in uploads.items()},
+            ),
+        ),
+        pulled=Entry(
+            lambda: {var.name: queue_copy(kept) for var, kept in shared.pulled.items()},
+            some_of({name: array(var.shape, var.dtype) for name, var in variables.items()}),
+            lambda arrays: partial(
+                setattr,
+                shared,
+                "pulled",
+                {
+                    variables[name]: upload_like(each, variables[name])
+                    for name, each in arrays.items()
+                },
+            ),
+        ),
+        local_step=attribute(shared, "num_steps", integer(0, 2**31 - 1)),
+        is_due=attribute(worker, "push_pending", flag),
+    )
 
 
 def load_worker(worker: Worker, state: Any) -> None:
     """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
-    shared = worker.variables
-    variables = checkpoint.by_name(shared.centers)
-    schema = {
-        "format": equal(_WORKER),
-        "optimizer": anything,
-        "variables": checkpoint.arrays_of(variables),
-        "sums": some_of({name: partial(_ready_sum, var) for name, var in variables.items()}),
-        "pulled": some_of(checkpoint.arrays_of(variables)),
-        "local_step": integer(0, 2**31 - 1),
-        "is_due": checkpoint.flag,
-    }
-    values = checkpoint.validate_state("state", state, schema)
-    sums, pulled = values["sums"], values["pulled"]
-    unknown = sorted(sums.keys() - pulled.keys())
+    table = worker_table(worker)
+    values = validate_state("state", state, table)
+    unknown = sorted(values["sums"].keys() - values["pulled"].keys())
     if unknown and worker.config.gamma is not None:
         raise ValueError(
             f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
             "it was saved by a worker without distance_scale"
         )
-    if values["is_due"] and not sums:
+    if values["is_due"] and not values["sums"]:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
-    load_optimizer = worker.inner._ready_state(
-        values["optimizer"], list(variables.values()), "state['optimizer']"
-    )
-    load_values = checkpoint.ready_values(values["variables"], variables)
-    totals = {variables[name]: upload() for name, upload in sums.items()}
-    kept = {variables[name]: upload_like(each, variables[name]) for name, each in pulled.items()}
+    load = table.ready(values)
     with DeferInterrupts():
-        load_optimizer()
-        load_values()
-        shared.sums, shared.pulled = totals, kept
-        shared.num_steps, worker.push_pending = values["local_step"], values["is_due"]
+        load()
 
 
 def _ready_sum(var: Variable, where: str, saved: Any) -> Callable[[], Sum]:
@@ -120,5 +120,5 @@ def _ready_sum(var: Variable, where: str, saved: Any) -> Callable[[], Sum]:
     if isinstance(saved, Mapping):  # any count is allowed: pushes do not use counts
         load = SPARSE.load(where, saved, var.dtype, var.shape, 2**63 - 1)
         return partial(load, var.devices[0])
-    host = checkpoint.array(var.shape, var.dtype)(where, saved)
+    host = array(var.shape, var.dtype)(where, saved)
     return lambda: tuple([device.upload(host) for device in var.devices])

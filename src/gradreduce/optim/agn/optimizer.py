@@ -25,7 +25,7 @@ from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .checkpoint import load_worker, queue_worker
+from .checkpoint import load_worker, worker_table
 from .push import PushConfig
 from .session_hook import AGNHook
 from .variables import AGNCustomGetter, step_counter
@@ -304,8 +304,7 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
         """
-        download = downloader(as_deadline(deadline), output_type)
-        return download(queue_worker(self._worker))
+        return downloader(as_deadline(deadline), output_type)(worker_table(self._worker).save())
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
