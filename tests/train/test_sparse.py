@@ -1,12 +1,17 @@
 """SyncStep(sparse_variables=): IndexedSlices give what the same gradients give as arrays."""
 
+import threading
+
 import numpy as np
 import pytest
+from support.compiled_first import watched_compiles
 from support.thread_group import run_processes
 from train import training
 from train.test_sync_step import nothing_changes
 
 import gradreduce as gr
+from gradreduce.accumulator import sparse_storage
+from gradreduce.errors import CollectiveError
 
 VARIABLES = {"table": ((13, 3), "float32"), "w": ((3, 2), "float32"), "bias": ((7,), "float32")}
 SPARSE = ("table", "bias")
@@ -152,10 +157,13 @@ def test_the_argument_names_variables_of_the_step():
     for sparse, error, message in (
         ([s], ValueError, r"sparse_variables= has <Variable 's'.*, a scalar, which has no rows"),
         (["w"], ValueError, "sparse_variables= has 'w', which is not in variables"),
-        (w, TypeError, "sparse_variables= must be a list of Variables"),
+        (w, TypeError, "sparse_variables=<Variable 'w'.* must be a list of Variables"),
+        (None, TypeError, r"sparse_variables=None must be a list of Variables; pass \(\) for none"),
     ):
         with pytest.raises(error, match=message):
             gr.SyncStep([w, s], sgd(), ops, sparse_variables=sparse)
+    step = gr.SyncStep([w, s], sgd(), ops, sparse_variables=iter([w]))
+    assert type(step.accumulators[0]) is not type(step.accumulators[1])
     wrong = gr.SyncStep([w, s], sgd(), ops)
     with nothing_changes(wrong, TypeError, "or name the variable in sparse_variables="):
         wrong([[[gr.IndexedSlices(np.ones(1, np.float32), [0])], None]] * 2)
@@ -190,3 +198,47 @@ def test_no_rows_at_all_update_nothing():
     assert step([[[rows([], empty)], None], [[rows([], empty)], None]])
     assert step.last_norm == 0.0
     assert step.variables[0].numpy().tolist() == [[1, 1]] * 5
+
+
+def test_rows_of_16_bits_compile_nothing_inside_of_a_step():
+    """Of several micro-batches, whose rows are joined in the dtype of the variable."""
+
+    def calls():
+        table = gr.Variable(np.ones((5, 2)), "t", dtype="bfloat16", device=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        yield lambda: steps.append(gr.SyncStep([table], sgd(), ops, sparse_variables=[table]))
+        ones = np.ones((1, 2), table.dtype)
+        term = gr.IndexedSlices(ones, [0])
+        yield lambda: steps[0]([[[term, term]]] * 2)
+
+    mesh, steps = gr.open_mesh(2, backend="sim"), []
+    with watched_compiles(mesh) as watch:
+        watch.finds_calls = True
+        for call in calls():
+            call()
+    assert watch.late == []
+
+
+def test_an_error_after_the_exchange_of_rows_stops_all_processes(monkeypatch):
+    """Otherwise one would be an update ahead of the others."""
+    merge = sparse_storage.coalesce_n
+    planted = threading.local()
+
+    def coalesce(*args, **kwargs):
+        if getattr(planted, "error", False):
+            raise MemoryError("planted")
+        return merge(*args, **kwargs)
+
+    monkeypatch.setattr(sparse_storage, "coalesce_n", coalesce)
+
+    def work(group):
+        mesh = gr.open_mesh(1, backend="sim", process_group=group)
+        step, grad = make_step(mesh), [np.ones(2, np.float32)]
+        assert step([[[rows([1])], grad]])
+        planted.error, done = group.rank == 1, []
+        with pytest.raises(MemoryError if group.rank else CollectiveError, match="planted"):
+            for _ in range(3):
+                done.append(step([[[rows([1])], grad]]))
+        return done
+
+    assert run_processes(2, work) in ([[], []], [[True], []])  # process 0 may have all rows

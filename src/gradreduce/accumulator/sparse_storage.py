@@ -11,7 +11,7 @@ result is copied once to each GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import is_array, shape_and_dtype
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, coalesce_n
-from gradreduce.comm.replicas import Replicas
+from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import (
     Buffer,
     Device,
@@ -139,7 +139,9 @@ class SparseStorage(Storage):
         self, states: Sequence[AccumulatorState], guard: ExitStack
     ) -> dict[AccumulatorState, tuple[Part, ...]]:
         """See ``Storage``. The sums are unchanged."""
-        return {state: _merge_totals(state) for state in states}
+        first = states[0]  # others wait only for those over a mesh, of a SyncStep
+        with abort_others_on_error(first.devices[0]) if first.over_mesh else nullcontext():
+            return {state: _merge_totals(state) for state in states}
 
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``. The first extent may be unknown; there may be more dimensions."""

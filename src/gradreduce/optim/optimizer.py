@@ -112,7 +112,7 @@ class Optimizer(OptimizerState):
 
         Args:
             variable: a NumPy array, or a CuPy array on GPUs. It is a whole copy, or the rows that a
-                sparse gradient touches, or a one-dimensional part of a copy
+                sparse gradient touches, or a part of a copy, of one dimension or of whole rows
                 (``SyncStep(…, shard_optimizer=True)``). If the variable has a master, it is the
                 master, in float32.
             slots: arrays of the same shape, by name. Change them in place; do not replace them.

@@ -402,7 +402,8 @@ class CrossDeviceOps(ABC):
     ) -> list[tuple[Part, ...]]:
         """Reduces checked requests; returns arrays in new memory on each request's devices.
 
-        Subclasses override it to reduce in their own way; ``batch_reduce`` calls it.
+        Subclasses override it to reduce in their own way; ``reduce``, ``batch_reduce`` and
+        ``all_reduce`` call it.
 
         Accumulators call it with their locks held, to add the partial sums of their devices. So it
         must not wait for another thread or call an accumulator.

@@ -6,7 +6,7 @@ terms ──aggregate──► gradient ──accumulate──► sum ──pack
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradreduce.accumulator import (
@@ -54,7 +54,7 @@ from gradreduce.sums.slices import concatenate_slices
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import ShardedUpdate
-from .terms import place_terms
+from .terms import place_terms, rehearse_rows
 from .update import ReplicatedUpdate, UpdateStages
 
 _FORMAT = "gradreduce SyncStep 2"
@@ -91,6 +91,7 @@ class _SparseStepAccumulator(SparseConditionalAccumulator):
             cross_device_ops=cross_device_ops,
         )
         self.accumulator_ref.tensor = variable.name
+        rehearse_rows(variable)
 
 
 class SyncStep(NotCopied):
@@ -521,15 +522,19 @@ class SyncStep(NotCopied):
 
 def _find_sparse(sparse_variables: Any, variables: Sequence[Variable]) -> tuple[int, ...]:
     """Returns the indices of the variables with sparse gradients, ascending."""
-    if isinstance(sparse_variables, Variable):
-        raise TypeError("sparse_variables= must be a list of Variables, not a Variable")
+    if isinstance(sparse_variables, Variable) or not isinstance(sparse_variables, Iterable):
+        raise TypeError(
+            f"sparse_variables={brief(sparse_variables)} must be a list of Variables; pass () for "
+            "none"
+        )
+    sparse = tuple(sparse_variables)
     index_of = {variable: index for index, variable in enumerate(variables)}
-    for each in sparse_variables:
+    for each in sparse:
         if not isinstance(each, Variable) or each not in index_of:
             raise ValueError(f"sparse_variables= has {brief(each)}, which is not in variables")
         if not each.shape:
             raise ValueError(f"sparse_variables= has {each!r}, a scalar, which has no rows")
-    return tuple(sorted({index_of[each] for each in sparse_variables}))
+    return tuple(sorted({index_of[each] for each in sparse}))
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:

@@ -11,10 +11,12 @@ from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Part, buffer_of, part_on
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
+from gradreduce.backends.compile_ahead import compile_rows
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import about, brief
 from gradreduce.optim.gradient_inputs import check_rows
 from gradreduce.reduce.nests import in_order
+from gradreduce.sums.slices import concatenate_rows
 
 
 def place_terms(
@@ -90,6 +92,16 @@ def _check_buffers(buffers: Sequence[Buffer], like: Buffer, device: Device) -> N
             )
         if buffer.device is not device:
             raise ValueError(f"{buffer} is not on {device.name}")
+
+
+def rehearse_rows(variable: Variable) -> None:
+    """Compiles the kernels that concatenate the rows of several micro-batches."""
+    compile_rows(
+        "rows of micro-batches",
+        lambda rows, at: [concatenate_rows(at, [row, row]) for (row,) in rows],
+        {(variable.dtype,)},
+        variable.devices[0],
+    )
 
 
 def _place_sparse(
