@@ -201,21 +201,16 @@ def test_no_rows_at_all_update_nothing():
 
 
 def test_rows_of_16_bits_compile_nothing_inside_of_a_step():
-    """Of several micro-batches, whose rows are joined in the dtype of the variable."""
-
-    def calls():
-        table = gr.Variable(np.ones((5, 2)), "t", dtype="bfloat16", device=mesh)
-        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-        yield lambda: steps.append(gr.SyncStep([table], sgd(), ops, sparse_variables=[table]))
-        ones = np.ones((1, 2), table.dtype)
-        term = gr.IndexedSlices(ones, [0])
-        yield lambda: steps[0]([[[term, term]]] * 2)
-
-    mesh, steps = gr.open_mesh(2, backend="sim"), []
+    """Rows of micro-batches are joined in the dtype of the table, after arrays were added."""
+    mesh = gr.open_mesh(2, backend="sim")
     with watched_compiles(mesh) as watch:
         watch.finds_calls = True
-        for call in calls():
-            call()
+        table = gr.Variable(np.ones((5, 2)), "t", dtype="bfloat16", device=mesh)
+        w = gr.Variable(np.ones(3, np.float32), "w", device=mesh)
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        step = gr.SyncStep([w, table], sgd(), ops, sparse_variables=[table])
+        term = gr.IndexedSlices(np.ones((1, 2), table.dtype), [0])
+        step([[[np.ones(3, np.float32)] * 2, [term, term]]] * 2)
     assert watch.late == []
 
 
