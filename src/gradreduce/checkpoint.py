@@ -2,8 +2,8 @@
 
 A state is a dict of numbers, strings, None, lists, dicts and arrays, in host memory. Arrays are
 float32 (also for float16 and bfloat16) or float64; indices are int64. Every class with a
-``state_dict`` declares it once, in a ``Table``, which saves it, is the schema of saved states, and
-loads them. A schema is:
+``state_dict`` declares it once, in a ``StateTable``, which saves it, is the schema of saved states,
+and loads them. A schema is:
 
 - a dict: the state has exactly these keys, and each entry fits the schema of its key;
 - a function: is called with the name (for errors) and value of an entry, validates the entry, and
@@ -171,7 +171,7 @@ def map_leaves(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """How one entry of a state is saved, validated and loaded.
 
     Attributes:
@@ -193,23 +193,23 @@ class Entry(NamedTuple):
         return validate_state(where, saved, self.schema)
 
 
-def constant(value: Any) -> Entry:
+def constant(value: Any) -> StateEntry:
     """An entry that every state of an object has, such as its format."""
-    return Entry(lambda: value, equal(value), is_constant=True)
+    return StateEntry(lambda: value, equal(value), is_constant=True)
 
 
-def attribute(owner: Any, name: str, schema: Any) -> Entry:
+def attribute(owner: Any, name: str, schema: Any) -> StateEntry:
     """The value of an attribute, which a load sets."""
-    return Entry(
+    return StateEntry(
         partial(getattr, owner, name), schema, lambda value: partial(setattr, owner, name, value)
     )
 
 
-class Table(dict[str, Any]):
-    """Declares a state, or a dict inside one: an Entry or a Table for each key, in saved order."""
+class StateTable(dict[str, Any]):
+    """Declares a state, or a dict in one: a StateEntry or a StateTable for each key, in order."""
 
     def save(self) -> dict[str, Any]:
-        """Returns what the state has, see ``Entry``."""
+        """Returns what the state has, see ``StateEntry``."""
         return {key: entry.save() for key, entry in self.items()}
 
     def ready(self, values: Mapping[str, Any]) -> Callable[[], None]:
@@ -223,7 +223,7 @@ class Table(dict[str, Any]):
         return load
 
 
-def value_entry(variable: Variable) -> Entry:
+def value_entry(variable: Variable) -> StateEntry:
     """The value of a variable. A load raises ``RuntimeError`` if it cannot be written now."""
 
     def ready(value: Any) -> Callable[[], Any]:
@@ -231,14 +231,14 @@ def value_entry(variable: Variable) -> Entry:
         variable._check_memory()
         return partial(variable.assign, upload_like(value, variable))
 
-    return Entry(
+    return StateEntry(
         lambda: queue_copy(variable.buffers[0]), array(variable.shape, variable.dtype), ready
     )
 
 
-def values_of(variables: Mapping[str, Variable]) -> Table:
+def values_of(variables: Mapping[str, Variable]) -> StateTable:
     """The values of variables, by name."""
-    return Table({name: value_entry(variable) for name, variable in variables.items()})
+    return StateTable({name: value_entry(variable) for name, variable in variables.items()})
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def validate_state(where: str, saved: Any, schema: Any) -> Any:
         if not isinstance(saved, Mapping):
             raise TypeError(f"{where} is a {type(saved).__name__}; expected a dict")
         for key, each in schema.items():
-            if isinstance(each, Entry) and each.is_constant and key in saved:
+            if isinstance(each, StateEntry) and each.is_constant and key in saved:
                 each(f"{where}[{key!r}]", saved[key])
         _check_keys(where, saved, schema)
         return {

@@ -13,8 +13,8 @@ from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN
 from gradreduce.checkpoint import (
-    Entry,
-    Table,
+    StateEntry,
+    StateTable,
     anything,
     attribute,
     constant,
@@ -117,7 +117,7 @@ def ready_state(
     return load
 
 
-def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -> Table:
+def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -> StateTable:
     """Returns the table of an accumulator.
 
     Args:
@@ -125,7 +125,7 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
         is_empty: whether the state to load has no gradients.
         num_sums: the number of partial sums in the state to load.
     """
-    return Table(
+    return StateTable(
         format=constant(state.storage.format),
         dtype=constant(str(state.dtype)),
         reduction_type=constant(state.reduction_type),
@@ -137,12 +137,12 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
         sum_shape=attribute(
             state, "sum_shape", equal(None) if is_empty else partial(_sum_shape, state)
         ),
-        kind=Entry(
+        kind=StateEntry(
             lambda: state.kind if state.count else None,
             equal(None) if is_empty else partial(_kind, state),
             lambda kind: partial(setattr, state, "kind", kind or "native"),
         ),
-        partial_sums=Entry(
+        partial_sums=StateEntry(
             lambda: [
                 total if total is None else state.storage.save(total) for total in state.totals
             ],

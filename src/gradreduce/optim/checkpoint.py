@@ -18,8 +18,8 @@ from gradreduce import checkpoint, ops
 from gradreduce.arrays.convert import cast_array, is_array
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
-    Entry,
-    Table,
+    StateEntry,
+    StateTable,
     array,
     by_name,
     constant,
@@ -39,15 +39,15 @@ from .hyperparameters import History, Number, as_number, no_attribute, text_of, 
 from .slots import Slots
 
 
-def slots_table(slots: Slots, owners: Mapping[str, Variable]) -> Table:
+def slots_table(slots: Slots, owners: Mapping[str, Variable]) -> StateTable:
     """Returns the table of slots. Any of these variables may have some in the state to load."""
     schemas = {
         name: dict.fromkeys(slots.names_for(var), array(var.shape, slots.state_dtype(var)))
         for name, var in owners.items()
     }
-    return Table(
+    return StateTable(
         optimizer=constant(slots.kind.__name__),
-        slots=Entry(
+        slots=StateEntry(
             partial(_queue_slots, slots),
             some_of(schemas),
             lambda values: ready_slots(
@@ -161,7 +161,7 @@ def power(where: str, saved: Any) -> float:
     return value_of(where, plain(where, saved), is_decay=True)
 
 
-def number_entry(owner: Any, name: str, *, is_decay: bool) -> Entry:
+def number_entry(owner: Any, name: str, *, is_decay: bool) -> StateEntry:
     """Returns the entry of a hyperparameter.
 
     Args:
@@ -181,7 +181,7 @@ def number_entry(owner: Any, name: str, *, is_decay: bool) -> Entry:
             return flag(where, value)
         return value_of(where, value, is_decay=is_decay)
 
-    return Entry(
+    return StateEntry(
         lambda: None if _is_computed(own) else own.tolist() if is_array(own) else own,
         check,
         lambda number: partial(setattr, owner, name, number),
@@ -387,24 +387,24 @@ class OptimizerState(NotCopied):
         with DeferInterrupts():
             load()
 
-    def _state_table(self, owners: Mapping[str, Variable]) -> Table:
+    def _state_table(self, owners: Mapping[str, Variable]) -> StateTable:
         """Returns the table of the state.
 
         Args:
             owners: for a load: the variables that may have slots in the state, by name.
         """
         slots, names = self._slots, (*self._hyperparameters, *self._settings)
-        return Table(
+        return StateTable(
             format=constant(_FORMAT),
-            hyperparameters=Table(
+            hyperparameters=StateTable(
                 {name: number_entry(self, name, is_decay=name in self._decays) for name in names}
             ),
-            powers=Entry(
+            powers=StateEntry(
                 lambda: dict(zip(slots.power_names, slots.powers, strict=False)) or None,
                 optional(dict.fromkeys(slots.power_names, power)),
                 lambda powers: partial(setattr, slots, "powers", tuple((powers or {}).values())),
             ),
             **slots_table(slots, owners),
             # ``state_dict`` saves them; variables that are saved with the optimizer have none.
-            fingerprints=Entry(dict, some_of(dict.fromkeys(owners, fingerprint))),
+            fingerprints=StateEntry(dict, some_of(dict.fromkeys(owners, fingerprint))),
         )

@@ -19,7 +19,7 @@ from gradreduce import ops
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.compile_ahead import compile_rows
-from gradreduce.checkpoint import Entry, Table, attribute, integer, optional, plain
+from gradreduce.checkpoint import StateEntry, StateTable, attribute, integer, optional, plain
 from gradreduce.device import Buffer, Device, as_dtype, as_flag, as_positive
 from gradreduce.errors import brief
 from gradreduce.optim.hyperparameters import as_integer
@@ -206,15 +206,15 @@ class GradientScaling:
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def table(self) -> Table:
+    def table(self) -> StateTable:
         """Returns the entries of ``SyncStep.state_dict`` that belong to this object."""
-        return Table(
+        return StateTable(
             num_skipped=attribute(self, "num_skipped", integer(0)),
-            loss_scale=Entry(
+            loss_scale=StateEntry(
                 lambda: self.scale,
                 lambda where, saved: as_positive(where, plain(where, saved), finite=True),
             ),
-            growth_tracker=Entry(
+            growth_tracker=StateEntry(
                 lambda: None if self._rule is None else self._growth_tracker, optional(integer(0))
             ),
         )

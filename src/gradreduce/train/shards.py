@@ -32,7 +32,7 @@ from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable, begin_writes
-from gradreduce.checkpoint import Entry, by_name, downloader
+from gradreduce.checkpoint import StateEntry, by_name, downloader
 from gradreduce.comm.description import Description
 from gradreduce.comm.replicas import Replicas, abort_others_on_error
 from gradreduce.device import Buffer, DType, Parcel, accumulate_dtype, as_dtype
@@ -385,7 +385,7 @@ class ShardedUpdate:
 
     # -- checkpoint -------------------------------------------------------------------------------
 
-    def slots_entry(self, entry: Entry) -> Entry:
+    def slots_entry(self, entry: StateEntry) -> StateEntry:
         """Returns the entry of whole variables, from that of the optimizer, which has shards."""
         return entry._replace(save=self._save_slots, ready=self._ready_slots)
 
@@ -421,7 +421,7 @@ class ShardedUpdate:
         return wholes
 
     def _ready_slots(self, values: Mapping[str, Mapping[str, Any]]) -> Callable[[], None]:
-        """Cuts saved slots into those of this process's shards, see ``Entry``."""
+        """Cuts saved slots into those of this process's shards, see ``StateEntry``."""
         of_shards = {
             part: {
                 name: value.reshape(-1)[shard.start : shard.start + shard.size].reshape(part.shape)

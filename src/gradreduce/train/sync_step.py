@@ -20,8 +20,8 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
-    Entry,
-    Table,
+    StateEntry,
+    StateTable,
     anything,
     attribute,
     by_name,
@@ -405,20 +405,20 @@ class SyncStep(NotCopied):
             for load in loads:
                 load()
 
-    def _table(self) -> Table:
+    def _table(self) -> StateTable:
         """Returns the table of the state."""
         owners = by_name(self.variables)
         by_variable = dict(zip(owners, self.accumulators, strict=True))
         optimizer = self.optimizer._state_table(owners)
         if self._shards:
             optimizer["slots"] = self._shards.slots_entry(optimizer["slots"])
-        return Table(
+        return StateTable(
             format=constant(_FORMAT),
-            num_replicas=Entry(lambda: self.num_replicas, integer(1)),
+            num_replicas=StateEntry(lambda: self.num_replicas, integer(1)),
             num_required=attribute(self, "num_required", integer(1)),
             variables=values_of(owners),
             optimizer=optimizer,
-            accumulators=Entry(
+            accumulators=StateEntry(
                 lambda: save_accumulators(by_variable, self.devices, self.num_replicas),
                 dict.fromkeys(owners, anything),
             ),

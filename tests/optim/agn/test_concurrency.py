@@ -126,7 +126,7 @@ def test_a_center_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkey
     optimizer.apply_gradients([(ONE, var)])
     state, before = center.state_dict(), getter.center_variable(var).numpy()
     with monkeypatch.context() as patch:
-        patch.setattr(gr.checkpoint.Table, "ready", lambda *given: lambda: 1 / 0)
+        patch.setattr(gr.checkpoint.StateTable, "ready", lambda *given: lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             center.load_state_dict(state)
     with pytest.raises(gr.errors.CollectiveError, match="a load_state_dict failed part-way"):

@@ -12,8 +12,8 @@ from typing import Any
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
-    Entry,
-    Table,
+    StateEntry,
+    StateTable,
     array,
     attribute,
     by_name,
@@ -39,14 +39,14 @@ _CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
 _NO_SLOTS: Mapping[str, Any] = {"optimizer": None, "slots": {}}
 
 
-def center_table(variables: Mapping[str, Variable], slots: Slots | None) -> Table:
+def center_table(variables: Mapping[str, Variable], slots: Slots | None) -> StateTable:
     """Returns the table of a center; ``slots`` is None before an ``AGNOptimizer`` is created."""
     if slots is None:
         optimizer = constant(None)
     else:
         own = slots_table(slots, by_name(variables.values()))
-        optimizer = Entry(own.save, optional(own), lambda saved: own.ready(saved or _NO_SLOTS))
-    return Table(format=constant(_CENTER), variables=values_of(variables), optimizer=optimizer)
+        optimizer = StateEntry(own.save, optional(own), lambda saved: own.ready(saved or _NO_SLOTS))
+    return StateTable(format=constant(_CENTER), variables=values_of(variables), optimizer=optimizer)
 
 
 def ready_center(
@@ -59,15 +59,15 @@ def ready_center(
     return table.ready(validate_state("state", state, table))
 
 
-def worker_table(worker: Worker) -> Table:
+def worker_table(worker: Worker) -> StateTable:
     """Returns the table of a worker."""
     shared = worker.variables
     variables = by_name(shared.centers)
-    return Table(
+    return StateTable(
         format=constant(_WORKER),
         optimizer=worker.inner._state_table(variables),
         variables=values_of(variables),
-        sums=Entry(
+        sums=StateEntry(
             lambda: {
                 var.name: queue_copy(total[0]) if isinstance(total, tuple) else SPARSE.save(total)
                 for var, total in shared.sums.items()
@@ -80,7 +80,7 @@ def worker_table(worker: Worker) -> Table:
                 {variables[name]: upload() for name, upload in uploads.items()},
             ),
         ),
-        pulled=Entry(
+        pulled=StateEntry(
             lambda: {var.name: queue_copy(kept) for var, kept in shared.pulled.items()},
             some_of({name: array(var.shape, var.dtype) for name, var in variables.items()}),
             lambda arrays: partial(
