@@ -177,9 +177,7 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
 
 def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
     """Returns the ``axis_order`` that all arrays share, with equal shape and dtype; else None."""
-    first = arrays[0]
-    is_plain = type(first) is np.ndarray and first.flags.c_contiguous  # the most frequent case
-    order = None if is_plain else axis_order(first)
+    order = axis_order(arrays[0])
     if order is None:
         return None
     like = [(axis_order(each), shape_and_dtype(each)) for each in arrays if is_array(each)]

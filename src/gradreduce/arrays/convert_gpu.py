@@ -158,7 +158,7 @@ def _adopt(
         home = on_gpu[0]
     if not arrays[0].flags.c_contiguous:
         return [_adopt_copy(arrays[0], home, stream, writable)]
-    buffers = home.adopt_all(arrays, writable=writable)
+    buffers = [home.adopt(array, writable=writable) for array in arrays]
     if not writable or is_first("enter", home, stream):
         home.wait_for_stream(stream, checked=not is_first("check", home, stream))
     if writable:

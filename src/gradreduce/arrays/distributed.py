@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
@@ -526,7 +527,7 @@ def _put_all(
         pairs = zip(zip(*arrays, strict=True), mesh.devices, strict=True)
         with suppress(TypeError, ValueError):  # the error below names its value
             columns = [to_buffers(of_device, device) for of_device, device in pairs]
-            homes = [{part.device for part in column} for column in columns]
+            homes = [set(map(attrgetter("device"), column)) for column in columns]
             if homes == [{device} for device in mesh.devices]:
                 return list(zip(*columns, strict=True))
     return [value._put_on_devices(row) for value, row in zip(values, arrays, strict=True)]

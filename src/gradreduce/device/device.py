@@ -152,10 +152,6 @@ class Device(NotCopied, Backend):
         work = Work(self.compute, [(buffer,)], 1)
         self._submit(partial(self._fill_zero, buffer), record, work)
 
-    def put(self, array: Any) -> Buffer:
-        """Returns an array as a Buffer of this device; see ``put_all``."""
-        return self.put_all([array])[0]
-
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
 
@@ -176,15 +172,11 @@ class Device(NotCopied, Backend):
             ValueError: the array is not contiguous.
             TypeError: its dtype cannot be added.
         """
-        (buffer,) = self.adopt_all([array], writable=writable)
+        self.mesh_state.check_usable(self)
+        buffer = self._adopt(array, writable)
         if stream is not None:
             self.wait_for_stream(stream)
         return buffer
-
-    def adopt_all(self, arrays: Sequence[Any], *, writable: bool = True) -> list[Buffer]:
-        """Wraps callers' arrays like ``adopt``, but no queue waits."""
-        self.mesh_state.check_usable(self)
-        return [self._adopt(array, writable) for array in arrays]
 
     def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
         """Returns the backend's array of ``buffer``'s memory; see ``release_all``."""
@@ -479,10 +471,7 @@ class Device(NotCopied, Backend):
             mesh_state.compiled[kernel, template] = None
 
     def queue_mark(self, queue: Queue = "compute") -> Mark:
-        """Returns a ``Mark`` of the present end of ``queue``, for ``queue_wait``.
-
-        Only ``order.py`` and backends call it.
-        """
+        """For ``order.py`` and backends: returns a ``Mark`` of the present end of ``queue``."""
         self.mesh_state.check_usable(self)
         command_list = self.mesh_state.thread.command_list
         if command_list is None:
@@ -494,10 +483,7 @@ class Device(NotCopied, Backend):
         return mark
 
     def queue_wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """Makes later work of ``queue`` wait for ``mark``; the host does not wait.
-
-        Only ``order.py`` and backends call it.
-        """
+        """For ``order.py`` and backends: makes later work of ``queue`` wait for ``mark``."""
         self.mesh_state.check_usable(self)
         self._wait(mark, queue)
         self.queues[queue].submitted += 1

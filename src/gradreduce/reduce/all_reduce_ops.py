@@ -372,10 +372,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
         nests = self._validate_nests(grads)
         outs = None if out is None else nests.outs_of(out)
-        is_all_reduce, shapes = name == "batch_reduce", None
-        requests = requests_of(nests.values, elementwise=is_all_reduce, out=outs)
-        if not is_all_reduce:
-            shapes = shapes_by_rows(requests, shared=name == "reduce_scatter")
+        shared = {"reduce_scatter": True, "all_gather": False}.get(name)  # None: an all-reduce
+        requests = requests_of(nests.values, elementwise=shared is None, out=outs)
+        shapes = None if shared is None else shapes_by_rows(requests, shared=shared)
         call = validate_call(requests, op, output_type, outs, shapes)
         with call.running(name, deadline):
             reduced = run(call.requests)
@@ -453,9 +452,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
-        with deadline_scope(
-            "profile", as_deadline(deadline), (mesh := requests[0].value.mesh).devices
-        ):
+        mesh = requests[0].value.mesh
+        with deadline_scope("profile", as_deadline(deadline), mesh.devices):
             return profile_of(planned, mesh, reduce)
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
@@ -582,11 +580,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             return []
         divisor = divisor * Replicas.of(gradients[0]).count / len(gradients[0])
         plan = plan_batch(
-            self.settings,
-            gradients,
-            divisor=divisor,
-            out_dtypes=out_dtypes,
-            names=tuple(names),
+            self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, names=tuple(names)
         )
         return reduce_batch(plan, gradients, consume=consume)
 

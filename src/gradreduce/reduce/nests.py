@@ -255,8 +255,6 @@ def _items_of(entry: Container) -> Iterable[tuple[Any, Any]]:
 
 def _like(like: Container, parts: list[Any]) -> Any:
     """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
-    if type(like) is dict:
-        return dict(zip(like, parts, strict=True))
     if isinstance(like, dict):
         made = copy.copy(like)
         made.update(zip(like, parts, strict=True))

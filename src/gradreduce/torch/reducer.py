@@ -240,7 +240,7 @@ class Reducer:
         self._is_repeated = False
 
     def _or_drop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls; drops the round if an error is raised, of which other processes are told."""
+        """Makes a call. If it raises, drops the round and tells the other processes."""
         try:
             call(*arguments)
         except BaseException as error:

@@ -207,7 +207,7 @@ def plan_buckets(
 
 
 def run_for(bucket: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls; adds the name of the bucket to an error."""
+    """Makes a call; adds the name of the bucket to its error."""
     try:
         return call(*arguments)
     except Exception as error:

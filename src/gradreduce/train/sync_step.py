@@ -65,33 +65,11 @@ class _StepAccumulator(ConditionalAccumulator):
 
     _spans_processes = True
 
-    def __init__(self, variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps) -> None:
-        super().__init__(
-            variable.dtype,
-            variable.shape,
-            name=f"{variable.name}/grad_accum",
-            device=mesh,
-            cross_device_ops=cross_device_ops,
-        )
-        self.accumulator_ref.tensor = variable.name
-
 
 class _SparseStepAccumulator(SparseConditionalAccumulator):
-    """The same for sparse gradients; divides by the number of gradients, as for dense ones."""
+    """The same for sparse gradients."""
 
     _spans_processes = True
-
-    def __init__(self, variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps) -> None:
-        super().__init__(
-            variable.dtype,
-            variable.shape,
-            name=f"{variable.name}/grad_accum",
-            sparse_mean="per_gradient",
-            device=mesh,
-            cross_device_ops=cross_device_ops,
-        )
-        self.accumulator_ref.tensor = variable.name
-        rehearse_rows(variable)
 
 
 class SyncStep(NotCopied):
@@ -203,10 +181,8 @@ class SyncStep(NotCopied):
         # The stages after the accumulators.
         self._update: UpdateStages
         self._update = self._shards or ReplicatedUpdate(*of_update, self._scaling)
-        self.accumulators: list[ConditionalAccumulatorBase] = [
-            (_SparseStepAccumulator if index in self._sparse else _StepAccumulator)(
-                variable, mesh, cross_device_ops
-            )
+        self.accumulators = [
+            _make_accumulator(variable, mesh, cross_device_ops, is_sparse=index in self._sparse)
             for index, variable in enumerate(self.variables)
         ]
         self._states = [each.accumulator_ref for each in self.accumulators]
@@ -518,6 +494,26 @@ class SyncStep(NotCopied):
             for (index, replica), slices in zip(sparse, rows, strict=True):
                 totals[index][replica] = slices
         return list(totals.values())
+
+
+def _make_accumulator(
+    variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps, *, is_sparse: bool
+) -> ConditionalAccumulatorBase:
+    """Makes the accumulator of a variable; its mean divides by the number of all gradients."""
+    options: dict[str, Any] = {
+        "name": f"{variable.name}/grad_accum",
+        "device": mesh,
+        "cross_device_ops": cross_device_ops,
+    }
+    made: ConditionalAccumulatorBase
+    if is_sparse:
+        rehearse_rows(variable)
+        options["sparse_mean"] = "per_gradient"
+        made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
+    else:
+        made = _StepAccumulator(variable.dtype, variable.shape, **options)
+    made.accumulator_ref.tensor = variable.name
+    return made
 
 
 def _find_sparse(sparse_variables: Any, variables: Sequence[Variable]) -> tuple[int, ...]:

@@ -131,14 +131,13 @@ class DeferredFree:
 
     def _free_or_defer(self, freed: FreedBlock, home: Device) -> None:
         uses = freed.uses
-        # Free now if the home queue runs after all users, or if nothing is kept: a caller's memory
-        # after its stream waits for us.
-        if (
-            not freed.streams
-            and (uses is home.compute or home.mesh_state.order.is_behind(home.compute, uses))
-            if freed.owned
-            else freed.raw is None
-        ):
+        if freed.owned:  # free now if the home queue runs after all users
+            is_free = not freed.streams and (
+                uses is home.compute or home.mesh_state.order.is_behind(home.compute, uses)
+            )
+        else:  # a caller's memory: its stream waits for us, so nothing is kept
+            is_free = freed.raw is None
+        if is_free:
             self.free(freed, home)
         else:
             queues = dict.fromkeys(uses.counts())

@@ -39,6 +39,10 @@ class Backend(ABC):
 
     # -- memory and arrays ------------------------------------------------------------------------
 
+    def put(self, array: Any) -> Buffer:
+        """Returns an array as a Buffer of this device; see ``put_all``."""
+        return self.put_all([array])[0]
+
     @abstractmethod
     def put_all(
         self, arrays: Sequence[Any], addresses: Sequence[int] | None = None
