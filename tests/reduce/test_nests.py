@@ -9,6 +9,7 @@ from support import meshes
 from support.meshes import refused
 
 import gradreduce as gr
+from gradreduce.device import Buffer
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
@@ -207,3 +208,11 @@ def test_a_step_takes_terms_by_the_names_of_its_variables(mesh, ops):
     with pytest.raises(ValueError, match=r"^terms of replica 2 for 'w': got float64\[3\]"):
         step([*terms[:2], {**terms[2], "w": [np.ones(3)]}])
     assert step.global_step == 1
+
+
+def test_each_tensor_has_results_of_its_own_kind(mesh, ops):
+    grads = [[np.ones(2), device.put(np.ones(3))] for device in mesh]
+    for array, buffer in ops.all_reduce(grads, SUM):
+        assert (type(array), type(buffer)) == (np.ndarray, Buffer)
+        assert (array.tolist(), buffer.numpy().tolist()) == ([3, 3], [3, 3, 3])
+    assert ops.all_reduce([[] for _ in mesh]) == [[] for _ in mesh]

@@ -534,22 +534,19 @@ def _put_all(
 
 
 def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
-    """Returns the ``values`` of each value; arrays of a device are converted together."""
-    if not values:
-        return []
-    first, parts = values[0], [value._own for value in values]
-    is_alike = not [
-        1
-        for value in values
-        if value._kind != first._kind
-        or value._devices != first._devices
-        or value._form is not None
-        or value._kept is not None
-    ]
-    if not is_alike or [1 for own in parts for part in own if type(part) is not Buffer]:
+    """Returns the ``values`` of each value; arrays of a device are converted together.
+
+    Args:
+        values: results of one call in new memory, all on the same devices.
+    """
+    parts = [value._own for value in values]
+    is_turned = [1 for value in values if value._form is not None]
+    several = len({value._kind for value in values}) != 1
+    if is_turned or several or [1 for own in parts for part in own if type(part) is not Buffer]:
         return [value.values for value in values]
+    kind = values[0]._kind
     with StreamScope():
-        columns = [from_buffers(of_device, first._kind) for of_device in zip(*parts, strict=True)]
+        columns = [from_buffers(of_device, kind) for of_device in zip(*parts, strict=True)]
     return list(zip(*columns, strict=True))
 
 
