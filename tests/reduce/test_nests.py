@@ -216,3 +216,11 @@ def test_each_tensor_has_results_of_its_own_kind(mesh, ops):
         assert (type(array), type(buffer)) == (np.ndarray, Buffer)
         assert (array.tolist(), buffer.numpy().tolist()) == ([3, 3], [3, 3, 3])
     assert ops.all_reduce([[] for _ in mesh]) == [[] for _ in mesh]
+
+
+def test_arrays_beside_rows_are_uploaded_once():
+    deferring = gr.open_mesh(2, backend="sim", schedule_seed=0)
+    rows = gr.IndexedSlices(np.ones((1, 5)), [0], (3, 5))
+    with deferring.journal() as journal:
+        gr.all_reduce([[np.ones(7), rows] for _ in deferring], SUM, mesh=deferring)
+    assert [each.nbytes for each in journal.of("upload")].count(7 * 8) == 2
