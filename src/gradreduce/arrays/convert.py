@@ -277,15 +277,9 @@ def of_one_type(values: Sequence[Any]) -> bool:
 def to_buffers(
     values: Sequence[Any], device: Device, *, dtype: np.dtype | None = None
 ) -> list[Buffer]:
-    """Converts values, at least one, like ``to_buffer``.
-
-    Checks and waits once for all, if they have one type.
-    """
-    types = set(map(type, values))
-    if len(types) > 1:
-        return [to_buffer(value, device, dtype=dtype) for value in values]
+    """Converts values of one type, at least one, like ``to_buffer``; waits once for all."""
     kind: str = "native"
-    if types == {np.ndarray}:  # the most frequent type takes the fewest calls
+    if type(values[0]) is np.ndarray:  # the most frequent type takes the fewest calls
         buffers = device.put_all(values)
     else:
         # What the library of the values does might hang in a forked child.
