@@ -352,6 +352,19 @@ def test_a_caller_may_write_what_another_gpu_has_read(two_gpu_mesh, waits):
         assert same(near.release(ours), data((SIZE,), seed=4))
 
 
+def test_memory_that_was_handed_out_counts_as_the_callers(two_gpu_mesh, waits):
+    near, _, far = two_gpu_mesh.devices
+    ours, copied = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+    array = near.release(ours)
+    far.copy(copied, ours)
+    waits.clear()
+    near.block_stream(None)  # then the caller may write it
+    assert waits == waits_of(two_gpu_mesh, [(0, "compute", 2, "compute")])
+    with in_order(near):
+        array[...] = 3
+    assert same(copied.numpy(), data((SIZE,), seed=1))
+
+
 def test_another_gpu_waits_for_what_a_caller_has_written(two_gpu_mesh, waits):
     """The compute queue waits for the caller's stream, and other queues for the compute queue."""
     near, _, far = two_gpu_mesh.devices

@@ -283,11 +283,27 @@ def test_bad_terms_raise_and_change_nothing():
             terms[replica][variable] = wrong
             with nothing_changes(step, error, text):
                 step(terms)
+        terms = make_terms()
+        terms[1][0] = [mesh.devices[2].zeros((64, 32), "float32")]
+        with nothing_changes(step, ValueError, r"replica 1 for 'v0': Buffer.* is not on sim:1"):
+            step(terms)
         with nothing_changes(step, ValueError, "terms has 3 entries; expected 4, one per device"):
             step(make_terms()[:3])
         terms[2].pop()
         with nothing_changes(step, ValueError, r"terms\[2\] has 3 entries; expected 4"):
             step(terms)
+
+
+def test_terms_of_a_replica_may_be_of_several_kinds():
+    with open_sim(4) as mesh:
+        variables, step = make_step(mesh)
+        model, terms = PlainModel(variables), make_terms()
+        arrivals = [[sum(each) for each in of_replica] for of_replica in terms]
+        for device, of_replica in zip(mesh.devices, terms, strict=True):
+            of_replica[0][0] = device.upload(of_replica[0][0])
+        assert step(terms)
+        model.step(arrivals)
+        assert [each.numpy().tolist() for each in variables] == [v.tolist() for v in model.values]
 
 
 def test_steps_and_numbers_may_be_variables():

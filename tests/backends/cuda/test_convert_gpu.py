@@ -17,7 +17,7 @@ from support.threads import in_threads
 import gradreduce as gr
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope
-from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
+from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer, to_buffers
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import open_mesh
 from gradreduce.device import as_dtype, copy_to
@@ -44,6 +44,24 @@ def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
     assert buffer.device is mesh.devices[1]
     assert buffer.address == array.data.ptr
     assert same(mesh.devices[1].download(buffer), data(SHAPE))
+
+
+@pytest.mark.parametrize("wrap", [Tensor, lambda array: array], ids=["torch", "cupy"])
+def test_arrays_of_one_call_may_lie_on_any_gpu_in_any_order_of_axes(mesh, torch, wrap):
+    wanted = [data(SHAPE, seed=seed) for seed in range(3)]
+    arrays = [made_on(torch.stream, wanted[0])]
+    arrays.append(made_on(torch.stream, wanted[1].T.copy()).transpose((1, 0)))  # copied
+    with cupy.cuda.Device(1):
+        arrays.append(cupy.asarray(wanted[2]))
+        cupy.cuda.get_current_stream().synchronize()
+    torch.stream.synchronize()
+    homes = [mesh.devices[1], mesh.devices[1], mesh.devices[2]]
+    for count in (2, 3):  # of one GPU, of two
+        buffers = to_buffers(list(map(wrap, arrays[:count])), mesh.devices[1])
+        assert [each.device for each in buffers] == homes[:count]
+        assert buffers[0].address == arrays[0].data.ptr
+        assert buffers[1].array_owner == "copy"
+        assert all(map(same, [each.numpy() for each in buffers], wanted))
 
 
 def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh, torch):
