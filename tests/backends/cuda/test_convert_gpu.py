@@ -64,6 +64,18 @@ def test_arrays_of_one_call_may_lie_on_any_gpu_in_any_order_of_axes(mesh, torch,
         assert all(map(same, [each.numpy() for each in buffers], wanted))
 
 
+def test_tensors_of_one_call_may_be_on_the_host(mesh, torch):
+    near, host = Tensor(made_on(torch.stream, data(SHAPE))), data(SHAPE, seed=1)
+    far = Tensor(near.array)
+    far.is_cuda, far.is_cpu, far.device = False, True, SimpleNamespace(type="cpu", index=None)
+    far.numpy, far.data_ptr = lambda: host, lambda: host.ctypes.data
+    with mesh.journal() as journal:
+        buffers = to_buffers([near, far], mesh.devices[0])
+    assert len(journal.of("upload")) == 1
+    assert buffers[0].address == near.array.data.ptr
+    assert same(buffers[1].numpy(), host)
+
+
 def test_a_variable_on_a_tensor_is_written_in_the_order_of_pytorchs_stream(mesh, torch):
     array = made_on(torch.stream, data(SHAPE))
     tensor = Tensor(array)
