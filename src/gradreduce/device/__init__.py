@@ -55,6 +55,7 @@ from .memory.dtypes import (
     as_index,
     as_positive,
     as_shape,
+    is_number,
     mean_dtype,
 )
 from .memory.peers import by_physical, can_access, copy_to, ensure_accessible, to_local

@@ -1,0 +1,60 @@
+"""Weights of gradients: numbers on the host, whose sums are exact.
+
+The weighted mean of gradients is the sum of w * g, divided by the sum of w. All processes must
+divide by the same number, in whatever order they add the weights. So weights are added as integers
+times 2**-1074, of which every float64 is a multiple, and the sum is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from gradreduce.device import is_number
+from gradreduce.errors import brief
+
+_UNIT = 1074  # the smallest float64 is 2**-1074
+ONE = 1 << _UNIT  # the weight 1
+
+
+def as_weight(name: str, weight: Any) -> float:
+    """Returns a weight as float64.
+
+    Args:
+        name: the argument, or the place of the term, for errors.
+        weight: a real number of Python or NumPy that is finite and at least 0.
+
+    Raises:
+        TypeError: it is not a number in host memory; a tensor and a boolean are none.
+        ValueError: it is negative, infinite or NaN, or exceeds the largest float64.
+    """
+    if not is_number(weight):
+        raise TypeError(f"{name}={brief(weight)} must be a number on the host, of at least 0")
+    try:
+        number = float(weight)
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={brief(weight)} must be a finite number of at least 0")
+    return number
+
+
+def to_units(weight: float) -> int:
+    """Returns a weight as a multiple of 2**-1074."""
+    numerator, denominator = weight.as_integer_ratio()
+    return (numerator << _UNIT) // denominator
+
+
+def sum_weights(weights: Iterable[float]) -> int:
+    """Returns the exact sum of weights, as a multiple of 2**-1074."""
+    return sum(map(to_units, weights))
+
+
+def from_units(total: int) -> float:
+    """Returns an exact sum, rounded once to float64.
+
+    Raises:
+        OverflowError: it exceeds the largest float64.
+    """
+    return total / ONE
