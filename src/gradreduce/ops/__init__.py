@@ -11,6 +11,7 @@ from .divide import DIVIDE, divide
 from .pack import PACK, pack, pack_rows, pack_to_rows
 from .ranges import Ranges
 from .row_index import RowIndex, merge_row_index
+from .scale import ADD_SCALED, SCALE, add_scaled, scale, scale_rows
 from .segment_sum import SEGMENT_SUM, Divisor, segment_sum_command
 from .segments import Indices, Segments, concatenate_indices, plan_segments, single_row_segments
 from .square_sum import BLOCK, SQUARE_SUM, block_sums, norm_of, num_blocks, square_sum
@@ -19,6 +20,6 @@ from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows
 from .update_rules import RULES, UpdateRule
 
 KERNELS = (
-    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
-    DISTANCE_SCALE, *RULE_KERNELS.values(),
+    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SCALE, ADD_SCALED, DIVIDE, SEGMENT_SUM, TAKE_ROWS,
+    SQUARE_SUM, CLIP, DISTANCE_SCALE, *RULE_KERNELS.values(),
 )  # fmt: skip

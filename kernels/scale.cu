@@ -1,0 +1,124 @@
+// scale: out[t][i] = in[t][i] * weight / divisor for i < size of in[t], and 0 from there to the size of out[t]
+// add_scaled: total[t][i] = total[t][i] + in[t][i] * weight
+// order    a product, rounded once to the accumulate dtype; then a quotient or a sum, rounded once. No
+//          division by 1
+// types    scale <Out, In>: computed in the accumulate dtype of In; double to 16-bit through float.
+//          add_scaled <Total, In>: computed in Total, to which the input is cast first. Integers take
+//          whole weights, modulo 2^bits, and divisor 1 only
+// aliasing the output may be the input exactly
+// launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
+// limits   weights are finite and at least 0; for integers below 2^63
+// reference src/gradreduce/ops/scale.py, bit-equal except NaN payloads
+// source   own; the exact product is Dekker's (Numerische Mathematik 18, 1971)
+#include "common.cuh"
+
+template <typename Acc> struct Weight {
+    Acc value;
+
+    DEVICE explicit Weight(double weight) : value(is_float<Acc>::value ? (Acc)weight : (Acc)(i64)weight) {}
+
+    template <int LANES> DEVICE void multiply(Lanes<Acc, LANES>& lanes) const {
+        UNROLL
+        for (int l = 0; l < LANES; ++l) lanes.lane[l] = (Acc)(lanes.lane[l] * value);
+    }
+};
+
+// A product in double rounds twice if the weight has more than 29 significant bits. So the weight is
+// split into two parts of at most 27, whose products with a float are exact in double.
+template <> struct Weight<float> {
+    float value;
+    bool is_float;
+    double high, low;
+
+    DEVICE explicit Weight(double weight) : value((float)weight), is_float((double)value == weight) {
+        union { double number; u64 bits; } pun;
+        pun.number = weight;
+        pun.bits &= ~0x7ffffffull;
+        high = pun.number;
+        low = weight - high;
+    }
+
+    template <int LANES> DEVICE void multiply(Lanes<float, LANES>& lanes) const {
+        if (is_float) {
+            UNROLL
+            for (int l = 0; l < LANES; ++l) lanes.lane[l] = lanes.lane[l] * value;
+        } else {
+            UNROLL
+            for (int l = 0; l < LANES; ++l) lanes.lane[l] = product(lanes.lane[l]);
+        }
+    }
+
+    DEVICE float product(float term) const {
+        const double upper = term * high, lower = term * low;
+        union { double number; u64 bits; } pun;
+        pun.number = upper + lower;
+        const double from_lower = pun.number - upper;
+        const double rest = (upper - (pun.number - from_lower)) + (lower - from_lower);
+        // Rounds to odd, so that the next rounding sees on which side of a tie the product lies.
+        if (rest != 0 && rest - rest == 0 && !(pun.bits & 1))
+            pun.bits += (rest > 0) == (pun.number > 0) ? 1 : -1;
+        return (float)pun.number;
+    }
+};
+
+template <typename Out, typename In> struct Scale : Elementwise {
+    static constexpr bool GROUPED = true, PADDED = true, STREAMED = true;
+    static constexpr int AHEAD = lanes_of<Out, In>::ahead;
+    typedef typename accumulate<In>::type Acc;
+    Out* out;
+    const In* in;
+    i64 in_size;
+    Weight<Acc> weight;
+    Divisor<Acc> divisor;
+
+    DEVICE Scale(const Row& row, double weight, double divisor)
+        : in_size(row.last_size()), weight(weight), divisor(divisor) {
+        out = row.operand<Out>(0);
+        in = row.operand<const In>(1);
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        if (LANES > 1 || i < in_size)
+            put(i, load<Acc, LANES>(in, i));
+        else
+            store(out, i, Lanes<Acc, LANES>{});
+    }
+
+    DEVICE const In* input() const { return in; }
+
+    template <int LANES> DEVICE void put(i64 i, Lanes<Acc, LANES>&& values) const {
+        weight.multiply(values);
+        divisor.divide(values);
+        store(out, i, values);
+    }
+};
+
+template <typename Out, typename In>
+__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 4) scale(
+    TABLE_ARGUMENT table, double weight, double divisor) {
+    elementwise<Scale<Out, In>, lanes_of<Out, In>::value>(table, weight, divisor);
+}
+
+template <typename Total, typename In> struct AddScaled : Elementwise {
+    static constexpr bool GROUPED = true;
+    Total* total;
+    const In* in;
+    Weight<Total> weight;
+
+    DEVICE AddScaled(const Row& row, double weight) : weight(weight) {
+        total = row.operand<Total>(0);
+        in = row.operand<const In>(1);
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        Lanes<Total, LANES> sum = load<Total, LANES>(total, i), term = load<Total, LANES>(in, i);
+        weight.multiply(term);
+        add_to(sum, term);
+        store(total, i, sum);
+    }
+};
+
+template <typename Total, typename In>
+__global__ void add_scaled(TABLE_ARGUMENT table, double weight) {
+    elementwise<AddScaled<Total, In>, lanes_of<Total, In>::value>(table, weight);
+}

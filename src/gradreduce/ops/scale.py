@@ -1,0 +1,139 @@
+"""Multiplies terms by a weight: launcher of ``scale.cu`` and NumPy reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import (
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    Row,
+    accumulate_dtype,
+    by_template,
+    same_dtypes,
+)
+
+from .templates import CASTS, FLOATS, SAME, TO_ACC
+
+_LOW_BITS = np.uint64(0x7FFFFFF)  # the lower 27 of the 53 bits of a float64
+
+
+def _scale_reference(table: Sequence[Arrays], weight: float, divisor: float) -> None:
+    """``out = in * weight / divisor``, and zeros after the end of ``in``."""
+    for out, term in table:
+        filled = out if out.size == term.size else out[: term.size]
+        product = weighted(term, accumulate_dtype(term.dtype), weight)
+        if divisor != 1:
+            product = np.true_divide(product, product.dtype.type(divisor))
+        if filled.itemsize == 2 and product.itemsize == 8 and product.dtype.kind == "f":
+            # Like the kernel, which has no conversion from double to half.
+            product = product.astype(np.float32)
+        filled[...] = product
+        if filled is not out:
+            out[filled.size :] = 0
+
+
+def _add_scaled_reference(table: Sequence[Arrays], weight: float) -> None:
+    """``total = total + in * weight``."""
+    for total, term in table:
+        total += weighted(term, total.dtype, weight)
+
+
+def weighted(term: np.ndarray, dtype: np.dtype, weight: float) -> np.ndarray:
+    """Returns ``term * weight``, rounded once to a dtype in which sums are computed."""
+    term = term.astype(dtype, copy=False)
+    if dtype.kind in "iu":
+        return term * np.int64(int(weight)).astype(dtype)
+    with np.errstate(over="ignore"):
+        rounded = dtype.type(weight)
+    if dtype.itemsize == 8 or float(rounded) == weight:
+        product: np.ndarray = term * rounded
+        return product
+    return _product_rounded_to_odd(term, np.float64(weight)).astype(np.float32)
+
+
+def _product_rounded_to_odd(term: np.ndarray, weight: np.float64) -> np.ndarray:
+    """Returns products of float32 and float64 that another rounding rounds as if it were the first.
+
+    Two parts of the weight have exact products. Their sum is rounded to an odd last bit unless it
+    is exact, so that it is never in the middle between two float32.
+    """
+    high = (weight.view(np.uint64) & ~_LOW_BITS).view(np.float64)
+    wide = term.astype(np.float64)
+    upper, lower = wide * high, wide * (weight - high)
+    product = upper + lower
+    from_lower = product - upper
+    rest = (upper - (product - from_lower)) + (lower - from_lower)
+    bits = product.view(np.int64)
+    is_even = (rest != 0) & np.isfinite(rest) & (bits & 1 == 0)
+    bits[is_even] += np.where((rest > 0) == (product > 0), 1, -1)[is_even]
+    return product
+
+
+SCALE = Kernel(
+    name="scale",
+    source="scale",
+    reference=_scale_reference,
+    scalars=(("weight", "float64"), ("divisor", "float64")),
+    templates=(*SAME, *CASTS),
+)
+ADD_SCALED = Kernel(
+    name="add_scaled",
+    source="scale",
+    reference=_add_scaled_reference,
+    scalars=(("weight", "float64"),),
+    templates=(*[pair for pair in SAME if pair[0] not in FLOATS[:2]], *TO_ACC),
+)
+
+
+def scale_rows(
+    groups: Sequence[Sequence[Row]], weight: float, *, divisor: float = 1, device: Device
+) -> None:
+    """Sets the first operand of each row to the second, times a weight; see ``pack_rows``.
+
+    Args:
+        groups: groups of rows ``(out, input)``; a group has equal dtypes. The rest of an output
+            that is longer than its input becomes zero.
+        weight: finite, and at least 0; for integers a whole number below 2**63.
+        divisor: divides the product.
+        device: launches on its compute queue.
+    """
+    for (to, of, _), rows in by_template(groups).items():
+        device.launch(SCALE, (to, of), rows, (weight, float(divisor)))
+
+
+def scale(
+    outs: Sequence[Buffer],
+    inputs: Sequence[Buffer],
+    weight: float,
+    *,
+    divisor: float = 1,
+    device: Device,
+) -> None:
+    """``outs[t] = inputs[t] * weight / divisor`` for every tensor t; see ``pack``."""
+    rows = same_dtypes(zip(outs, inputs, strict=True))
+    scale_rows(rows, weight, divisor=divisor, device=device)
+
+
+def add_scaled(
+    totals: Sequence[Buffer], inputs: Sequence[Buffer], weight: float, *, device: Device
+) -> None:
+    """``totals[t] += inputs[t] * weight`` for every tensor t.
+
+    One launch for all tensors with the same dtypes.
+
+    Args:
+        totals: one per tensor, of a dtype in which sums are computed; overwritten.
+        inputs: one per tensor, of the total's dtype or a float dtype that is cast to it.
+        weight: see ``scale_rows``.
+        device: launches on its compute queue.
+
+    The operands are not validated.
+    """
+    groups = same_dtypes(zip(totals, inputs, strict=True))
+    for (to, of, _), rows in by_template(groups).items():
+        device.launch(ADD_SCALED, (to, of), rows, (weight,))
