@@ -94,7 +94,7 @@ template <typename Out, typename In> struct Scale : Elementwise {
 };
 
 template <typename Out, typename In>
-__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 4) scale(
+__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 3) scale(
     TABLE_ARGUMENT table, double weight, double divisor) {
     elementwise<Scale<Out, In>, lanes_of<Out, In>::value>(table, weight, divisor);
 }

@@ -65,7 +65,7 @@ def test_a_reduction_of_two_tensors_makes_few_python_calls():
     pairs = [(value, value) for value in values]
     above = above_launches(lambda: ops.batch_reduce(gr.ReduceOp.SUM, pairs))
     assert 0 < above.frames <= 9  # with that of the lambda
-    assert 0 < len(above.files) <= 18, sorted(above.files)
+    assert 0 < len(above.files) <= 19, sorted(above.files)
     assert above.calls <= 250
 
 
@@ -74,7 +74,7 @@ def test_public_calls_make_few_python_calls():
     grads = [dict(zip("wb", tensors(), strict=True)) for _ in mesh]
     above = above_launches(lambda: gr.all_reduce(grads, mesh=mesh))
     assert above.calls <= 550
-    assert len(above.files) <= 32, sorted(above.files)
+    assert len(above.files) <= 33, sorted(above.files)
     variables = [gr.Variable(each, device=mesh) for each in tensors()]
     ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=1)
     step = gr.SyncStep(variables, gr.GradientDescentOptimizer(0.1), ops)

@@ -53,5 +53,5 @@ def pack(
     """Allocates flat buffers and packs ``gradients[tensor][replica]`` into them."""
     algorithm = HierarchicalCopy(devices)
     made = lay_out(plans, gradients, algorithm, consume=consume)
-    move(moves_in([(each, 0, each.plan.layout.size) for each in made]))
+    move(moves_in([(each, 0, each.plan.layout.size) for each in made], 1))
     return made

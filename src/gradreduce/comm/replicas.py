@@ -171,10 +171,12 @@ class Replicas:
         own = np.array(numbers, np.int64)
         return [each.tolist() for each in self.exchange_arrays([own], shapes)]
 
-    def compare_numbers(self, call: str, numbers: Sequence[int]) -> list[list[int]]:
+    def compare_numbers(
+        self, call: str, numbers: Sequence[int], counts: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """Like ``exchange_numbers``, as a call whose name the processes compare, too."""
         with self.call(Description.of({"call": call, "tensors": []})):
-            return self.exchange_numbers(numbers)
+            return self.exchange_numbers(numbers, counts)
 
 
 @contextmanager

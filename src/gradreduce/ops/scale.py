@@ -46,12 +46,10 @@ def _add_scaled_reference(table: Sequence[Arrays], weight: float) -> None:
 def weighted(term: np.ndarray, dtype: np.dtype, weight: float) -> np.ndarray:
     """Returns ``term * weight``, rounded once to a dtype in which sums are computed."""
     term = term.astype(dtype, copy=False)
-    if dtype.kind in "iu":
-        return term * np.int64(int(weight)).astype(dtype)
     with np.errstate(over="ignore"):
-        rounded = dtype.type(weight)
-    if dtype.itemsize == 8 or float(rounded) == weight:
-        product: np.ndarray = term * rounded
+        factor = np.int64(int(weight)).astype(dtype) if dtype.kind in "iu" else dtype.type(weight)
+    if dtype.kind in "iu" or dtype.itemsize == 8 or float(factor) == weight:
+        product: np.ndarray = term * factor
         return product
     return _product_rounded_to_odd(term, np.float64(weight)).astype(np.float32)
 

@@ -5,15 +5,14 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
-from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, arrays_of
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg, NestT, OutputType
-from gradreduce.backends import default_mesh
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
@@ -32,18 +31,17 @@ from gradreduce.errors import CollectiveError
 
 from .algorithm import ProcessesName, ReductionGroups
 from .algorithms import make_settings
-from .arguments import Request, check_op, requests_of, shapes_by_rows, validate_mesh
-from .cross_device_ops import CrossDeviceOps, validate_call
-from .nests import Nests
+from .arguments import Request, check_op, validate_mesh
+from .cross_device_ops import CrossDeviceOps
+from .nested_calls import NestedCalls
 from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, rehearse_reduction
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
-from .requests import copy_to_out
-from .shares import all_gather, reduce_scatter
+from .weighting import Weighting
 
 
-class AllReduceCrossDeviceOps(CrossDeviceOps):
+class AllReduceCrossDeviceOps(NestedCalls):
     """Reduction by all-reduce (tf.contrib.distribute.AllReduceCrossDeviceOps).
 
     Args:
@@ -147,6 +145,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp = ReduceOp.MEAN,
         *,
         coalesce: bool = False,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> NestT: ...
     @overload
@@ -158,6 +157,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         coalesce: bool = False,
         output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
     @StreamScope()
@@ -169,6 +169,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         coalesce: bool = False,
         output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]`` over the devices, and returns the same nesting.
@@ -185,6 +186,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             out: arrays to write the results into, nested like ``grads``; may be ``grads`` itself;
                 see ``batch_reduce``. Entries for a tensor that is None on every device are not
                 changed.
+            weights: for each device of the mesh the weight of its gradients, such as the number of
+                its examples; see ``batch_reduce``. The entry of ``grads`` of a device with weight 0
+                is not read and may be None, unless all devices of this process have weight 0.
             deadline: see ``batch_reduce``.
 
         Returns:
@@ -207,23 +211,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             >>> grads = [{"w": np.ones(2), "b": np.zeros(1)}, {"w": np.ones(2), "b": np.ones(1)}]
             >>> ops.all_reduce(grads, gr.ReduceOp.SUM)[0]
             {'w': array([2., 2.]), 'b': array([1.])}
+            >>> ops.all_reduce([[np.array([1.0])], [np.array([5.0])]], weights=[3, 1])[0]
+            [array([2.])]
         """
         check_op("op", op)
         if coalesce is not False:
             coalesce = as_flag("coalesce", coalesce)
 
         def run(requests: list[Request]) -> list[tuple[Part, ...]]:
+            if weights is not None:
+                return self._reduce_weighted(op, requests, weights, coalesce=coalesce)
             with SuspendedScope():  # may run code of a caller's subclass
                 return self.reduce_batch(op, requests, coalesce=coalesce)
 
-        return self._run_nested("batch_reduce", op, grads, output_type, out, deadline, run)
-
-    def _validate_nests(self, grads: Any) -> Nests:
-        """Checks ``grads[device][tensor]``, and that the devices can be reduced."""
-        mesh = self.mesh or default_mesh()
-        nests = Nests(grads, mesh)
-        algorithm_of(self.settings, mesh.devices)
-        return nests
+        return self._run_nested("batch_reduce", op, grads, output_type, out, deadline, run, weights)
 
     @StreamScope()
     def pairs(self, grads: Sequence[Any]) -> list[tuple[PerReplica, PerReplica]]:
@@ -249,139 +250,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ['w']
         """
         return [(value, value) for value in self._validate_nests(grads).values]
-
-    @overload
-    def reduce_scatter(
-        self, grads: NestT, op: ReduceOp = ReduceOp.MEAN, *, deadline: float | None = None
-    ) -> NestT: ...
-    @overload
-    def reduce_scatter(
-        self,
-        grads: Sequence[Any],
-        op: ReduceOp = ReduceOp.MEAN,
-        *,
-        output_type: OutputType | None = None,
-        out: Sequence[Any] | None = None,
-        deadline: float | None = None,
-    ) -> Any: ...
-    @StreamScope()
-    def reduce_scatter(
-        self,
-        grads: Sequence[Any],
-        op: ReduceOp = ReduceOp.MEAN,
-        *,
-        output_type: OutputType | None = None,
-        out: Sequence[Any] | None = None,
-        deadline: float | None = None,
-    ) -> Any:
-        """Combines ``grads[device][tensor]`` over the replicas; each gets its share of the rows.
-
-        A tensor has n * k rows (its first dimension), where n is the number of replicas in all
-        processes. Replica r gets the rows r * k to (r + 1) * k - 1 of the sum or mean. For
-        ``"hierarchical_copy"`` they have the bits of ``all_reduce``. This transfers half the bytes
-        of an all-reduce by a ring.
-
-        Args:
-            grads: see ``all_reduce``; arrays of shape (n * k, …), which are not written.
-            op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``; see ``batch_reduce``.
-            output_type: see ``all_reduce``.
-            out: see ``all_reduce``; none of the arrays overlaps another or ``grads``.
-            deadline: see ``batch_reduce``.
-
-        Returns:
-            Arrays of shape (k, …) with the dtypes of ``all_reduce``, nested like ``grads``, each on
-            its replica's own device. When the call waits, see ``all_reduce``.
-
-        Raises:
-            ValueError: a tensor is a scalar, or its number of rows is not a multiple of n; or as
-                ``all_reduce``. Nothing was launched.
-            TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that cannot
-                be added.
-
-        Example:
-            >>> mesh = gr.open_mesh(2, backend="sim")
-            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            >>> grads = [[np.array([1.0, 2, 3, 4])], [np.array([10.0, 20, 30, 40])]]
-            >>> ops.reduce_scatter(grads, gr.ReduceOp.SUM)
-            [[array([11., 22.])], [array([33., 44.])]]
-        """
-        check_op("op", op)
-        run = partial(reduce_scatter, self.settings, op)
-        return self._run_nested("reduce_scatter", op, grads, output_type, out, deadline, run)
-
-    @overload
-    def all_gather(self, grads: NestT, *, deadline: float | None = None) -> NestT: ...
-    @overload
-    def all_gather(
-        self,
-        grads: Sequence[Any],
-        *,
-        output_type: OutputType | None = None,
-        out: Sequence[Any] | None = None,
-        deadline: float | None = None,
-    ) -> Any: ...
-    @StreamScope()
-    def all_gather(
-        self,
-        grads: Sequence[Any],
-        *,
-        output_type: OutputType | None = None,
-        out: Sequence[Any] | None = None,
-        deadline: float | None = None,
-    ) -> Any:
-        """Concatenates ``grads[device][tensor]`` of all replicas on every replica.
-
-        Each of the n replicas in all processes passes k rows; row r * k + i of a result is row i of
-        replica r. Arrays are copied unchanged: ``wire_dtype`` has no effect.
-
-        Args:
-            grads: see ``all_reduce``; arrays of shape (k, …), such as the results of
-                ``reduce_scatter``, which are not written.
-            output_type: see ``all_reduce``.
-            out: see ``all_reduce``; none of the arrays overlaps another or ``grads``.
-            deadline: see ``batch_reduce``.
-
-        Returns:
-            Arrays of shape (n * k, …), nested like ``grads``. When the call waits, see
-            ``all_reduce``.
-
-        Raises:
-            ValueError: a tensor is a scalar; and what ``all_reduce`` raises. Nothing was launched.
-            TypeError: a tensor is IndexedSlices (pass ``.to_dense()``), or has a dtype that is not
-                supported.
-
-        Example:
-            >>> mesh = gr.open_mesh(2, backend="sim")
-            >>> ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-            >>> ops.all_gather([[np.zeros(2)], [np.ones(2)]])
-            [[array([0., 0., 1., 1.])], [array([0., 0., 1., 1.])]]
-        """
-        run = partial(all_gather, self.settings)
-        return self._run_nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
-
-    def _run_nested(
-        self,
-        name: str,
-        op: ReduceOp,
-        grads: Sequence[Any],
-        output_type: str | None,
-        out: Sequence[Any] | None,
-        deadline: float | None,
-        run: Callable[[list[Request]], Sequence[tuple[Part, ...]]],
-    ) -> Any:
-        """Runs a call on ``grads[device][tensor]``, and nests its results like ``grads``."""
-        nests = self._validate_nests(grads)
-        outs = None if out is None else nests.outs_of(out)
-        shared = {"reduce_scatter": True, "all_gather": False}.get(name)  # None: an all-reduce
-        requests = requests_of(nests.values, elementwise=shared is None, out=outs)
-        shapes = None if shared is None else shapes_by_rows(requests, shared=shared)
-        call = validate_call(requests, op, output_type, outs, shapes)
-        with call.running(name, deadline):
-            reduced = run(call.requests)
-            if call.outs:
-                reduced = copy_to_out(call.requests, reduced)
-        results = call.finish(reduced)
-        return out if out is not None else nests.nest_results(arrays_of(results))
 
     def plan(
         self,
@@ -593,6 +461,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Part, ...]]:
         """Reduces checked requests; see ``CrossDeviceOps.reduce_batch``."""
         return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
+
+    def _reduce_by(
+        self, weighting: Weighting, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps._reduce_by``; the pack of an all-reduce multiplies."""
+        fused = [each for each in requests if each.is_all_reduced and is_all_reduce(self)]
+        others = [each for each in requests if each not in fused]
+        reduced = iter(
+            reduce_requests(self.settings, reduce_op, fused, coalesce=coalesce, weighting=weighting)
+        )
+        of_others = iter(
+            super()._reduce_by(weighting, reduce_op, others, coalesce=coalesce) if others else ()
+        )
+        return [next(reduced if each in fused else of_others) for each in requests]
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:

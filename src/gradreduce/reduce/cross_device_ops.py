@@ -6,18 +6,14 @@ Sources: tf.distribute.CrossDeviceOps and ReductionToOneDevice (all_reduce_cross
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
-from gradreduce.arrays.convert import as_result_kind, bool_view, is_bool
-from gradreduce.arrays.convert_gpu import Kind, wait_for_inputs
+from gradreduce.arrays.convert import bool_view, is_bool
+from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of
-from gradreduce.arrays.outputs import Out, release_outputs
 from gradreduce.arrays.types import OutputType
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
@@ -29,9 +25,7 @@ from gradreduce.device import (
     DType,
     Mesh,
     as_count,
-    as_deadline,
     as_flag,
-    deadline_scope,
 )
 from gradreduce.errors import brief
 
@@ -45,109 +39,19 @@ from .arguments import (
     names_of,
     single_value,
     validate_mesh,
-    with_outs,
 )
+from .checked_call import CheckedCall, validate_call
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pipeline import reduce_to_one
 from .process_values import broadcast_from
 from .requests import copy_to_out, rehearse_alone
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
-_PARTIAL = "The call failed half way: the arrays of `out` may contain a part of the results."
-
-
-@dataclass
-class CheckedCall:
-    """The checked arguments of a reduction, and the arrays for its results.
-
-    Attributes:
-        requests: one for each value.
-        kinds: the kind of each result's arrays.
-        outs: the arrays of ``out`` for each request; empty without ``out``.
-    """
-
-    requests: list[Request]
-    kinds: list[Kind]
-    outs: list[list[Out]]
-
-    @cached_property
-    def devices(self) -> list[Device]:
-        """The devices of all values and results, each once."""
-        rows = [
-            each for request in self.requests for each in (request.value.devices, request.devices)
-        ]
-        return list(dict.fromkeys(chain.from_iterable(rows)))
-
-    def running(self, name: str, deadline: float | None) -> AbstractContextManager[object]:
-        """Context manager: applies the deadline; errors say if ``out`` may be partial.
-
-        Args:
-            name: the name of the call in deadline errors.
-            deadline: seconds from now, not checked; None: no limit.
-        """
-        seconds = None if deadline is None else as_deadline(deadline)
-        return _NOTHING if seconds is None and not self.outs else self._running(name, seconds)
-
-    @contextmanager
-    def _running(self, name: str, seconds: float | None) -> Iterator[None]:
-        of_mesh = self.devices[0].mesh_state
-        partial = of_mesh.on_partial_failure(lambda error: error.add_note(_PARTIAL))
-        with deadline_scope(name, seconds, self.devices), partial if self.outs else _NOTHING:
-            yield
-
-    def results(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
-        """Returns arrays of ``kinds``: those of ``out``, or arrays on ``reduced``."""
-        results = [
-            Mirrored.of(parts, kind, request.form, request.devices)
-            for request, parts, kind in zip(self.requests, reduced, self.kinds, strict=True)
-        ]
-        for result, row in zip(results, self.outs, strict=bool(self.outs)):
-            if row[0].kind == "buffer" or not isinstance(row[0].array, Buffer):
-                result._keep_arrays([each.array for each in row])
-        return results
-
-    def finish(self, reduced: Sequence[tuple[Part, ...]]) -> list[Mirrored]:
-        """Returns the results; users of the results wait for all launched work."""
-        if self.outs:
-            release_outputs(chain.from_iterable(self.outs))
-        return self.results(reduced)
-
-
-def validate_call(
-    requests: list[Request],
-    reduce_op: ReduceOp,
-    output_type: str | None,
-    out: Any,
-    shapes: Sequence[tuple[int, ...]] | None = None,
-) -> CheckedCall:
-    """Checks ``output_type`` and ``out`` of requests; launches nothing.
-
-    Args:
-        requests: checked requests.
-        reduce_op: determines the dtypes of the results.
-        output_type: see ``CrossDeviceOps.batch_reduce``.
-        out: see ``CrossDeviceOps.batch_reduce``.
-        shapes: the shapes of the results; default: those of the values.
-
-    Raises:
-        ValueError: ``output_type`` is unknown, or passed together with ``out``.
-        ValueError, DeviceMismatchError, TypeError: see ``with_outs``.
-    """
-    if out is None:
-        kinds = [request.value.kind for request in requests]
-        if output_type is not None:
-            kinds = [
-                as_result_kind(output_type, request.value.kind, request.devices[0])
-                for request in requests
-            ]
-        return CheckedCall(requests, kinds, [])
-    if output_type is not None:
-        raise ValueError(
-            f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
-            "the results"
-        )
-    requests, outs = with_outs(requests, out, reduce_op, shapes)
-    return CheckedCall(requests, [row[0].kind for row in outs], outs)
+from .weighting import (
+    Weighting,
+    divide_sums,
+    rehearse_weights,
+    scale_requests,
+    weighting_of,
+)
 
 
 class CrossDeviceOps(ABC):
@@ -177,7 +81,7 @@ class CrossDeviceOps(ABC):
         """Returns the fields that ``repr`` shows besides the class and the mesh."""
         return []
 
-    def reduce(
+    def reduce(  # noqa: PLR0913  # options of one call
         self,
         reduce_op: ReduceOp,
         per_replica_value: Any,
@@ -186,6 +90,7 @@ class CrossDeviceOps(ABC):
         coalesce: bool = False,
         output_type: OutputType | None = None,
         out: Any = None,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Mirrored:
         """Combines the replicas of one value: a ``batch_reduce`` with one pair.
@@ -205,6 +110,7 @@ class CrossDeviceOps(ABC):
             coalesce=coalesce,
             output_type=output_type,
             out=None if out is None else [out],
+            weights=weights,
             deadline=deadline,
         )
         return result
@@ -217,6 +123,7 @@ class CrossDeviceOps(ABC):
         coalesce: bool = False,
         output_type: OutputType | None = None,
         out: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
@@ -251,6 +158,13 @@ class CrossDeviceOps(ABC):
                 reduction in place; it must not overlap anything else. No extra copy is made for
                 arrays in a ``mesh.flat_buffer``, on a single GPU, or in our own memory, if their
                 strides are those of the value. Not for IndexedSlices.
+            weights: for each replica of this process a number of at least 0, such as the number of
+                examples in its batch; the same for all values. MEAN is then the sum of weight times
+                gradient, divided by the sum of the weights of all replicas in all processes; SUM is
+                the sum of weight times gradient. A product is rounded once, to the accumulate
+                dtype, in which 16-bit floats are then transferred if there is no ``wire_dtype``. A
+                replica with weight 0 is not read. Default: all weights are 1. All processes pass
+                weights, or none.
             deadline: seconds from now; if the devices take longer, the mesh fails. For the first
                 call of a dtype this includes compiling and connecting GPUs.
 
@@ -266,9 +180,11 @@ class CrossDeviceOps(ABC):
 
         Raises:
             ValueError: the operation, a pair, a destination, ``output_type``, ``out`` or
-                ``deadline`` is wrong, or replicas differ in shape or dtype. Nothing was launched.
+                ``deadline`` is wrong, or replicas differ in shape or dtype; there is not one weight
+                for each replica, a weight is negative or not finite, all weights are 0, or integers
+                have weights for a MEAN, or weights that are not whole. Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are on different meshes.
-            TypeError: a dtype cannot be added.
+            TypeError: a dtype cannot be added, or a weight is not a number on the host.
             BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs.
                 Nothing was launched.
             CollectiveError: NCCL failed.
@@ -289,11 +205,37 @@ class CrossDeviceOps(ABC):
         with StreamScope():
             call = self._validate_call(reduce_op, value_destination_pairs, output_type, out)
             with call.running("batch_reduce", deadline):
-                with SuspendedScope():  # may run code of a caller's subclass
-                    reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
+                if weights is None:
+                    with SuspendedScope():  # may run code of a caller's subclass
+                        reduced = self.reduce_batch(reduce_op, call.requests, coalesce=coalesce)
+                else:
+                    reduced = self._reduce_weighted(
+                        reduce_op, call.requests, weights, coalesce=coalesce
+                    )
                 if call.outs:
                     reduced = copy_to_out(call.requests, reduced)
             return call.finish(reduced)
+
+    def _reduce_weighted(
+        self, reduce_op: ReduceOp, requests: list[Request], weights: Any, *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """Does what ``reduce_batch`` does, with a weight for each replica, not checked."""
+        weighting = weighting_of(requests, reduce_op, weights)
+        if weighting is None:
+            with SuspendedScope():  # may run code of a caller's subclass
+                return self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+        return self._reduce_by(weighting, reduce_op, requests, coalesce=coalesce)
+
+    def _reduce_by(
+        self, weighting: Weighting, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """Reduces weighted requests by ``reduce_batch``, which knows no weights."""
+        for request in requests:
+            rehearse_weights(request, weighting)
+        scaled = scale_requests(requests, weighting)
+        with SuspendedScope():  # may run code of a caller's subclass
+            sums = self.reduce_batch(ReduceOp.SUM, scaled, coalesce=coalesce)
+        return divide_sums(requests, sums, weighting.total if reduce_op is ReduceOp.MEAN else 1)
 
     def _validate_call(
         self,

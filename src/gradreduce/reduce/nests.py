@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal
 
-from gradreduce.arrays.convert import as_list, is_array, is_module
+from gradreduce.arrays.convert import as_list, host_array, is_array, is_module, shape_and_dtype
 from gradreduce.arrays.distributed import PerReplica
-from gradreduce.device import Mesh
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
+from gradreduce.device import Device, Mesh
 from gradreduce.errors import brief, listed, short_name
 
 Path = tuple[Any, ...]
@@ -29,6 +30,8 @@ class Nests:
     Args:
         grads: ``grads[device][…]``.
         mesh: the mesh of the devices.
+        unread: the devices whose entries are not read, because they have weight 0. They may be
+            anything, also None.
 
     Raises:
         ValueError: devices have different tensors, a tensor is None on some devices only, or two
@@ -36,11 +39,15 @@ class Nests:
         TypeError: an iterator is not the result of ``named_parameters()``.
     """
 
-    def __init__(self, grads: Any, mesh: Mesh) -> None:
+    def __init__(self, grads: Any, mesh: Mesh, unread: Collection[int] = ()) -> None:
         mesh.mesh_state.check_process()
         grads = as_list(grads)
         why = "; pass mesh= for another mesh"
         _check_entries("grads", grads, len(mesh.devices), lambda: f" of {mesh}{why}")
+        self._unread = unread if len(unread) < len(grads) else ()
+        if self._unread:
+            read = next(each for index, each in enumerate(grads) if index not in unread)
+            grads = [read if index in unread else each for index, each in enumerate(grads)]
         self._grads, self._mesh = grads, mesh
         self._dicts: dict[int, dict[str, Any]] = {}  # by id: iterators are read only once
         self._columns = self._alike(grads, [f"grads[{index}]" for index in range(len(grads))])
@@ -56,7 +63,21 @@ class Nests:
                 name = key if isinstance(key, str) else "" if key == number else str(key)
                 names.append((key, name))
                 columns.append(column)
-        return PerReplica.of_grads(columns, names, self._mesh) if columns else []
+        if not columns:
+            return []
+        if not self._unread:
+            return PerReplica.of_grads(columns, names, self._mesh)
+        rows = [
+            [
+                like_on(device, each) if index in self._unread else each
+                for index, (device, each) in enumerate(zip(self._mesh, column, strict=True))
+            ]
+            for column in columns
+        ]
+        values = PerReplica.of_grads(rows, names, self._mesh)
+        for value, row in zip(values, columns, strict=True):
+            value._look_at(tuple(row))  # its kind is that of the arrays that are read
+        return values
 
     def outs_of(self, out: Any) -> list[list[Any]]:
         """Returns the arrays of ``out`` for each of ``values``, after checking its nesting."""
@@ -153,6 +174,15 @@ class Nests:
         if made is None:
             made = self._dicts[id(value)] = _gradients_of(value, name)
         return made
+
+
+def like_on(device: Device, value: Any) -> Any:
+    """Returns memory like an array, with any content, or IndexedSlices like others without rows."""
+    value = as_slices(value)
+    if isinstance(value, IndexedSlices):
+        (_, *row), dtype = shape_and_dtype(value.values)
+        return IndexedSlices(device.empty((0, *row), dtype), (), value.dense_shape)
+    return device.empty(*shape_and_dtype(value if is_array(value) else host_array(value)))
 
 
 _NestForm = Literal["dict", "list", "module", "iterator", "array"]

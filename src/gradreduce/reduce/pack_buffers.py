@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import ALIGNMENT, Block, Buffer, Device, DType, Row, flat_layout
@@ -16,8 +16,18 @@ from gradreduce.device import ALIGNMENT, Block, Buffer, Device, DType, Row, flat
 from .algorithm import Algorithm, Job
 from .packing import FlatPlan, Pieces
 
-# A device, a divisor, and the buffers that are written and read, one for one.
-PackMove = tuple[Device, float, Sequence[Buffer], Sequence[Buffer]]
+
+class Factor(NamedTuple):
+    """What a move multiplies and divides by; with weight 0 it writes zeros and reads nothing."""
+
+    weight: float = 1
+    divisor: float = 1
+
+
+ONE = Factor()
+
+# A device, a factor, and the buffers that are written and read, one for one.
+PackMove = tuple[Device, Factor, Sequence[Buffer], Sequence[Buffer]]
 # The tensors of one replica; None: they are in a flat buffer.
 _Tensors = Sequence[Buffer] | None
 _FlatBuffers = list[Any]  # the flat buffer of each replica; None until it is allocated
@@ -56,7 +66,7 @@ class PackBuffers:
     def job(self, start: int, stop: int, divisor: float) -> Job:
         """Returns the reduction of a range; ``divisor`` divides the sums, unless packing did."""
         owner, senders, receivers = self.plan.share
-        divisor = divisor if self.plan.divisor == 1 else 1
+        divisor = 1 if self.plan.divides_early else divisor
         return Job(self.inputs[senders], self.outs[receivers], divisor, owner).part(start, stop)
 
 
@@ -174,7 +184,7 @@ def _lay_out_plan(
     count, share = len(algorithm.devices), plan.share
     nothing: list[Any] = [None] * count
     inputs, outs, filling, targets = [nothing.copy() for _ in range(4)]
-    if plan.wire is plan.dtype and plan.divisor == 1:
+    if plan.wire is plan.dtype and not (plan.divides_early or plan.is_weighted):
         inputs[share.senders] = [_already_flat(plan, each, algorithm) for each in tensors]
     filling[share.senders] = [
         None if flat else each for each, flat in zip(tensors, inputs[share.senders], strict=True)
@@ -201,19 +211,34 @@ def _lay_out_plan(
     return PackBuffers(plan, inputs, outs, results, filling, targets, is_moved)
 
 
-def moves_in(packs: Iterable[Pack]) -> list[PackMove]:
-    """Returns the moves that pack tensors into their flat buffers."""
+def moves_in(
+    packs: Iterable[Pack], divisor: float, weights: Sequence[float] | None = None
+) -> list[PackMove]:
+    """Returns the moves that pack tensors into their flat buffers.
+
+    Args:
+        packs: the packs.
+        divisor: divides the terms of plans that divide early.
+        weights: the weight of each replica; None: all are 1.
+    """
     moves: list[PackMove] = []
     for packed, start, stop in packs:
         pieces = packed.plan.pieces[start, stop]
+        over = divisor if packed.plan.divides_early else 1
         for replica, tensors in enumerate(packed.filling):
             if tensors is not None:
                 flat = packed.inputs[replica]
+                factor = ONE
+                if weights is not None or over != 1:
+                    factor = Factor(1 if weights is None else weights[replica], over)
+                if not factor.weight:
+                    moves.append((flat.device, factor, flat.parts([start], [stop - start]), []))
+                    continue
                 if packed.views is None:
                     into = flat.parts(pieces.begins, pieces.spans)  # gaps are written too
                 else:
                     into = _parts_of(packed.views[replica], pieces)
-                moves.append((flat.device, packed.plan.divisor, into, _parts_of(tensors, pieces)))
+                moves.append((flat.device, factor, into, _parts_of(tensors, pieces)))
     return moves
 
 
@@ -232,10 +257,10 @@ def moves_out(packs: Iterable[Pack]) -> list[PackMove]:
                     sums = out.parts(pieces.begins, pieces.sizes)
                 else:
                     sums = _parts_of(packed.views[replica], pieces)
-                moves.append((out.device, 1, _parts_of(targets, pieces), sums))
+                moves.append((out.device, ONE, _parts_of(targets, pieces), sums))
             elif packed.results is not None and packed.results[replica] is not out:
                 moves.append(
-                    (out.device, 1, packed.results[replica].parts(*whole), out.parts(*whole))
+                    (out.device, ONE, packed.results[replica].parts(*whole), out.parts(*whole))
                 )
     return moves
 
@@ -270,14 +295,21 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Pieces) -> list[Buffer]:
 
 
 def move(moves: Iterable[PackMove]) -> None:
-    """Copies and divides buffers: one launch per physical device, dtype and divisor."""
-    groups: dict[tuple[int, float], tuple[Device, list[list[Row]]]] = {}
-    for device, divisor, outs, inputs in moves:
-        _, rows = groups.setdefault((device.physical, divisor), (device, []))
+    """Copies, scales and divides buffers: one launch per physical device, dtype and factor."""
+    groups: dict[tuple[int, Factor], tuple[Device, list[list[Row]]]] = {}
+    for device, factor, outs, inputs in moves:
+        if not factor.weight:
+            for out in outs:
+                device.fill_zero(out)
+            continue
+        _, rows = groups.setdefault((device.physical, factor), (device, []))
         if outs:
             rows.append(list(zip(outs, inputs, strict=True)))
-    for (_, divisor), (device, rows) in groups.items():
-        ops.pack_rows(rows, divisor=divisor, device=device)
+    for (_, factor), (device, rows) in groups.items():
+        if factor.weight == 1:
+            ops.pack_rows(rows, divisor=factor.divisor, device=device)
+        else:
+            ops.scale_rows(rows, factor.weight, divisor=factor.divisor, device=device)
 
 
 def _already_flat(

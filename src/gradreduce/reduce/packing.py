@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
+from gradreduce.device import ALIGNMENT, DType, FlatLayout, accumulate_dtype, flat_layout
 
 # Packs that are moved are added to a stage until it has at least this many bytes of one replica. A
 # stage costs the host two launches and a few waits on each device: about 100 us for eight GPUs, at
@@ -53,8 +53,10 @@ class FlatPlan:
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
             in all dtypes.
         together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
-        divisor: divides the tensors when they are moved into the flat buffer; if it is not 1, all
-            tensors are moved.
+        divides_early: whether the tensors are divided when they are moved into the flat buffer,
+            and not their sums. All tensors are moved.
+        is_weighted: whether the tensors are multiplied by the weights of their replicas when they
+            are moved into the flat buffer. All tensors are moved.
         share: the senders and receivers.
     """
 
@@ -65,7 +67,8 @@ class FlatPlan:
     layout: FlatLayout
     packs: tuple[tuple[int, int], ...]
     together: bool
-    divisor: float = 1
+    divides_early: bool = False
+    is_weighted: bool = False
     share: Share = EVERYONE
 
     @cached_property
@@ -142,7 +145,8 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
     small_max_group: int,
     wire: DType | None = None,
     *,
-    divisor: float = 1,
+    divides: bool = False,
+    is_weighted: bool = False,
     share: Share = EVERYONE,
     num_before: int = 0,
 ) -> tuple[FlatPlan, ...]:
@@ -160,8 +164,11 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
         num_packs: see above.
         small_max_bytes: see above.
         small_max_group: see above.
-        wire: the dtype in which real floats are transferred; default: their own dtype.
-        divisor: divides the sums; on a 16-bit wire, where a sum may overflow, the terms.
+        wire: the dtype in which real floats are transferred; default: their own dtype, or the
+            accumulate dtype if they are weighted.
+        divides: whether the sums are divided; on a 16-bit wire, where a sum may overflow, the terms
+            are.
+        is_weighted: whether the replicas have weights.
         share: the senders and receivers of the tensors.
         num_before: the number of tensors of other shares before these in the batch.
 
@@ -177,7 +184,9 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
         if num_packs == 0:
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)
         for group in groups:
-            carried = wire if wire is not None and is_real_float(pair[0]) else pair[0]
+            carried = accumulate_dtype(pair[0]) if is_weighted else pair[0]
+            if wire is not None and is_real_float(pair[0]):
+                carried = wire
             narrowest = min(dtype.itemsize for dtype in (*pair, carried))
             together = num_packs > 0 or len(group) > 1
             if together:
@@ -187,11 +196,14 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
                 size = sizes[group[0]]
                 layout = FlatLayout((0,), (size,), (size,), size)
                 cuts = ((0, size),) if size else ()
-            early = divisor if wire is not None and carried == wire and is_half(wire) else 1
+            early = divides and wire is not None and carried == wire and is_half(wire)
             places = tuple([num_before + tensor for tensor in group])
             plans.append(
-                FlatPlan(places, pair[0], carried, pair[1], layout, cuts, together, early, share)
-            )
+                FlatPlan(
+                    places, pair[0], carried, pair[1], layout, cuts, together,
+                    divides_early=early, is_weighted=is_weighted, share=share,
+                )
+            )  # fmt: skip
     return tuple(plans)
 
 

@@ -6,13 +6,14 @@ an owner are packed like the tensors of an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
-from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
+from gradreduce.arrays.distributed import Part, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice
@@ -20,7 +21,6 @@ from gradreduce.comm.description import Description
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
-from gradreduce.sums.slices import with_dense
 
 from .across_processes import AcrossProcesses, process_groups
 from .algorithm import Algorithm, Steps
@@ -28,7 +28,7 @@ from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
-from .pack_buffers import Pack, lay_out, move, moves_in, moves_out, unpack
+from .pack_buffers import ONE, Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -37,7 +37,8 @@ from .packing import (
     plan_stages,
 )
 from .process_values import describe_batch, slices_of_all
-from .requests import rehearse_alone
+from .requests import copy_to_devices, rehearse_alone, with_all_reduced
+from .weighting import Weighting
 
 # The phases of operations in the log.
 PHASES = ("pack", "all-reduce", "unpack")
@@ -83,6 +84,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     names: tuple[str, ...] = (),
     compared: bool = False,
     call: CollectiveName = "all-reduce",
+    is_weighted: bool = False,
 ) -> BatchPlan:
     """Plans the reduction of one batch, compiles its kernels, and keeps the plan.
 
@@ -99,6 +101,8 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         compared: whether the names must equal those of the other processes, too.
         call: the collective. In a reduce-scatter the replicas of all processes own equal parts of
             each tensor; in an all-gather each owns a whole tensor.
+        is_weighted: whether the replicas have weights. Then ``divisor`` only says by being 1 that
+            sums are not divided.
 
     Raises:
         ValueError: ``reduction_groups`` is for another number of replicas.
@@ -118,6 +122,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         counts,
         names,
         compared,
+        is_weighted,
     )
     found: BatchPlan | None = plans.get(key)
     if found is not None:
@@ -133,11 +138,11 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     what = describe_batch(
         settings, gradients, 1 if counts else divisor, out_dtypes,
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
-        counts=counts, names=names, compared=compared,
+        counts=counts, names=names, compared=compared, is_weighted=is_weighted,
     )  # fmt: skip
     plan = plan_shares(
         settings, devices, [share] * num_shares, what,
-        call=call, divisor=divisor, counts=counts, names=names,
+        call=call, divisor=divisor, counts=counts, names=names, is_weighted=is_weighted,
     )  # fmt: skip
     remember(plans, key, plan)
     return plan
@@ -153,6 +158,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     divisor: float = 1,
     counts: bool = False,
     names: tuple[str, ...] = (),
+    is_weighted: bool = False,
 ) -> BatchPlan:
     """Plans a collective and compiles its kernels; see ``plan_batch``.
 
@@ -166,12 +172,15 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
         divisor: see ``plan_batch``.
         counts: see ``plan_batch``.
         names: see ``plan_batch``.
+        is_weighted: see ``plan_batch``.
     """
     if call == "all-gather":  # copies each tensor in its own dtype
         settings = settings._replace(wire_dtype=None)
     algorithm = algorithm_of(settings, devices)
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
-        rehearse_reduction(settings, devices, *pair, call=call, counts=counts)
+        rehearse_reduction(
+            settings, devices, *pair, call=call, counts=counts, is_weighted=is_weighted
+        )
     flat: list[FlatPlan] = []
     first, num_before = Replicas(devices).first, 0
     for owner, share in enumerate(shares):
@@ -184,7 +193,8 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
         sizes, pairs = [size for size, *_ in share], [(dtype, out) for _, dtype, out in share]
         flat += plan_packing(
             sizes, pairs, *settings[1:4], settings.wire_dtype,
-            divisor=divisor, share=of_call[call], num_before=num_before,
+            divides=divisor != 1, is_weighted=is_weighted, share=of_call[call],
+            num_before=num_before,
         )  # fmt: skip
         num_before += len(share)
     packs = [(index, *pack) for index, each in enumerate(flat) for pack in each.packs]
@@ -201,14 +211,23 @@ def remember(plans: dict[Hashable, Any], key: Hashable, plan: Any) -> None:
 
 
 def reduce_requests(
-    settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+    weighting: Weighting | None = None,
 ) -> list[tuple[Part, ...]]:
     """Reduces checked requests: dense values on the same devices in one batch, others singly.
 
-    Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others.
+    Results go into a request's ``out`` where possible; ``copy_to_out`` copies the others. With a
+    ``weighting`` all values are dense, and their results go to their own devices.
     """
     dense_batches, others = batches_of(requests, reduce_op)
-    batches = [plan_requests(settings, reduce_op, requests, *each) for each in dense_batches]
+    batches = [
+        plan_requests(settings, reduce_op, requests, *each, is_weighted=weighting is not None)
+        for each in dense_batches
+    ]
     for index in others:
         rehearse_alone(
             requests[index],
@@ -217,58 +236,19 @@ def reduce_requests(
         )
     if others and (alike := with_all_reduced(requests)) is not requests:
         found_alike = reduce_requests(settings, reduce_op, alike, coalesce=coalesce)
-        return _copy_to_devices(requests, found_alike)
+        return copy_to_devices(requests, found_alike)
     results: dict[int, tuple[Part, ...]] = {}
     for (indices, counts), (gradients, plan) in zip(dense_batches, batches, strict=True):
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
-        reduced = reduce_batch(plan, gradients, out=out, positions=indices)
+        reduced = reduce_batch(plan, gradients, out=out, positions=indices, weighting=weighting)
         results |= zip(indices, reduced, strict=True)
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(label_of(requests, [index])):
             results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
     return [results[index] for index in range(len(requests))]
-
-
-def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
-    """With several processes, returns requests whose dense results go to the value's devices.
-
-    Otherwise the destinations would decide which values are reduced together, and processes might
-    differ: one device may be all devices of one process, but a part of those of another.
-    """
-    dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
-    if not any(dense) or group_of(requests[0].devices[0]).size == 1:
-        return requests
-    values = [
-        request.value._replace(
-            _own=tuple(with_dense(request.value.parts)), _form=None, _is_sparse=False
-        )
-        if _is_dense(request)
-        else request.value
-        for request in requests
-    ]
-    return [Request(value, value.devices) for value in values]
-
-
-def _is_dense(request: Request) -> bool:
-    """Whether any replica is dense, so that the sum is dense."""
-    return any([isinstance(part, Buffer) for part in request.value.parts])
-
-
-def _copy_to_devices(
-    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
-) -> list[tuple[Part, ...]]:
-    """Copies results to the devices of their requests."""
-    copied = []
-    for index, (request, parts) in enumerate(zip(requests, reduced, strict=True)):
-        home = request.devices[0]
-        here = next((part for part in parts if buffer_of(part).device is home), parts[0])
-        with home.mesh_state.pack_scope(label_of(requests, [index])):
-            home.mesh_state.thread.phase = "unpack"
-            copied.append(copy_to_each(here, request.devices, keep=True))
-    return copied
 
 
 def plan_requests(
@@ -279,6 +259,7 @@ def plan_requests(
     counts: bool,
     *,
     call: CollectiveName = "all-reduce",
+    is_weighted: bool = False,
 ) -> tuple[list[tuple[Buffer, ...]], BatchPlan]:
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
     # No part is sparse; ``buffers`` would check again.
@@ -291,6 +272,7 @@ def plan_requests(
         names=names_of(requests, indices),
         compared=requests[indices[0]].value._key is not None,  # keys are compared, names are not
         call=call,
+        is_weighted=is_weighted,
     )
     return gradients, plan
 
@@ -327,6 +309,7 @@ def reduce_batch(
     consume: ExitStack | None = None,
     out: Sequence[Sequence[Buffer]] | None = None,
     positions: Sequence[int] | None = None,
+    weighting: Weighting | None = None,
 ) -> list[tuple[Buffer, ...]]:
     """Reduces one batch as planned: packs, all-reduces and unpacks one stage after another.
 
@@ -342,6 +325,7 @@ def reduce_batch(
             the tensor; an all-gather requires it. Default: new memory.
         positions: the numbers of the tensors in errors and the flight record; default: their
             indices.
+        weighting: the weights of the replicas, if the plan is for weights.
 
     Returns:
         ``[tensor][replica]``; all replicas of a tensor are equal. In the memory of ``out`` if it
@@ -355,6 +339,8 @@ def reduce_batch(
     positions = positions or range(len(gradients))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
     divisor = 1 if plan.counts else plan.divisor
+    if weighting is not None and divisor != 1:
+        divisor = weighting.total
     jobs: Sequence[Any] = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
     compared = _ALONE if plan.description is None else Replicas(plan.devices).call(plan.description)
     with mesh_state.launch_lock, compared:
@@ -371,7 +357,8 @@ def reduce_batch(
             )
             for group in groups
         ]
-        _run_stages(plan, stages)
+        own = None if weighting is None else weighting.own
+        _run_stages(plan, stages, partial(moves_in, divisor=divisor, weights=own))
     if out is not None:
         return [tuple(replicas) for replicas in out]
     sums = unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
@@ -395,7 +382,11 @@ class PackStage(NamedTuple):
     steps: Steps
 
 
-def _run_stages(plan: BatchPlan, stages: Sequence[PackStage]) -> None:
+def _run_stages(
+    plan: BatchPlan,
+    stages: Sequence[PackStage],
+    moves_of: Callable[[Sequence[Pack]], list[PackMove]],
+) -> None:
     """Packs, all-reduces and unpacks all stages, so that transfers overlap with other work.
 
     Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. A step
@@ -412,7 +403,7 @@ def _run_stages(plan: BatchPlan, stages: Sequence[PackStage]) -> None:
             with mesh_state.pack_scope(stage.label, plan.devices):
                 if stage is new:
                     thread.phase = "pack"
-                    move(moves_in(stage.moved))
+                    move(moves_of(stage.moved))
                 thread.phase = plan.call
                 if next(stage.steps, stage) is stage:  # there was no step left
                     thread.phase = "unpack"
@@ -481,6 +472,7 @@ def rehearse_reduction(
     *,
     call: CollectiveName = "all-reduce",
     counts: bool = False,
+    is_weighted: bool = False,
 ) -> None:
     """Compiles all kernels of ``reduce_batch`` for a dtype, and connects the devices for NCCL.
 
@@ -491,13 +483,18 @@ def rehearse_reduction(
         out_dtype: the dtype of the results.
         call: the collective.
         counts: whether these are integers whose means are floats.
+        is_weighted: whether the replicas have weights.
 
     Raises:
         ValueError, BackendUnavailableError, CollectiveError: see ``plan_batch``.
     """
     algorithm_of(settings, devices).connect()
-    key = ("reduce", call, settings, dtype, out_dtype, counts)
-    of_all = settings, (dtype, out_dtype), call, counts
+    key = ("reduce", call, settings, dtype, out_dtype, counts, is_weighted)
+    weighting = None
+    if is_weighted:  # a replica with weight 1 is packed, the others are scaled
+        weighting = Weighting((1.0, *[2.0] * (len(devices) - 1)), 2.0)
+        weighting = weighting if len(devices) > 1 else Weighting((2.0,), 2.0)
+    of_all = settings, (dtype, out_dtype), call, counts, weighting
     compile_ahead(devices, key, lambda dry_run: _reduce_all(dry_run.devices_like(devices), *of_all))
 
 
@@ -507,6 +504,7 @@ def _reduce_all(
     dtypes: tuple[DType, DType],
     call: CollectiveName,
     counts: bool,
+    weighting: Weighting | None,
 ) -> None:
     """Reduces tensors that are alone and together, few and many bytes.
 
@@ -516,8 +514,9 @@ def _reduce_all(
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
-            settings, devices, shares, None, call=call, divisor=divisor, counts=counts
-        )
+            settings, devices, shares, None, call=call, divisor=divisor, counts=counts,
+            is_weighted=weighting is not None,
+        )  # fmt: skip
         shape = (size,)
         rows: dict[int, list[Buffer]] = {}
         outs: dict[int, list[Buffer]] = {}
@@ -528,12 +527,16 @@ def _reduce_all(
                 outs[tensor] = [device.foreign(shape, dtypes[1]) for device in receivers]
         gradients, out = [[each[tensor] for tensor in sorted(each)] for each in (rows, outs)]
         if not counts:
-            reduce_batch(plan, gradients, out=out)
+            reduce_batch(plan, gradients, out=out, weighting=weighting)
         if call != "all-gather":
-            sums = [part for row in reduce_batch(plan, gradients) for part in row]
+            reduced = reduce_batch(plan, gradients, weighting=weighting)
+            sums = [part for row in reduced for part in row]
             # ``copy_to_out`` does this.
             move(
-                [(part.device, 1, [part.device.empty(shape, part.dtype)], [part]) for part in sums]
+                [
+                    (part.device, ONE, [part.device.empty(shape, part.dtype)], [part])
+                    for part in sums
+                ]
             )
 
 

@@ -28,8 +28,8 @@ from gradreduce.errors import counted
 from .algorithms import Settings
 from .arguments import Request, batches_of, check_one_mesh, names_of
 from .pack_buffers import lay_out
-from .pipeline import BatchPlan, plan_requests, reduce_requests, with_all_reduced
-from .requests import dry_run_request
+from .pipeline import BatchPlan, plan_requests, reduce_requests
+from .requests import dry_run_request, with_all_reduced
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gradreduce.device import (
 from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, check_one_mesh
-from .cross_device_ops import CheckedCall
+from .checked_call import CheckedCall
 from .requests import copy_to_out
 
 Reduce = Callable[[list[Request]], list[tuple[Part, ...]]]

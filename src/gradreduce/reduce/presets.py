@@ -77,6 +77,7 @@ def all_reduce(
     mesh: Mesh | None = None,
     coalesce: bool = False,
     wire_dtype: str | DType | None = None,
+    weights: Sequence[float] | None = None,
     deadline: float | None = None,
 ) -> NestT: ...
 @overload
@@ -89,6 +90,7 @@ def all_reduce(
     output_type: OutputType | None = None,
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
+    weights: Sequence[float] | None = None,
     deadline: float | None = None,
 ) -> Any: ...
 def all_reduce(  # noqa: PLR0913  # the options of a one-line call
@@ -100,6 +102,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     output_type: OutputType | None = None,
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
+    weights: Sequence[float] | None = None,
     deadline: float | None = None,
 ) -> Any:
     """Combines ``grads[device][tensor]`` over the devices of a mesh, in one call.
@@ -118,6 +121,9 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         out: arrays to write the results into, nested like ``grads``.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which floats are
             transferred; see ``AllReduceCrossDeviceOps``.
+        weights: for each device of the mesh the weight of its gradients, such as the number of
+            examples in its batch. MEAN is the sum of weight times gradient divided by the sum of
+            all weights. Gradients with weight 0 are not read. Default: all weights are 1.
         deadline: seconds from now; if the devices take longer, the mesh fails.
 
     Returns:
@@ -131,7 +137,10 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         >>> mesh = gr.open_mesh(2, backend="sim")
         >>> gr.all_reduce([[np.array([1.0, 2.0])], [np.array([3.0, 6.0])]], mesh=mesh)
         [[array([2., 4.])], [array([2., 4.])]]
+        >>> gr.all_reduce([[np.array([1.0])], [np.array([5.0])]], mesh=mesh, weights=[3, 1])[0]
+        [array([2.])]
     """
     return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
-        grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline
-    )
+        grads, op, coalesce=coalesce, output_type=output_type, out=out, weights=weights,
+        deadline=deadline,
+    )  # fmt: skip

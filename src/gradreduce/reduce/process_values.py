@@ -116,6 +116,7 @@ def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
     call: str = "reduction",
     names: Sequence[str] = (),
     compared: bool = False,
+    is_weighted: bool = False,
 ) -> Description | None:
     """Describes a batch for the comparison with other processes; None in one process."""
     replicas = Replicas.of(gradients[0])
@@ -127,6 +128,7 @@ def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
         **settings._asdict(),
         "divisor": divisor,
         "mean of integers": counts,
+        **({"weighted": True} if is_weighted else {}),
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
         "tensors": [_describe_part(replicas[0]) for replicas in gradients],
     }

@@ -11,10 +11,14 @@ from gradreduce.device import Buffer
 from .algorithms import Settings
 from .arguments import Request, batches_of
 from .pipeline import plan_requests, reduce_batch
+from .weighting import Weighting
 
 
 def reduce_scatter(
-    settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    weighting: Weighting | None = None,
 ) -> list[tuple[Buffer, ...]]:
     """Reduces checked requests; each replica of this process gets its rows of each result.
 
@@ -23,11 +27,19 @@ def reduce_scatter(
         reduce_op: see ``AllReduceCrossDeviceOps.reduce_scatter``.
         requests: dense values on the devices of a mesh; their number of rows is a multiple of the
             number of replicas.
+        weighting: the weights of the replicas; None: all are 1.
     """
     results: list[tuple[Buffer, ...]] = [()] * len(requests)
     batches = batches_of(requests, reduce_op)[0]
     planned = [
-        plan_requests(settings, reduce_op, requests, *batch, call="reduce-scatter")
+        plan_requests(
+            settings,
+            reduce_op,
+            requests,
+            *batch,
+            call="reduce-scatter",
+            is_weighted=weighting is not None,
+        )
         for batch in batches
     ]  # before the first launch, because each compiles its kernels
     for (indices, _), (gradients, plan) in zip(batches, planned, strict=True):
@@ -37,7 +49,7 @@ def reduce_scatter(
             for owner in range(num_replicas)
             for replicas in gradients
         ]
-        made = reduce_batch(plan, rows, positions=indices)
+        made = reduce_batch(plan, rows, positions=indices, weighting=weighting)
         found = [share for of_row in made for share in of_row]  # of this process's replicas
         for position, index in enumerate(indices):
             results[index] = tuple(found[position :: len(indices)])
