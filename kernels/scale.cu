@@ -1,10 +1,9 @@
 // scale: out[t][i] = in[t][i] * weight / divisor for i < size of in[t], and 0 from there to the size of out[t]
 // add_scaled: total[t][i] = total[t][i] + in[t][i] * weight
-// order    a product, rounded once to the accumulate dtype; then a quotient or a sum, rounded once. No
-//          division by 1
-// types    scale <Out, In>: computed in the accumulate dtype of In; double to 16-bit through float.
-//          add_scaled <Total, In>: computed in Total, to which the input is cast first. Integers take
-//          whole weights, modulo 2^bits, and divisor 1 only
+// order    a product, rounded once to the wider of both accumulate dtypes; then a quotient there, or a
+//          sum in Total; one rounding each. No division by 1
+// types    scale <Out, In>, double to 16-bit through float; add_scaled <Total, In>, where Total is an
+//          accumulate dtype. Integers take whole weights, modulo 2^bits, and divisor 1 only
 // aliasing the output may be the input exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   weights are finite and at least 0; for integers below 2^63
@@ -61,10 +60,13 @@ template <> struct Weight<float> {
     }
 };
 
+template <typename A, typename B, bool = (sizeof(A) >= sizeof(B))> struct wider { typedef A type; };
+template <typename A, typename B> struct wider<A, B, false> { typedef B type; };
+
 template <typename Out, typename In> struct Scale : Elementwise {
     static constexpr bool GROUPED = true, PADDED = true, STREAMED = true;
     static constexpr int AHEAD = lanes_of<Out, In>::ahead;
-    typedef typename accumulate<In>::type Acc;
+    typedef typename wider<typename accumulate<Out>::type, typename accumulate<In>::type>::type Acc;
     Out* out;
     const In* in;
     i64 in_size;
@@ -101,9 +103,10 @@ __global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 3) scale(
 
 template <typename Total, typename In> struct AddScaled : Elementwise {
     static constexpr bool GROUPED = true;
+    typedef typename wider<Total, typename accumulate<In>::type>::type Acc;
     Total* total;
     const In* in;
-    Weight<Total> weight;
+    Weight<Acc> weight;
 
     DEVICE AddScaled(const Row& row, double weight) : weight(weight) {
         total = row.operand<Total>(0);
@@ -111,9 +114,12 @@ template <typename Total, typename In> struct AddScaled : Elementwise {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Total, LANES> sum = load<Total, LANES>(total, i), term = load<Total, LANES>(in, i);
+        Lanes<Acc, LANES> term = load<Acc, LANES>(in, i);
         weight.multiply(term);
-        add_to(sum, term);
+        Lanes<Total, LANES> sum = load<Total, LANES>(total, i), rounded;
+        UNROLL
+        for (int l = 0; l < LANES; ++l) rounded.lane[l] = (Total)term.lane[l];
+        add_to(sum, rounded);
         store(total, i, sum);
     }
 };

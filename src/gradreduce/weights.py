@@ -51,6 +51,15 @@ def sum_weights(weights: Iterable[float]) -> int:
     return sum(map(to_units, weights))
 
 
+def parts_of(total: int) -> list[float]:
+    """Returns the fewest numbers whose exact sum is a sum of weights, the largest first."""
+    parts = []
+    while total:
+        parts.append(from_units(total))
+        total -= to_units(parts[-1])
+    return parts
+
+
 def from_units(total: int) -> float:
     """Returns an exact sum, rounded once to float64.
 

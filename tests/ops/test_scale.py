@@ -16,9 +16,13 @@ from gradreduce.ops.scale import ADD_SCALED, SCALE
 WEIGHTS = (0.0, 1.0, 3.0, 0.1, 1e-40, 1e300)
 
 
-def product(term, weight, dtype=None):
-    """The products in the accumulate dtype, rounded once: by Fractions where NumPy rounds twice."""
-    dtype = accumulate_dtype(term.dtype) if dtype is None else dtype
+def wider(out, term):
+    """The dtype of products."""
+    return max(accumulate_dtype(out), accumulate_dtype(term), key=lambda dtype: dtype.itemsize)
+
+
+def product(term, weight, dtype):
+    """The products in a dtype, rounded once: by Fractions where NumPy rounds twice."""
     term = term.astype(dtype)
     with np.errstate(all="ignore"):
         if dtype.kind in "iu":
@@ -64,7 +68,7 @@ class TestScale(RowBody):
 
     def reference(self, case, row, *, weight=3.0, divisor=1):
         out, term = row
-        values = product(term, weight)
+        values = product(term, weight, wider(out.dtype, term.dtype))
         through = np.dtype("float32") if (values.itemsize, out.itemsize) == (8, 2) else out.dtype
         with np.errstate(all="ignore"):
             filled = one_device_sum([values], divisor, through).astype(out.dtype)
@@ -109,7 +113,8 @@ class TestAddScaled(RowBody):
     def reference(self, case, row, *, weight=3.0):
         total, term = row
         with np.errstate(all="ignore"):
-            return [total + product(term, weight, total.dtype)]
+            values = product(term, weight, wider(total.dtype, term.dtype))
+            return [total + values.astype(total.dtype)]
 
     @pytest.mark.parametrize("template", ADD_SCALED.templates, ids=ADD_SCALED.expression)
     def test_every_template_and_its_cast(self, device, template):

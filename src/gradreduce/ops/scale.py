@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def _scale_reference(table: Sequence[Arrays], weight: float, divisor: float) -> 
     """``out = in * weight / divisor``, and zeros after the end of ``in``."""
     for out, term in table:
         filled = out if out.size == term.size else out[: term.size]
-        product = weighted(term, accumulate_dtype(term.dtype), weight)
+        product = _product(term, out.dtype, weight)
         if divisor != 1:
             product = np.true_divide(product, product.dtype.type(divisor))
         if filled.itemsize == 2 and product.itemsize == 8 and product.dtype.kind == "f":
@@ -40,11 +41,13 @@ def _scale_reference(table: Sequence[Arrays], weight: float, divisor: float) -> 
 def _add_scaled_reference(table: Sequence[Arrays], weight: float) -> None:
     """``total = total + in * weight``."""
     for total, term in table:
-        total += weighted(term, total.dtype, weight)
+        total += _product(term, total.dtype, weight).astype(total.dtype, copy=False)
 
 
-def weighted(term: np.ndarray, dtype: np.dtype, weight: float) -> np.ndarray:
-    """Returns ``term * weight``, rounded once to a dtype in which sums are computed."""
+def _product(term: np.ndarray, out_dtype: np.dtype, weight: float) -> np.ndarray:
+    """Returns ``term * weight``, rounded once to the wider of both accumulate dtypes."""
+    dtypes = accumulate_dtype(out_dtype), accumulate_dtype(term.dtype)
+    dtype = max(dtypes, key=attrgetter("itemsize"))
     term = term.astype(dtype, copy=False)
     with np.errstate(over="ignore"):
         factor = np.int64(int(weight)).astype(dtype) if dtype.kind in "iu" else dtype.type(weight)
@@ -126,7 +129,7 @@ def add_scaled(
 
     Args:
         totals: one per tensor, of a dtype in which sums are computed; overwritten.
-        inputs: one per tensor, of the total's dtype or a float dtype that is cast to it.
+        inputs: one per tensor, of the total's dtype or another float dtype.
         weight: see ``scale_rows``.
         device: launches on its compute queue.
 

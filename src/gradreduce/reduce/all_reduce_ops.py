@@ -429,6 +429,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         gradients: Sequence[Sequence[Buffer]],
         *,
         divisor: float = 1,
+        weight: float | None = None,
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
@@ -442,15 +443,19 @@ class AllReduceCrossDeviceOps(NestedCalls):
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(
-                gradients, divisor=divisor, out_dtypes=out_dtypes, names=names
+                gradients, divisor=divisor, weight=weight, out_dtypes=out_dtypes, names=names
             )
         if not gradients:
             return []
         divisor = divisor * Replicas.of(gradients[0]).count / len(gradients[0])
         plan = plan_batch(
-            self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, names=tuple(names)
+            self.settings,
+            gradients,
+            divisor=divisor if weight is None else None,
+            out_dtypes=out_dtypes,
+            names=tuple(names),
         )
-        return reduce_batch(plan, gradients, consume=consume)
+        return reduce_batch(plan, gradients, consume=consume, divisor=weight)
 
     def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps._rehearse_sums``."""

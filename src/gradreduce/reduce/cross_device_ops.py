@@ -366,6 +366,7 @@ class CrossDeviceOps(ABC):
         gradients: Sequence[Sequence[Buffer]],
         *,
         divisor: float = 1,
+        weight: float | None = None,
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
@@ -375,6 +376,8 @@ class CrossDeviceOps(ABC):
         Args:
             gradients: the Buffers, of real floats.
             divisor: divides each sum, which has the dtype of ``gradients``.
+            weight: divides instead of ``divisor``, if it is not None: the sum of the weights of all
+                gradients in all processes.
             out_dtypes: the dtype of each tensor's result. Default: that of its gradients.
             consume: if not None, ``gradients`` may be overwritten, see ``pipeline.reduce_batch``.
                 This implementation does not overwrite them.
@@ -394,7 +397,7 @@ class CrossDeviceOps(ABC):
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
         sums = [buffer_of(part) for parts in reduced for part in parts]
         wanted = [dtype for dtype, parts in zip(dtypes, reduced, strict=True) for _ in parts]
-        made = iter(quotients(sums, divisor, wanted))
+        made = iter(quotients(sums, divisor if weight is None else weight, wanted))
         return [tuple([next(made) for _ in parts]) for parts in reduced]
 
     def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:

@@ -56,7 +56,7 @@ class BatchPlan:
         devices: the devices of the replicas.
         algorithm: the algorithm that reduces the packs.
         flat: the layouts of the flat buffers; for shares in the order of their owners.
-        divisor: divides the sums that are not divided at packing.
+        divisor: divides the sums that are not divided at packing; None: ``reduce_batch`` gets it.
         counts: whether the sums are integers that are divided to floats after the addition.
         packs: for each pack the index of its flat buffer, the first element, and one past the last.
         description: for the comparison with other processes; None in one process.
@@ -67,7 +67,7 @@ class BatchPlan:
     devices: tuple[Device, ...]
     algorithm: Algorithm
     flat: tuple[FlatPlan, ...]
-    divisor: float
+    divisor: float | None
     counts: bool
     packs: tuple[tuple[int, int, int], ...]
     description: Description | None = None
@@ -78,7 +78,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     settings: Settings,
     gradients: Sequence[Sequence[Buffer]],
     *,
-    divisor: float = 1,
+    divisor: float | None = 1,
     out_dtypes: Sequence[DType] | None = None,
     counts: bool = False,
     names: tuple[str, ...] = (),
@@ -94,15 +94,15 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         settings: the settings of the reduction.
         gradients: for each tensor one Buffer for each replica, on the same devices in the same
             order for all tensors; the replicas of a tensor have one shape and dtype.
-        divisor: divides every sum.
+        divisor: divides every sum. None: a number that ``reduce_batch`` gets, because it differs
+            from call to call.
         out_dtypes: the dtypes of the results; default: those of the gradients.
         counts: whether these are integers whose means are floats.
         names: the names of the tensors, for errors and the flight record; empty if they have none.
         compared: whether the names must equal those of the other processes, too.
         call: the collective. In a reduce-scatter the replicas of all processes own equal parts of
             each tensor; in an all-gather each owns a whole tensor.
-        is_weighted: whether the replicas have weights. Then ``divisor`` only says by being 1 that
-            sums are not divided.
+        is_weighted: whether the replicas have weights, by which the pack multiplies.
 
     Raises:
         ValueError: ``reduction_groups`` is for another number of replicas.
@@ -155,7 +155,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     description: Description | None,
     *,
     call: CollectiveName,
-    divisor: float = 1,
+    divisor: float | None = 1,
     counts: bool = False,
     names: tuple[str, ...] = (),
     is_weighted: bool = False,
@@ -228,6 +228,7 @@ def reduce_requests(
         plan_requests(settings, reduce_op, requests, *each, is_weighted=weighting is not None)
         for each in dense_batches
     ]
+    by = {} if weighting is None else weighting.arguments
     for index in others:
         rehearse_alone(
             requests[index],
@@ -242,7 +243,7 @@ def reduce_requests(
         out = None  # all kernels are compiled
         if not counts and requests[indices[0]].out is not None:
             out = [requests[index].out or () for index in indices]
-        reduced = reduce_batch(plan, gradients, out=out, positions=indices, weighting=weighting)
+        reduced = reduce_batch(plan, gradients, out=out, positions=indices, **by)
         results |= zip(indices, reduced, strict=True)
     for index in others:
         home = requests[index].devices[0]
@@ -264,10 +265,13 @@ def plan_requests(
     """Plans one batch and compiles all its kernels; raises if it cannot be reduced."""
     # No part is sparse; ``buffers`` would check again.
     gradients = cast("list[tuple[Buffer, ...]]", [requests[index].value.parts for index in indices])
+    divisor: float | None = 1
+    if reduce_op is ReduceOp.MEAN:
+        divisor = None if is_weighted else Replicas.of(gradients[0]).count
     plan = plan_batch(
         settings,
         gradients,
-        divisor=Replicas.of(gradients[0]).count if reduce_op is ReduceOp.MEAN else 1,
+        divisor=divisor,
         counts=counts,
         names=names_of(requests, indices),
         compared=requests[indices[0]].value._key is not None,  # keys are compared, names are not
@@ -309,7 +313,8 @@ def reduce_batch(
     consume: ExitStack | None = None,
     out: Sequence[Sequence[Buffer]] | None = None,
     positions: Sequence[int] | None = None,
-    weighting: Weighting | None = None,
+    divisor: float | None = None,
+    weights: Sequence[float] | None = None,
 ) -> list[tuple[Buffer, ...]]:
     """Reduces one batch as planned: packs, all-reduces and unpacks one stage after another.
 
@@ -325,7 +330,8 @@ def reduce_batch(
             the tensor; an all-gather requires it. Default: new memory.
         positions: the numbers of the tensors in errors and the flight record; default: their
             indices.
-        weighting: the weights of the replicas, if the plan is for weights.
+        divisor: divides every sum, if the plan has no divisor.
+        weights: the weight of each replica of this process, if the plan is for weights.
 
     Returns:
         ``[tensor][replica]``; all replicas of a tensor are equal. In the memory of ``out`` if it
@@ -338,10 +344,10 @@ def reduce_batch(
         consume.enter_context(mesh_state.fail_on_partial_write(plan.devices))
     positions = positions or range(len(gradients))
     packs = [(pack_buffers[index], start, stop) for index, start, stop in plan.packs]
-    divisor = 1 if plan.counts else plan.divisor
-    if weighting is not None and divisor != 1:
-        divisor = weighting.total
-    jobs: Sequence[Any] = [buffers.job(start, stop, divisor) for buffers, start, stop in packs]
+    divisor = divisor if plan.divisor is None else plan.divisor
+    assert divisor is not None, "the plan has none"
+    over = 1 if plan.counts else divisor
+    jobs: Sequence[Any] = [buffers.job(start, stop, over) for buffers, start, stop in packs]
     compared = _ALONE if plan.description is None else Replicas(plan.devices).call(plan.description)
     with mesh_state.launch_lock, compared:
         if plan.call == "all-reduce":
@@ -357,15 +363,14 @@ def reduce_batch(
             )
             for group in groups
         ]
-        own = None if weighting is None else weighting.own
-        _run_stages(plan, stages, partial(moves_in, divisor=divisor, weights=own))
+        _run_stages(plan, stages, partial(moves_in, divisor=over, weights=weights))
     if out is not None:
         return [tuple(replicas) for replicas in out]
     sums = unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
     if not plan.counts:
         return sums
     with mesh_state.pack_scope(PackInfo(positions, names=plan.names), plan.devices):
-        return _means(plan, sums)
+        return _means(plan, sums, divisor)
 
 
 class PackStage(NamedTuple):
@@ -420,10 +425,12 @@ def _collective(plan: BatchPlan, jobs: Sequence[Any], queue: Queue) -> Steps:
     return map(run, [jobs])  # one step
 
 
-def _means(plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]]) -> list[tuple[Buffer, ...]]:
+def _means(
+    plan: BatchPlan, sums: Sequence[tuple[Buffer, ...]], divisor: float
+) -> list[tuple[Buffer, ...]]:
     """Divides sums of integers by the number of replicas."""
     plan.devices[0].mesh_state.thread.phase = plan.call
-    means = iter(quotients([each for row in sums for each in row], plan.divisor))
+    means = iter(quotients([each for row in sums for each in row], divisor))
     return [tuple([next(means) for _ in row]) for row in sums]
 
 
@@ -490,11 +497,7 @@ def rehearse_reduction(
     """
     algorithm_of(settings, devices).connect()
     key = ("reduce", call, settings, dtype, out_dtype, counts, is_weighted)
-    weighting = None
-    if is_weighted:  # a replica with weight 1 is packed, the others are scaled
-        weighting = Weighting((1.0, *[2.0] * (len(devices) - 1)), 2.0)
-        weighting = weighting if len(devices) > 1 else Weighting((2.0,), 2.0)
-    of_all = settings, (dtype, out_dtype), call, counts, weighting
+    of_all = settings, (dtype, out_dtype), call, counts, is_weighted
     compile_ahead(devices, key, lambda dry_run: _reduce_all(dry_run.devices_like(devices), *of_all))
 
 
@@ -504,18 +507,20 @@ def _reduce_all(
     dtypes: tuple[DType, DType],
     call: CollectiveName,
     counts: bool,
-    weighting: Weighting | None,
+    is_weighted: bool,
 ) -> None:
     """Reduces tensors that are alone and together, few and many bytes.
 
     In memory that peers cannot access, so that all copies and all sums occur.
     """
     num_shares = 1 if call == "all-reduce" else Replicas(devices).count
+    # A replica with weight 1 is packed, the others are scaled.
+    weights = [2.0, *[1.0] * (len(devices) - 1)] if is_weighted else None
     for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
             settings, devices, shares, None, call=call, divisor=divisor, counts=counts,
-            is_weighted=weighting is not None,
+            is_weighted=is_weighted,
         )  # fmt: skip
         shape = (size,)
         rows: dict[int, list[Buffer]] = {}
@@ -527,9 +532,9 @@ def _reduce_all(
                 outs[tensor] = [device.foreign(shape, dtypes[1]) for device in receivers]
         gradients, out = [[each[tensor] for tensor in sorted(each)] for each in (rows, outs)]
         if not counts:
-            reduce_batch(plan, gradients, out=out, weighting=weighting)
+            reduce_batch(plan, gradients, out=out, weights=weights)
         if call != "all-gather":
-            reduced = reduce_batch(plan, gradients, weighting=weighting)
+            reduced = reduce_batch(plan, gradients, weights=weights)
             sums = [part for row in reduced for part in row]
             # ``copy_to_out`` does this.
             move(

@@ -109,7 +109,7 @@ def _exchange_slices(
 def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
     settings: Any,
     gradients: Sequence[Sequence[Buffer]],
-    divisor: float,
+    divisor: float | None,
     out_dtypes: Sequence[DType] | None,
     *,
     counts: bool,
@@ -126,7 +126,7 @@ def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
     what = {
         "call": call,
         **settings._asdict(),
-        "divisor": divisor,
+        "divisor": "a sum of weights" if divisor is None else divisor,
         "mean of integers": counts,
         **({"weighted": True} if is_weighted else {}),
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],

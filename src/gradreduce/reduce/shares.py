@@ -49,7 +49,8 @@ def reduce_scatter(
             for owner in range(num_replicas)
             for replicas in gradients
         ]
-        made = reduce_batch(plan, rows, positions=indices, weighting=weighting)
+        by = {} if weighting is None else weighting.arguments
+        made = reduce_batch(plan, rows, positions=indices, **by)
         found = [share for of_row in made for share in of_row]  # of this process's replicas
         for position, index in enumerate(indices):
             results[index] = tuple(found[position :: len(indices)])

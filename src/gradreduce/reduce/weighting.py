@@ -34,6 +34,11 @@ class Weighting(NamedTuple):
     own: tuple[float, ...]
     total: float
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``reduce_batch`` for a plan with weights."""
+        return {"weights": self.own, "divisor": self.total}
+
 
 def agree_on_weights(own: tuple[float, ...], devices: Sequence[Device]) -> Weighting | None:
     """Sends weights to the other processes; None if all weights are 1.
