@@ -26,7 +26,8 @@ from gradreduce.checkpoint import (
     validate_state,
 )
 from gradreduce.device import DeferInterrupts
-from gradreduce.errors import CollectiveError, about
+from gradreduce.errors import CollectiveError, about, brief
+from gradreduce.weights import ONE, parts_of, sum_weights
 
 from .state import AccumulatorState
 from .take_queue import complete_ready
@@ -78,20 +79,17 @@ def ready_state(
     """
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
-    is_empty = (
-        isinstance(saved, Mapping)
-        and plain(f"{where}['num_accumulated']", saved.get("num_accumulated")) == 0
-    )
-    if isinstance(saved, Mapping) and state.sparse_mean:
-        saved = {"sparse_mean": "per_row", **saved}  # states of older versions have no such entry
+    saved = _with_defaults(state, saved, where)
+    is_empty = isinstance(saved, Mapping) and not saved["weight"]
     table = _table(state, is_empty, num_sums)
-    values = own(validate_state(where, saved, table))
+    checked = validate_state(where, saved, table)
+    values = own({**checked, "weight": checked["weight"] - checked["num_accumulated"] * ONE})
     count, shape = values["num_accumulated"], values["sum_shape"]
     load_sum = partial(state.storage.load, dtype=state.dtype, shape=shape, count=count)
     check_sums = list_of(optional(load_sum), len(state.devices))
     uploads = check_sums(f"{where}['partial_sums']", values["partial_sums"])
     filled = len(uploads) - uploads.count(None)
-    if not min(count, 1) <= filled <= count:
+    if not min(count, not is_empty) <= filled <= count:
         raise ValueError(
             f"{where}['partial_sums'] has {filled} sums, but {where}['num_accumulated']={count}"
         )
@@ -117,12 +115,22 @@ def ready_state(
     return load
 
 
+def _with_defaults(state: AccumulatorState, saved: Any, where: str) -> Any:
+    """Returns a state with the entries that states of older versions do not have."""
+    if not isinstance(saved, Mapping):
+        return saved
+    count = plain(f"{where}['num_accumulated']", saved.get("num_accumulated"))
+    weight = [float(count)] if type(count) is int and count else []
+    of_rows = {"sparse_mean": "per_row"} if state.sparse_mean else {}
+    return {"weight": weight, **of_rows, **saved}
+
+
 def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -> StateTable:
     """Returns the table of an accumulator.
 
     Args:
         state: the accumulator.
-        is_empty: whether the state to load has no gradients.
+        is_empty: whether the state to load has no gradients, or only of weight 0.
         num_sums: the number of partial sums in the state to load.
     """
     return StateTable(
@@ -133,12 +141,17 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
         shape=constant(None if state.shape is None else list(state.shape)),
         global_step=attribute(state, "step", integer(-(2**63))),
         num_accumulated=attribute(state, "count", integer(0)),
+        weight=StateEntry(
+            lambda: parts_of(state.weight()),
+            sum_of_weights,
+            lambda excess: partial(state.update, excess=excess),
+        ),
         num_dropped=attribute(state, "num_dropped", integer(0)),
         sum_shape=attribute(
             state, "sum_shape", equal(None) if is_empty else partial(_sum_shape, state)
         ),
         kind=StateEntry(
-            lambda: state.kind if state.count else None,
+            lambda: state.kind if state.sum_shape is not None else None,
             equal(None) if is_empty else partial(_kind, state),
             lambda kind: partial(setattr, state, "kind", kind or "native"),
         ),
@@ -150,6 +163,20 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
             lambda totals: partial(state.update, totals=totals, sources={}),
         ),
     )
+
+
+def sum_of_weights(where: str, saved: Any) -> int:
+    """Validates the saved sum of weights, a list of numbers; returns it in exact units."""
+    found = plain(where, saved)
+    if not isinstance(found, list) or not all([type(each) in (int, float) for each in found]):
+        raise TypeError(f"{where}={brief(found)} must be a list of numbers")
+    try:
+        total = sum_weights(map(float, found))
+    except (OverflowError, ValueError):
+        total = -1
+    if total < 0:
+        raise ValueError(f"{where}={brief(found)} must be finite, and its sum at least 0")
+    return total
 
 
 def _sum_shape(state: AccumulatorState, where: str, saved: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
-from gradreduce.device import Mesh
+from gradreduce.device import Mesh, is_number
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
@@ -93,7 +93,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
     def apply_grad(
         self, grad: Any, local_step: int | Variable = DEFAULT_STEP, name: str | None = None, *,
-        cast: bool = False,
+        cast: bool = False, weight: float | Sequence[float] = 1,
     ) -> bool:  # fmt: skip
         """Adds a gradient, or drops it if it is stale.
 
@@ -115,6 +115,10 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
                 dropped, a warning is logged.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of raising ``ValueError``.
+            weight: a number of at least 0, such as the number of examples of the gradient; for a
+                ``PerReplica`` also a list with one for each replica. The gradient is multiplied by
+                it, rounded once to the accumulate dtype, and a MEAN divides by the sum of the
+                weights. A gradient with weight 0 is counted but not read, and may be None.
 
         Returns:
             True if the gradient was added, False if it was dropped.
@@ -122,8 +126,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         Raises:
             ValueError: the dtype or the shape differs from the constructor's, replicas differ in
                 shape, or the mesh does not have the enclosing ``gr.replica``.
-            TypeError: the gradient is not an array, or ``local_step`` is not an integer or a
-                Variable.
+            TypeError: the gradient is not an array, ``local_step`` is not an integer or a Variable,
+                or ``weight`` is not a number on the host.
             DeviceMismatchError: the gradient is on a device of another mesh.
             InvalidArgumentError: the shape differs from that of the gradients in the sum, or
                 ``local_step`` does not fit in int64.
@@ -140,7 +144,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             >>> accumulator.num_accumulated()
             2
         """
-        return add_all((self._state,), (grad,), local_step, cast)
+        return add_all((self._state,), (grad,), local_step, cast, weight)
 
     def take_grad(
         self,
@@ -296,6 +300,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         cast: bool = False,
+        weight: float = 1,
     ) -> bool:
         """Adds a gradient, or drops it if it is stale (``local_step`` below ``global_step``).
 
@@ -316,6 +321,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
                 ``ConditionalAccumulator.apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: convert values of another float dtype instead of raising ``ValueError``.
+            weight: see ``ConditionalAccumulator.apply_grad``. MEAN divides a row by the sum of the
+                weights of the gradients that touched it, or with ``"per_gradient"`` of all.
 
         Returns:
             True if the gradient was added, False if it was dropped.
@@ -331,8 +338,9 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             CancelledError: the accumulator was closed.
         """
         self._state.mesh_state.check_process()
-        slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype)
-        return add_all((self._state,), (slices,), local_step, cast)
+        is_read = not is_number(weight) or weight != 0
+        slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype) if is_read else None
+        return add_all((self._state,), (slices,), local_step, cast, weight)
 
     def apply_indexed_slices_grad(
         self,
@@ -341,6 +349,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         cast: bool = False,
+        weight: float | Sequence[float] = 1,
     ) -> bool:
         """Adds a gradient that is one object, or drops it if it is stale.
 
@@ -351,6 +360,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             local_step: see ``apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: see ``apply_grad``.
+            weight: see ``apply_grad``; for a ``PerReplica`` also a list with one for each replica.
 
         Returns:
             True if the gradient was added, False if it was dropped.
@@ -368,7 +378,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             >>> accumulator.take_indexed_slices_grad(1)
             IndexedSlices(indices=[4], values=float32[1, 2], dense_shape=(8, 2))
         """
-        return add_all((self._state,), (grad,), local_step, cast)
+        return add_all((self._state,), (grad,), local_step, cast, weight)
 
     def take_grad(
         self,

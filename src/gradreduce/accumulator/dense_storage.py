@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from gradreduce import checkpoint, ops
@@ -33,8 +32,9 @@ from gradreduce.device import (
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.sums.slices import require_shape
+from gradreduce.weights import from_units
 
-from .state import AccumulatorState, Addend, Addition, Storage
+from .state import AccumulatorState, Addend, Addition, Storage, launch_all
 from .validate import check_dtype, to_sum_device
 
 _Divisions = dict[float, list[tuple[Buffer, Buffer]]]  # divisor -> sums and outputs
@@ -95,17 +95,19 @@ class DenseStorage(Storage):
         for addition in additions:
             device = addition.device
             gradients = [
-                part.values
-                if part.values.device is device
-                else ensure_accessible(device, part.values)
+                (
+                    part.values
+                    if part.values.device is device
+                    else ensure_accessible(device, part.values),
+                    part.weight,
+                )
                 for part in addition.gradients
             ]
             addition.in_place = addition.total is not None
             if not addition.in_place:
                 fresh.append(addition)
             first = [] if addition.in_place else [[gradients.pop(0)]]
-            runs = groupby(gradients, attrgetter("dtype"))
-            addition.steps = first + [list(run) for _, run in runs]
+            addition.steps = first + [list(run) for _, run in groupby(gradients, _launched_as)]
         if len(fresh) == 1 and not fresh[0].owner.over_mesh:
             (one,) = fresh
             one.total = one.device.allocate(
@@ -121,11 +123,23 @@ class DenseStorage(Storage):
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
-        additions, terms = zip(*steps, strict=True)
-        first = additions[0]
-        is_copy = not first.in_place and terms[0] is first.steps[0]
-        add, totals = ops.add_n if is_copy else ops.accumulate_n, [each.total for each in additions]
-        return partial(add, totals, terms, device=first.device)
+        first, of_first = steps[0]
+        is_copy = not first.in_place and of_first is first.steps[0]
+        rows: dict[float, tuple[list[Buffer], list[list[Buffer]]]] = {}
+        for addition, step in steps:
+            totals, terms = rows.setdefault(step[0][1], ([], []))
+            totals.append(addition.total)
+            terms.append([buffer for buffer, _ in step])
+        launches = []
+        for weight, (totals, terms) in rows.items():
+            if weight == 1:
+                add = ops.add_n if is_copy else ops.accumulate_n
+                launches.append(partial(add, totals, terms, device=first.device))
+            else:
+                scale = ops.scale if is_copy else ops.add_scaled
+                alone = [term for (term,) in terms]
+                launches.append(partial(scale, totals, alone, weight, device=first.device))
+        return launches[0] if len(launches) == 1 else partial(launch_all, launches)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -133,15 +147,17 @@ class DenseStorage(Storage):
         """See ``Storage``. Sums may be reduced or divided in place."""
         taken: dict[AccumulatorState, tuple[Part, ...]] = {}
         # Those over meshes that are reduced together, by devices, divisor and cross_device_ops.
-        batches: dict[tuple[Any, float, CrossDeviceOps], list[AccumulatorState]] = {}
+        batches: dict[tuple[Any, int, CrossDeviceOps, int], list[AccumulatorState]] = {}
         apart: _Divisions = defaultdict(list)
         in_place: _Divisions = defaultdict(list)
         for state in states:
-            divisor = float(state.count if state.reduction_type == "MEAN" else 1)
+            mean = state.reduction_type == "MEAN"
             if state.over_mesh:
-                key = (state.devices, divisor, state.cross_device_ops)
+                of_mean = (state.count, state.excess) if mean else (1, 0)
+                key = (state.devices, of_mean[0], state.cross_device_ops, of_mean[1])
                 batches.setdefault(key, []).append(state)
                 continue
+            divisor = from_units(state.weight()) if mean else 1.0
             (out,) = (total,) = state.totals
             if total.dtype != state.dtype:
                 out = total.device.allocate(total.shape, state.dtype)
@@ -152,10 +168,11 @@ class DenseStorage(Storage):
         # A batch may overwrite its sums only if nothing is allocated after it: a later allocation
         # that fails must leave the sums of the batch intact.
         consume = guard if len(batches) == 1 and not taken else None
-        for (_, divisor, reducer), together in batches.items():
+        for (_, count, reducer, excess), together in batches.items():
             reduced = reducer.reduce_buffers(
                 partial_sums(together),
-                divisor=divisor,
+                divisor=float(count),
+                weight=from_units(together[0].weight()) if excess else None,
                 out_dtypes=[state.dtype for state in together],
                 consume=consume,
                 names=_names_of(together),
@@ -185,6 +202,12 @@ class DenseStorage(Storage):
 
 
 DENSE = DenseStorage()
+
+
+def _launched_as(gradient: tuple[Buffer, float]) -> tuple[object, ...]:
+    """Returns a key that is equal for neighbours that one launch adds: those of weight 1."""
+    buffer, weight = gradient
+    return (buffer.dtype,) if weight == 1 else (buffer.dtype, id(buffer))
 
 
 def _names_of(states: Sequence[AccumulatorState]) -> list[str]:

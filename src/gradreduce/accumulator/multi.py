@@ -36,6 +36,7 @@ from .validate import (
     as_required,
     as_step,
     as_timeout,
+    as_weights,
     num_gradients,
     pending_gradient,
 )
@@ -49,6 +50,7 @@ def apply_grads(
     local_step: int | Variable = DEFAULT_STEP,
     *,
     cast: bool = False,
+    weight: float | Sequence[float] = 1,
 ) -> bool:
     """Adds one gradient to each accumulator; adds all or drops all.
 
@@ -64,6 +66,7 @@ def apply_grads(
             ``SparseConditionalAccumulator.apply_indexed_slices_grad``.
         local_step: the step of all gradients; see ``ConditionalAccumulator.apply_grad``.
         cast: see ``ConditionalAccumulator.apply_grad``.
+        weight: the weight of all gradients; see ``ConditionalAccumulator.apply_grad``.
 
     Returns:
         True if all gradients were added, False if all were dropped.
@@ -86,11 +89,15 @@ def apply_grads(
         >>> gr.apply_grads([weight, bias], [[1.0, 2.0], 3.0], local_step=0)  # stale
         False
     """
-    return add_all(_validate_accumulators(accumulators), grads, local_step, cast)
+    return add_all(_validate_accumulators(accumulators), grads, local_step, cast, weight)
 
 
 def add_all(
-    states: Sequence[AccumulatorState], grads: Sequence[Any], local_step: int | Variable, cast: bool
+    states: Sequence[AccumulatorState],
+    grads: Sequence[Any],
+    local_step: int | Variable,
+    cast: bool,
+    weight: Any = 1,
 ) -> bool:
     """Does what ``apply_grads`` does, for the states of accumulators of one mesh."""
     states[0].mesh_state.check_process()
@@ -103,7 +110,9 @@ def add_all(
             f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
             "for each accumulator"
         )
-    calls = list(zip(states, grads, [cast] * len(states), strict=True))
+    if type(weight) is not int or weight != 1:
+        weight = as_weights(weight)
+    calls = [(state, grad, cast, weight) for state, grad in zip(states, grads, strict=True)]
     dropped = is_stale(states, step)
     if dropped:  # gradients that will be dropped are not converted
         counts = _for_each(num_gradients, calls, states)
@@ -126,10 +135,10 @@ def add_pending(pending_gradients: Sequence[PendingGradient], step: int) -> bool
 
     Call it in a ``StreamScope``. Returns whether the gradients were added.
     """
-    states, parts, _ = zip(*pending_gradients, strict=True)
+    states, _, _, counts, _ = zip(*pending_gradients, strict=True)
     with DeferInterrupts():
         with hold_locks(states):
-            dropped = _drop_stale(states, map(len, parts), step)
+            dropped = _drop_stale(states, counts, step)
             if not dropped:
                 _for_each(_check_sum_shape, zip(pending_gradients), states)
                 _add(pending_gradients)
@@ -187,9 +196,9 @@ def _check_sum_shape(pending: PendingGradient) -> None:
     Raises:
         InvalidArgumentError: a shape differs, or an index is too large.
     """
-    state = pending.state
-    sum_shape = pending.parts[0].shape if state.sum_shape is None else state.sum_shape
+    state, sum_shape = pending.state, pending.state.sum_shape
     for part in pending.parts:
+        sum_shape = part.shape if sum_shape is None else sum_shape
         state.storage.check_sum_shape(part, sum_shape)
 
 
@@ -210,13 +219,15 @@ def _add(pending_gradients: Sequence[PendingGradient]) -> None:
         for each in sums:
             totals.setdefault(each.owner, [*each.owner.totals])[each.device_index] = each.total
         thread = current_thread().name
-        for state, parts, kind in pending_gradients:
+        for state, parts, kind, count, excess in pending_gradients:
+            is_first = bool(parts) and state.sum_shape is None
             state.update(
-                totals=totals[state],
-                count=state.count + len(parts),
-                sources={**state.sources, thread: state.sources.get(thread, 0) + len(parts)},
-                kind=state.kind if state.count else kind,
-                sum_shape=state.sum_shape if state.count else parts[0].shape,
+                totals=totals.get(state, state.totals),
+                count=state.count + count,
+                excess=state.excess + excess,
+                sources={**state.sources, thread: state.sources.get(thread, 0) + count},
+                kind=kind if is_first else state.kind,
+                sum_shape=parts[0].shape if is_first else state.sum_shape,
             )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gradreduce import checkpoint, ops
@@ -35,8 +36,9 @@ from gradreduce.ops import Divisor, RowIndex, concatenate_indices, merge_row_ind
 from gradreduce.reduce.one_device import copy_to_each
 from gradreduce.reduce.process_values import slices_of_all
 from gradreduce.sums.slices import concatenate_rows
+from gradreduce.weights import from_units
 
-from .state import AccumulatorState, Addend, Addition, Storage
+from .state import AccumulatorState, Addend, Addition, Storage, launch_all
 from .validate import check_dtype, to_sum_device
 
 
@@ -108,8 +110,12 @@ class SparseStorage(Storage):
             if before is not None:
                 capacity, slots = before.values.shape[0], before.slots
             for part in addition.gradients:
-                slots, into = slots.add_gradient(part.segments.indices)
-                steps.append((ensure_accessible(addition.device, part.values), part.segments, into))
+                counts_weights = part.weight != 1 and addition.owner.sparse_mean == "per_row"
+                slots, into = slots.add_gradient(
+                    part.segments.indices, part.weight if counts_weights else 1
+                )
+                values = ensure_accessible(addition.device, part.values)
+                steps.append((values, part.segments, into, _scaled(addition, values, part.weight)))
             addition.steps = steps
             addition.in_place = before is not None and slots.num_rows <= capacity
             if addition.in_place:
@@ -132,8 +138,16 @@ class SparseStorage(Storage):
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
         totals = [each.total.values for each, _ in steps]
-        rows, segments, into = zip(*[step for _, step in steps], strict=True)
-        return ops.segment_sum_command(totals, rows, segments, into=into, device=totals[0].device)
+        rows, segments, into, scaled = zip(*[step for _, step in steps], strict=True)
+        device = totals[0].device
+        scales = [
+            partial(ops.scale, [out], [values], weight, device=device)
+            for values, (out, weight) in zip(rows, scaled, strict=True)
+            if weight != 1
+        ]
+        terms = [out for out, _ in scaled]
+        add = ops.segment_sum_command(totals, terms, segments, into=into, device=device)
+        return partial(launch_all, [*scales, add]) if scales else add
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -151,11 +165,14 @@ class SparseStorage(Storage):
     def save(self, total: Any) -> dict[str, Any]:
         """See ``Storage``. Returns a dict of arrays, in the order of the indices."""
         slots, copy = total.slots, checkpoint.queue_copy(total.rows)
-        return {
+        saved = {
             "indices": slots.indices.copy(),
             "num_touches": slots.num_touches(),
             "values": lambda download: download(copy)[slots.rows],
         }
+        if slots.excesses is not None:
+            saved["weights"] = slots.weights_to_save()
+        return saved
 
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
@@ -170,6 +187,9 @@ class SparseStorage(Storage):
             "num_touches": vector,
             "values": checkpoint.array((num_rows, *shape[1:]), dtype),
         }
+        if isinstance(saved, Mapping) and "weights" in saved:
+            width = checkpoint.shape_of(f"{name}['weights']", saved["weights"])[1:2]
+            schema["weights"] = checkpoint.array((num_rows, *width), as_dtype("float64"))
         arrays = checkpoint.validate_state(name, saved, schema)
         indices, touches = arrays["indices"].copy(), arrays["num_touches"].copy()
         if not (indices[1:] > indices[:-1]).all():
@@ -179,11 +199,18 @@ class SparseStorage(Storage):
         for key, numbers, least, most in checks if num_rows else ():
             if not least <= numbers.min() <= numbers.max() <= most:
                 raise ValueError(f"{name}[{key!r}] must be from {least} to {most}, got {numbers}")
-        slots = RowIndex.of(indices, touches)
+        slots = RowIndex.of(indices, touches, arrays.get("weights"))
         return lambda device: SparseSum(slots, device.upload(arrays["values"]))
 
 
 SPARSE = SparseStorage()
+
+
+def _scaled(addition: Addition, values: Buffer, weight: float) -> tuple[Buffer, float]:
+    """Returns memory for the rows of a gradient times its weight, and the weight."""
+    if weight == 1 or not values.size:
+        return values, 1.0
+    return addition.device.empty(values.shape, accumulate_dtype(addition.owner.dtype)), weight
 
 
 def _check_shape(required: tuple[int | None, ...], slices: IndexedSlices) -> None:
@@ -218,11 +245,9 @@ def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
     """Merges the rows of all devices on the first, and copies the result to all."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     per_gradient = state.sparse_mean == "per_gradient"
-    count = state.count
     divisor: Divisor = 1.0
     replicas = Replicas(state.devices)
     if state.over_mesh and replicas.group.size > 1:  # a SyncStep's, with equally many per replica
-        count = count * replicas.count // len(state.devices)
         sums = [
             IndexedSlices.of(each.rows, each.slots.by_row(), state.sum_shape) for each in totals
         ]
@@ -238,7 +263,7 @@ def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
         if len(totals) > 1 or rows.device is not home:
             rows = concatenate_rows(home, [total.rows for total in totals])
     if per_gradient:
-        divisor = float(count)
+        divisor = from_units(state.weight())
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
     coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
     return copy_to_each(

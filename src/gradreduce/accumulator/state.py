@@ -18,6 +18,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import SparseMean
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
     Buffer,
     DeferInterrupts,
@@ -27,6 +28,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import CancelledError, InvalidArgumentError, log_warning
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.weights import ONE
 
 _numbers = itertools.count()
 LAST_STEP = 2**63 - 1  # steps are int64, as in TensorFlow
@@ -97,6 +99,8 @@ class AccumulatorState:
         mesh_state: the ``MeshState`` of the devices.
         lock: guards the attributes below; raises in a forked child.
         count: the number of gradients in the sum.
+        excess: the sum of weight - 1 of the gradients in the sum, of all processes, in the units of
+            ``weights.py``.
         sources: how many of them each thread has added, by the name of the thread.
         step: the current step; gradients of an earlier step are stale.
         num_dropped: the number of stale gradients so far.
@@ -124,7 +128,7 @@ class AccumulatorState:
         self.name = self.tensor = ""
         self.mesh_state = self.devices[0].mesh_state
         self._lock = threading.RLock()
-        self.count = 0
+        self.count = self.excess = 0
         self.sources: dict[str, int] = {}
         self.step = 0
         self.num_dropped = 0
@@ -181,8 +185,16 @@ class AccumulatorState:
     def reset(self, step: int) -> None:
         """Clears the sum and sets the step; the lock must be held."""
         self.update(
-            count=0, sources={}, step=step, sum_shape=None, totals=[None] * len(self.devices)
-        )
+            count=0, excess=0, sources={}, step=step, sum_shape=None,
+            totals=[None] * len(self.devices),
+        )  # fmt: skip
+
+    def weight(self) -> int:
+        """Returns the sum of the weights of all gradients, of all processes, in exact units."""
+        count = self.count
+        if self.over_mesh:  # all processes add as many gradients for each replica
+            count = count * Replicas(self.devices).count // len(self.devices)
+        return count * ONE + self.excess
 
     def update(self, **attributes: Any) -> None:
         """Sets the attributes; the lock must be held."""
@@ -197,12 +209,14 @@ class Addend(NamedTuple):
         values: the array of a dense gradient, or the rows of a sparse one.
         shape: the shape of the gradient; for a sparse one the shape of the whole array.
         segments: for a sparse gradient, the ``Segments`` of rows that have the same index.
+        weight: multiplies it; not 0, because a gradient of weight 0 is not read.
     """
 
     device_index: int
     values: Buffer
     shape: tuple[int, ...]
     segments: Any = None
+    weight: float = 1.0
 
 
 class PendingGradient(NamedTuple):
@@ -210,13 +224,18 @@ class PendingGradient(NamedTuple):
 
     Attributes:
         state: the accumulator.
-        parts: the gradient of each replica. Parts of the same device are added in this order.
+        parts: the gradient of each replica whose weight is not 0. Parts of the same device are
+            added in this order.
         kind: the type of the caller's arrays.
+        num_gradients: the number of gradients, also of those with weight 0.
+        excess: see ``AccumulatorState``.
     """
 
     state: AccumulatorState
     parts: tuple[Addend, ...]
     kind: Kind
+    num_gradients: int
+    excess: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -271,13 +290,14 @@ class Storage(ABC):
     is_sparse: bool
     overwrites = False
 
-    def rehearse(self, state: AccumulatorState, dtype: DType) -> None:
+    def rehearse(self, state: AccumulatorState, dtype: DType, weight: float = 1) -> None:
         """Compiles the kernels that add gradients of this dtype, and those of a take.
 
         Not those of ``cross_device_ops``. Override it if gradients are read on the host.
         """
-        key = (self, state.dtype, dtype, state.reduction_type, state.sparse_mean, state.over_mesh)
-        compile_ahead(state.devices, key, partial(_add_and_take, state, dtype))
+        of_state = (state.dtype, state.reduction_type, state.sparse_mean, state.over_mesh)
+        key = (self, dtype, weight == 1, *of_state)
+        compile_ahead(state.devices, key, partial(_add_and_take, state, dtype, weight))
 
     @abstractmethod
     def validate(self, state: AccumulatorState, grad: Any, cast: bool) -> Any:
@@ -343,7 +363,9 @@ class Storage(ABC):
         """
 
 
-def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) -> None:
+def _add_and_take(
+    state: AccumulatorState, dtype: DType, weight: float, dry_run: DryRunMesh
+) -> None:
     """Adds gradients to copies of an accumulator, and takes them."""
     storage = state.storage
     here = dry_run.devices_like(state.devices if storage.is_sparse else state.devices[:1])
@@ -354,8 +376,9 @@ def _add_and_take(state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) ->
             IndexedSlices(each, indices, (5, 2)) if storage.is_sparse else each.view(0, (2,))
             for each in rows
         ]
-        parts = tuple([storage.to_addend(dry, each) for each in gradients])
-        sums, out_of_place, in_place = additions_of([PendingGradient(dry, parts, "native")])
+        parts = [storage.to_addend(dry, each)._replace(weight=weight) for each in gradients]
+        pending = PendingGradient(dry, tuple(parts), "native", len(parts))
+        sums, out_of_place, in_place = additions_of([pending])
         launch_all([*out_of_place, *in_place])
         for each in sums:
             dry.totals[each.device_index] = each.total
@@ -377,7 +400,7 @@ def additions_of(
     """
     sums: list[Addition] = []
     by_storage: dict[Storage, list[Addition]] = {}
-    for state, parts, _ in pending_gradients:
+    for state, parts, *_ in pending_gradients:
         by_device: dict[int, list[Addend]] = {}
         for part in parts:
             by_device.setdefault(part.device_index, []).append(part)

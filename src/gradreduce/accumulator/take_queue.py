@@ -9,7 +9,13 @@ from typing import TypeVar
 
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import DeferInterrupts, deadline_scope
-from gradreduce.errors import CancelledError, DeadlineExceededError, listed, log_warning
+from gradreduce.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    listed,
+    log_warning,
+)
 
 from .state import AccumulatorState, PendingTake, Storage, Taken, hold_locks
 
@@ -31,6 +37,11 @@ def take_locked(
     for state in states:
         state.check_devices()  # a take without a launch must check too
         state.check_step()
+        if state.count and not state.weight():
+            raise InvalidArgumentError(
+                f"all gradients in the accumulator {state.name!r} have weight 0: at least one must "
+                "have another weight"
+            )
     with ExitStack() as guard:
         reduced = reduce([state for state in states if state.count], guard)
         for state in states:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.arrays.convert import PLAIN, is_array, kind_of, numbers, shape_and_dtype, to_buffer
+from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, as_index
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief, listed
+from gradreduce.weights import ONE, as_weight, sum_weights
 
 from .state import AccumulatorState, Addend, PendingGradient
 
@@ -29,8 +31,28 @@ class _Default(int):
 DEFAULT_STEP = _Default(0)  # default of ``local_step``, as in TensorFlow
 
 
-def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
+def as_weights(weight: Any) -> float | tuple[float, ...]:
+    """Validates a weight, or a list with one for each replica.
+
+    Raises:
+        TypeError: a weight is not a number on the host.
+        ValueError: it is negative, infinite or NaN.
+    """
+    if not isinstance(weight, list | tuple):
+        return as_weight("weight", weight)
+    return tuple([as_weight(f"weight[{index}]", each) for index, each in enumerate(weight)])
+
+
+def pending_gradient(
+    state: AccumulatorState, grad: Any, cast: bool, weight: Any = 1
+) -> PendingGradient:
     """Checks the gradient of each replica, and converts it for the accumulator's storage.
+
+    Args:
+        state: the accumulator.
+        grad: the argument of a caller.
+        cast: whether other float dtypes are converted.
+        weight: from ``as_weights``; a gradient with weight 0 is not read.
 
     Raises:
         TypeError: it is not an array or, for a sparse accumulator, not IndexedSlices.
@@ -39,16 +61,54 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
         InvalidArgumentError: rows do not fit the accumulator's shape.
         DeviceMismatchError: it is on another mesh.
     """
+    if weight != 1:
+        return _weighted_gradient(state, grad, cast, weight)
     grad, storage = grad if type(grad) in PLAIN else as_slices(grad), state.storage
     checked = [storage.validate(state, each, cast) for each in _replicas_of(state, grad)]
+    parts = tuple(_to_addends(state, checked, cast))
+    return PendingGradient(state, parts, _kind_of(grad), len(parts))
+
+
+def _kind_of(grad: Any) -> Kind:
+    """Returns the kind of the arrays of a gradient."""
+    return grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
+
+
+def _weighted_gradient(
+    state: AccumulatorState, grad: Any, cast: bool, weight: float | tuple[float, ...]
+) -> PendingGradient:
+    """Does what ``pending_gradient`` does, for weights of which one is not 1."""
+    several = isinstance(grad, PerReplica)
+    count = len(grad) if several else 1
+    weights = weight if isinstance(weight, tuple) else (weight,) * count
+    if len(weights) != count:
+        raise ValueError(
+            f"weight has {len(weights)} entries; expected {count}, one per replica of the gradient"
+        )
+    excess = sum_weights(weights) - count * ONE
+    if not any(weights):
+        return PendingGradient(state, (), "native", count, excess)
+    grad = as_slices(grad)
+    kept = [index for index, each in enumerate(weights) if each]
+    replicas = _replicas_of(state, grad, kept)
+    checked = [state.storage.validate(state, replicas[index], cast) for index in kept]
+    addends = _to_addends(state, checked, cast)
+    for dtype in {addend.values.dtype for addend in addends}:
+        state.storage.rehearse(state, dtype, 2)
+    parts = [
+        addend._replace(weight=weights[index]) for index, addend in zip(kept, addends, strict=True)
+    ]
+    return PendingGradient(state, tuple(parts), _kind_of(grad), count, excess)
+
+
+def _to_addends(state: AccumulatorState, checked: Sequence[Any], cast: bool) -> list[Addend]:
+    """Converts validated gradients, and compiles what they need if they have other dtypes."""
     if cast:
         rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
         dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
         for dtype in dtypes - {state.dtype}:
-            storage.rehearse(state, dtype)
-    parts = tuple([storage.to_addend(state, each) for each in checked])
-    kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
-    return PendingGradient(state, parts, kind)
+            state.storage.rehearse(state, dtype)
+    return [state.storage.to_addend(state, each) for each in checked]
 
 
 def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradient:
@@ -58,11 +118,13 @@ def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradi
     else:
         buffers = map(buffer_of, parts)
         addends = [Addend(index, buffer, buffer.shape) for index, buffer in enumerate(buffers)]
-    return PendingGradient(state, tuple(addends), "buffer")
+    return PendingGradient(state, tuple(addends), "buffer", len(addends))
 
 
-def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool, weight: Any = 1) -> int:
     """Counts gradients that will be dropped; checks them without converting."""
+    if weight != 1:
+        return _weighted_gradient(state, grad, cast, weight).num_gradients
     replicas = _replicas_of(state, as_slices(grad))
     for each in replicas:
         state.storage.validate(state, each, cast)
@@ -72,8 +134,16 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     return len(replicas)
 
 
-def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
-    """Returns the gradient of each replica; checks their mesh, and the shapes of dense ones."""
+def _replicas_of(
+    state: AccumulatorState, grad: Any, kept: Sequence[int] | None = None
+) -> Sequence[Any]:
+    """Returns the gradient of each replica; checks their mesh, and the shapes of dense ones.
+
+    Args:
+        state: the accumulator.
+        grad: the gradient.
+        kept: the indices of the replicas to check. Default: all.
+    """
     if not isinstance(grad, PerReplica):
         return (grad,)
     if grad.devices[0].mesh_state is not state.mesh_state:
@@ -84,11 +154,13 @@ def _replicas_of(state: AccumulatorState, grad: Any) -> Sequence[Any]:
         )
     grad._discard_copies()
     parts: Sequence[Any] = grad.parts
-    for replica, part in enumerate(parts):
-        if part.shape != parts[0].shape and not grad.is_sparse:
+    first = kept[0] if kept else 0
+    for replica in range(len(parts)) if kept is None else kept:
+        part = parts[replica]
+        if part.shape != parts[first].shape and not grad.is_sparse:
             raise ValueError(
                 f"replicas differ in shape: replica {replica} has shape {list(part.shape)}, "
-                f"replica 0 has {list(parts[0].shape)}"
+                f"replica {first} has {list(parts[first].shape)}"
             )
     return parts
 

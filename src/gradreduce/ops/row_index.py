@@ -13,6 +13,8 @@ from typing import Self
 
 import numpy as np
 
+from gradreduce.weights import ONE, from_units, parts_of, sum_weights, to_units
+
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
 
@@ -31,12 +33,15 @@ class RowIndex:
         counts: int64: for the first rows of the sum, the number of gradients that touched each,
             not counting those in ``touches``.
         touches: for each later gradient the rows that it touched, int64, without duplicates.
+        excesses: Python integers: for the first rows of the sum, the sum of weight - 1 of the
+            gradients that touched each, in the units of ``weights.py``. None: all weights are 1.
     """
 
     indices: np.ndarray
     rows: np.ndarray
     counts: np.ndarray
     touches: tuple[np.ndarray, ...]
+    excesses: np.ndarray | None = None
 
     @classmethod
     def none(cls) -> Self:
@@ -44,9 +49,19 @@ class RowIndex:
         return cls.of(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @classmethod
-    def of(cls, indices: np.ndarray, counts: np.ndarray) -> Self:
-        """Returns the index of rows that are sorted by their indices."""
-        return cls(indices, np.arange(indices.size), counts, ())
+    def of(cls, indices: np.ndarray, counts: np.ndarray, weights: np.ndarray | None = None) -> Self:
+        """Returns the index of rows that are sorted by their indices.
+
+        Args:
+            indices: int64, ascending.
+            counts: the number of gradients that touched each.
+            weights: from ``weights_to_save``. None: all weights are 1.
+        """
+        excesses = None
+        if weights is not None:
+            units = np.array([sum_weights(parts) for parts in weights.tolist()], object)
+            excesses = units - counts.astype(object) * ONE
+        return cls(indices, np.arange(indices.size), counts, (), excesses)
 
     @property
     def num_rows(self) -> int:
@@ -59,11 +74,12 @@ class RowIndex:
         indices[self.rows] = self.indices
         return indices
 
-    def add_gradient(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
+    def add_gradient(self, indices: np.ndarray, weight: float = 1) -> tuple[Self, np.ndarray]:
         """Returns the index after one more gradient, and the rows that it adds to.
 
         Args:
             indices: int64, ascending: the indices of the gradient.
+            weight: the weight of the gradient.
 
         Returns:
             The new ``RowIndex``, and for each index its row for ``segment_sum``'s ``into``:
@@ -84,12 +100,40 @@ class RowIndex:
         counts, touches = self.counts, (*self.touches, rows)
         if len(touches) > MAX_TOUCHES:
             counts, touches = _count_touches(counts, touches, sum_indices.size), ()
-        return type(self)(sum_indices, sum_rows, counts, touches), np.where(known, ~rows, rows)
+        excesses = self.excesses
+        if weight != 1:
+            excesses = _extended(excesses, sum_indices.size)
+            excesses[rows] += to_units(weight) - ONE
+        made = type(self)(sum_indices, sum_rows, counts, touches, excesses)
+        return made, np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
         """Returns the number of gradients that touched each index, in the order of ``indices``."""
         counts: np.ndarray = _count_touches(self.counts, self.touches, self.num_rows)[self.rows]
         return counts
+
+    def weights(self) -> np.ndarray:
+        """Returns the sum of the weights of the gradients that touched each index.
+
+        Python integers, in the units of ``weights.py`` and in the order of ``indices``.
+        """
+        excesses = _extended(self.excesses, self.num_rows)
+        weights: np.ndarray = self.num_touches().astype(object) * ONE + excesses[self.rows]
+        return weights
+
+    def weights_to_save(self) -> np.ndarray:
+        """Returns ``weights`` as float64, ``(num_rows, width)``: the exact sum of each row."""
+        parts = [parts_of(each) for each in self.weights()]
+        width = max(map(len, parts), default=0)
+        return np.array([[*each, *[0.0] * (width - len(each))] for each in parts], np.float64)
+
+
+def _extended(excesses: np.ndarray | None, num_rows: int) -> np.ndarray:
+    """Returns a copy with zeros for the rows after the first ones."""
+    whole = np.zeros(num_rows, object)
+    if excesses is not None:
+        whole[: excesses.size] = excesses
+    return whole
 
 
 def _count_touches(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
@@ -106,7 +150,7 @@ def merge_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, 
 
     Args:
         sums: at least one; rows of the same index are added in this order.
-        mean: divide each row by the number of gradients that touched it; else by 1.
+        mean: divide each row by the sum of the weights of the gradients that touched it; else by 1.
 
     Returns:
         The segments, and the divisor of each.
@@ -119,6 +163,11 @@ def merge_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, 
     segments = Segments(plan.indices, indices[plan.order], plan.bounds)
     if not mean or not plan.num_rows:
         return segments, 1.0
-    counts = np.concatenate([each.num_touches() for each in sums])[plan.order]
-    by = np.add.reduceat(counts, plan.bounds[:-1]).astype(np.float64)
+    if all([each.excesses is None for each in sums]):
+        counts = np.concatenate([each.num_touches() for each in sums])[plan.order]
+        by = np.add.reduceat(counts, plan.bounds[:-1]).astype(np.float64)
+    else:
+        weights = np.concatenate([each.weights() for each in sums])[plan.order]
+        units = np.add.reduceat(weights, plan.bounds[:-1])
+        by = np.array([from_units(each) for each in units], np.float64)
     return segments, float(by[0]) if (by == by[0]).all() else by

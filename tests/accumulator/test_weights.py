@@ -1,0 +1,190 @@
+"""Weighted gradients: sums, means, checkpoints and what is not read."""
+
+import numpy as np
+import pytest
+from accumulator.kinds import Dense, Sparse, counters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import same
+from support.exhaustive import examples
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+
+WEIGHTS = st.sampled_from([0, 1, 1, 2, 3, 0.5, 4096])
+NUM_ROWS = 6
+
+
+class Model:
+    """Sums of w * g and of w, from the definition."""
+
+    def __init__(self, sparse_mean):
+        self.sparse_mean = sparse_mean
+        self.total = np.zeros((NUM_ROWS, 2))
+        self.weights = np.zeros(NUM_ROWS)  # of the gradients that touched each row
+        self.weight = self.count = 0
+
+    def add(self, indices, values, weight):
+        self.count += 1
+        self.weight += weight
+        if weight:
+            np.add.at(self.total, indices, weight * values)
+            self.weights[np.unique(indices)] += weight
+
+    def mean(self, dtype):
+        by = self.weights[:, None] if self.sparse_mean == "per_row" else self.weight
+        touched = self.weights > 0 if self.sparse_mean else slice(None)
+        total = self.total.astype("float32")
+        with np.errstate(invalid="ignore"):
+            return (total / np.asarray(by, "float32"))[touched].astype(dtype)
+
+
+def drawn(rng, dtype, weight, model):
+    """A gradient, which is added to the model; NaN if it must not be read."""
+    indices = rng.integers(0, NUM_ROWS, 4) if model.sparse_mean else np.arange(NUM_ROWS)
+    values = rng.integers(-4, 5, (len(indices), 2)).astype(dtype)
+    model.add(indices, values.astype("float64"), weight)
+    if not weight:
+        values[:] = np.nan
+    return gr.IndexedSlices(values, indices, (NUM_ROWS, 2)) if model.sparse_mean else values
+
+
+@pytest.mark.parametrize("sparse_mean", [None, "per_row", "per_gradient"])
+@settings(max_examples=examples(25), deadline=None)
+@given(st.data())
+def test_sums_and_means_are_those_of_the_definition(sparse_mean, data):
+    """Gradients of several replicas, several dtypes, in one sum; saved and loaded on the way."""
+    name = data.draw(st.sampled_from(["float16", "bfloat16", "float32"]))
+    dtype, rng = as_dtype(name), np.random.default_rng(0)
+    over_mesh = data.draw(st.booleans())
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True) as mesh:
+        options = {"device": mesh if over_mesh else mesh[1]}
+        if sparse_mean:
+            options["sparse_mean"] = sparse_mean
+        kind = Sparse if sparse_mean else Dense
+
+        def make():
+            return kind.make(name, (NUM_ROWS, 2), **options)
+
+        acc, model = make(), Model(sparse_mean)
+        for _ in range(data.draw(st.integers(1, 5), "calls")):
+            number = len(mesh) if over_mesh else 1
+            weights = data.draw(st.lists(WEIGHTS, min_size=number, max_size=number), "weights")
+            grads = [drawn(rng, dtype, weight, model) for weight in weights]
+            grad = gr.PerReplica(grads, mesh) if over_mesh else grads[0]
+            same_weight = len(set(weights)) == 1
+            gr.apply_grads([acc], [grad], weight=weights[0] if same_weight else weights)
+            if data.draw(st.booleans(), "saved"):
+                state = acc.state_dict()
+                acc = make()
+                acc.load_state_dict(state)
+                assert acc.state_dict()["weight"] == ([model.weight] if model.weight else [])
+        assert acc.num_accumulated() == model.count
+        if not model.weight:
+            return
+        (taken,) = gr.take_grads([acc], model.count)
+        taken = taken[0] if over_mesh else taken
+        assert same(getattr(taken, "values", taken), model.mean(dtype))
+
+
+@pytest.fixture
+def device():
+    with gr.open_mesh(1, backend="sim", strict=True) as mesh:
+        yield mesh[0]
+
+
+def test_a_multiplication_needs_no_launch_of_its_own(device):
+    names = []
+    for weight in (1, 3):
+        acc = gr.ConditionalAccumulator("float32", device=device)
+        with device.mesh.journal() as journal:
+            for _ in range(2):
+                acc.apply_grad(np.float32([1, 2]), weight=weight)
+            acc.take_grad(2)
+        names.append([each.name for each in journal.records if each.kind == "launch"])
+    assert names == [["add_n", "accumulate_n", "all_sum"], ["scale", "add_scaled", "all_sum"]]
+
+
+def test_an_unread_gradient_counts_but_may_be_anything(device):
+    dense = gr.ConditionalAccumulator("float32", (2,), device=device)
+    rows = gr.SparseConditionalAccumulator("float32", device=device)
+    assert dense.apply_grad(None, weight=0)
+    assert rows.apply_grad(None, "nothing", weight=0)
+    assert rows.apply_indexed_slices_grad(None, weight=0.0)
+    assert gr.apply_grads([dense, rows], [None, None], weight=0)
+    assert counters(dense, rows) == [(2, 0, 0), (3, 0, 0)]
+    for acc in (dense, rows):
+        with pytest.raises(gr.errors.InvalidArgumentError, match="have weight 0: at least one"):
+            acc.take_grad(1)
+    gr.apply_grads([dense, rows], [[2.0, 4.0], gr.IndexedSlices(np.ones((1, 1), "f4"), [3])])
+    assert same(dense.take_grad(3), np.float32([2, 4]))
+    assert same(rows.take_grad(4)[1], np.ones((1, 1), "float32"))
+
+
+def test_the_weight_of_a_stale_gradient_is_not_counted(device):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    acc.set_global_step(1)
+    assert not acc.apply_grad([1.0], local_step=0, weight=100)
+    assert not acc.apply_grad(None, local_step=0, weight=0)
+    acc.apply_grad([1.0], local_step=1, weight=2)
+    assert counters(acc) == [(1, 1, 2)]
+    assert acc.state_dict()["weight"] == [2.0]
+
+
+def test_a_sum_of_many_weights_is_exact(device):
+    acc = gr.ConditionalAccumulator("float64", device=device)
+    for weight in (1e16, 1.0, 1.0, 2.0**-60):
+        acc.apply_grad(0.0, weight=weight)
+    state = acc.state_dict()
+    assert state["weight"] == [1e16 + 2, 2.0**-60]
+    acc.load_state_dict(state)
+    assert acc.state_dict()["weight"] == state["weight"]
+
+
+def test_a_state_without_weights_loads(device):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    for _ in range(3):
+        acc.apply_grad([4.0])
+    state = acc.state_dict()
+    del state["weight"]
+    acc.load_state_dict(state)
+    acc.apply_grad([0.0], weight=3)
+    assert same(acc.take_grad(4), np.float32([2]))
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind", "message"),
+    [
+        (-1, ValueError, "weight=-1 must be a finite number of at least 0"),
+        (float("inf"), ValueError, "weight=inf must be a finite number of at least 0"),
+        (True, TypeError, "weight=True must be a number on the host, of at least 0"),
+        (np.ones(1), TypeError, "weight=ndarray float64[1] must be a number on the host, of at "),
+        ([1, -2], ValueError, "weight[1]=-2 must be a finite number of at least 0"),
+        ([1, 2], ValueError, "accumulator 'conditional_accumulator': weight has 2 entries; expec"),
+    ],
+)
+def test_wrong_weights_change_nothing(device, weight, kind, message):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    with device.mesh.journal() as journal, pytest.raises(kind) as caught:
+        acc.apply_grad([1.0], weight=weight)
+    assert str(caught.value).startswith(message)
+    assert counters(acc) == [(0, 0, 0)]
+    assert not journal.records
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind", "message"),
+    [
+        ("3", TypeError, "state['weight']='3' must be a list of numbers"),
+        ([-1.0], ValueError, "state['weight']=[-1.0] must be finite, and its sum at least 0"),
+        ([float("nan")], ValueError, "state['weight']=[nan] must be finite, and its sum at least"),
+    ],
+)
+def test_wrong_saved_weights_are_refused(device, weight, kind, message):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    acc.apply_grad([1.0])
+    state = acc.state_dict()
+    with pytest.raises(kind) as caught:
+        acc.load_state_dict({**state, "weight": weight})
+    assert str(caught.value).startswith(message)
+    assert same(acc.take_grad(1), np.float32([1]))
