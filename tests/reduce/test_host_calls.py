@@ -83,7 +83,7 @@ def test_public_calls_make_few_python_calls():
     accumulator = gr.ConditionalAccumulator("float32", (3,), device=mesh[0])
     gradient = np.ones(3, np.float32)
     assert (
-        above_launches(lambda: accumulator.apply_grad(gradient, 0)).calls <= 74
+        above_launches(lambda: accumulator.apply_grad(gradient, 0)).calls <= 75
     )  # with that of the lambda
     center = gr.AGNCenter(mesh)
     calls: list[int] = []

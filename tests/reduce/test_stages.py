@@ -57,7 +57,7 @@ def test_a_stage_is_packed_before_the_previous_one_continues(monkeypatch):
                 done.append((step, *jobs, queue))
                 yield
 
-    def recorded(what, packs):
+    def recorded(what, packs, **_):
         done.append((what, *[start for _, start, _ in packs]))
         return []
 

@@ -80,7 +80,7 @@ def ready_state(
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
     saved = _with_defaults(state, saved, where)
-    is_empty = isinstance(saved, Mapping) and not saved["weight"]
+    is_empty = isinstance(saved, Mapping) and not (saved["weight"] and saved["num_accumulated"])
     table = _table(state, is_empty, num_sums)
     checked = validate_state(where, saved, table)
     values = own({**checked, "weight": checked["weight"] - checked["num_accumulated"] * ONE})
@@ -143,7 +143,7 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
         num_accumulated=attribute(state, "count", integer(0)),
         weight=StateEntry(
             lambda: parts_of(state.weight()),
-            sum_of_weights,
+            partial(_sum_of_weights, is_empty),
             lambda excess: partial(state.update, excess=excess),
         ),
         num_dropped=attribute(state, "num_dropped", integer(0)),
@@ -165,7 +165,7 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
     )
 
 
-def sum_of_weights(where: str, saved: Any) -> int:
+def _sum_of_weights(is_empty: bool, where: str, saved: Any) -> int:
     """Validates the saved sum of weights, a list of numbers; returns it in exact units."""
     found = plain(where, saved)
     if not isinstance(found, list) or not all([type(each) in (int, float) for each in found]):
@@ -174,8 +174,9 @@ def sum_of_weights(where: str, saved: Any) -> int:
         total = sum_weights(map(float, found))
     except (OverflowError, ValueError):
         total = -1
-    if total < 0:
-        raise ValueError(f"{where}={brief(found)} must be finite, and its sum at least 0")
+    if total < 0 or (is_empty and total):
+        wanted = "empty" if is_empty else "finite numbers, whose sum is at least 0"
+        raise ValueError(f"{where}={brief(found)} must be {wanted}")
     return total
 
 

@@ -37,7 +37,7 @@ def take_locked(
     for state in states:
         state.check_devices()  # a take without a launch must check too
         state.check_step()
-        if state.count and not state.weight():
+        if state.excess and not state.weight():
             raise InvalidArgumentError(
                 f"all gradients in the accumulator {state.name!r} have weight 0: at least one must "
                 "have another weight"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.arrays.convert import PLAIN, is_array, kind_of, numbers, shape_and_dtype, to_buffer
-from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
@@ -65,13 +64,11 @@ def pending_gradient(
         return _weighted_gradient(state, grad, cast, weight)
     grad, storage = grad if type(grad) in PLAIN else as_slices(grad), state.storage
     checked = [storage.validate(state, each, cast) for each in _replicas_of(state, grad)]
-    parts = tuple(_to_addends(state, checked, cast))
-    return PendingGradient(state, parts, _kind_of(grad), len(parts))
-
-
-def _kind_of(grad: Any) -> Kind:
-    """Returns the kind of the arrays of a gradient."""
-    return grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
+    if cast:
+        _rehearse_casts(state, checked)
+    parts = tuple([storage.to_addend(state, each) for each in checked])
+    kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
+    return PendingGradient(state, parts, kind, len(parts))
 
 
 def _weighted_gradient(
@@ -92,23 +89,26 @@ def _weighted_gradient(
     kept = [index for index, each in enumerate(weights) if each]
     replicas = _replicas_of(state, grad, kept)
     checked = [state.storage.validate(state, replicas[index], cast) for index in kept]
-    addends = _to_addends(state, checked, cast)
-    for dtype in {addend.values.dtype for addend in addends}:
-        state.storage.rehearse(state, dtype, 2)
-    parts = [
-        addend._replace(weight=weights[index]) for index, addend in zip(kept, addends, strict=True)
-    ]
-    return PendingGradient(state, tuple(parts), _kind_of(grad), count, excess)
-
-
-def _to_addends(state: AccumulatorState, checked: Sequence[Any], cast: bool) -> list[Addend]:
-    """Converts validated gradients, and compiles what they need if they have other dtypes."""
     if cast:
-        rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
-        dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
-        for dtype in dtypes - {state.dtype}:
-            state.storage.rehearse(state, dtype)
-    return [state.storage.to_addend(state, each) for each in checked]
+        _rehearse_casts(state, checked)
+    parts = tuple(
+        [
+            state.storage.to_addend(state, each)._replace(weight=weights[index])
+            for index, each in zip(kept, checked, strict=True)
+        ]
+    )
+    for dtype in {part.values.dtype for part in parts}:
+        state.storage.rehearse(state, dtype, 2)
+    kind = grad.kind if isinstance(grad, IndexedSlices | PerReplica) else kind_of(grad)
+    return PendingGradient(state, parts, kind, count, excess)
+
+
+def _rehearse_casts(state: AccumulatorState, checked: Sequence[Any]) -> None:
+    """Compiles the kernels that add validated gradients of other dtypes."""
+    rows = [each.values if isinstance(each, IndexedSlices) else each for each in checked]
+    dtypes = {shape_and_dtype(each)[1] for each in rows if is_array(each)}
+    for dtype in dtypes - {state.dtype}:
+        state.storage.rehearse(state, dtype)
 
 
 def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradient:
