@@ -8,6 +8,7 @@ times 2**-1074, of which every float64 is a multiple, and the sum is rounded onc
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,3 +68,13 @@ def from_units(total: int) -> float:
         OverflowError: it exceeds the largest float64.
     """
     return total / ONE
+
+
+def bits_of(number: float) -> int:
+    """Returns the bits of a float64 as an int64, which processes exchange."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def from_bits(bits: int) -> float:
+    """Returns the float64 of ``bits_of``."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

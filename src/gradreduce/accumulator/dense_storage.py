@@ -245,13 +245,20 @@ def partial_sums(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     packing does not depend on which devices have gradients.
     """
     sums = [
-        (device, state.dtype, state.sum_shape or ())
+        (device, state.dtype, _shape_of_sum(state))
         for state in states
         for device, total in zip(state.devices, state.totals, strict=True)
         if total is None
     ]
     zeros = iter(_allocate_flat(sums, zeros=True))
     return [[next(zeros) if total is None else total for total in state.totals] for state in states]
+
+
+def _shape_of_sum(state: AccumulatorState) -> tuple[int, ...]:
+    """Returns the shape of a sum; no gradient of this process may have been read."""
+    if state.sum_shape is not None:
+        return state.sum_shape
+    return tuple([extent or 0 for extent in state.shape or ()])
 
 
 def _divide(divisions: _Divisions) -> None:

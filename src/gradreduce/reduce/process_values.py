@@ -128,7 +128,7 @@ def describe_batch(  # noqa: PLR0913  # all values on which processes must agree
         **settings._asdict(),
         "divisor": "a sum of weights" if divisor is None else divisor,
         "mean of integers": counts,
-        **({"weighted": True} if is_weighted else {}),
+        "weights": is_weighted,
         "out dtypes": None if out_dtypes is None else [str(dtype) for dtype in out_dtypes],
         "tensors": [_describe_part(replicas[0]) for replicas in gradients],
     }

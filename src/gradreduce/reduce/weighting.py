@@ -6,7 +6,6 @@ multiplied in a pass of their own, for all other reductions.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, accumulate_dtype
 from gradreduce.errors import brief
-from gradreduce.weights import as_weight, from_units, sum_weights
+from gradreduce.weights import as_weight, bits_of, from_bits, from_units, sum_weights
 
 from .arguments import Request, label_of
 from .one_device import quotients
@@ -55,8 +54,8 @@ def agree_on_weights(own: tuple[float, ...], devices: Sequence[Device]) -> Weigh
     replicas = Replicas(devices)
     of_all = list(own)
     if replicas.group.size > 1:
-        found = replicas.compare_numbers("weights", list(map(_bits_of, own)), replicas.counts)
-        of_all = [_from_bits(bits) for of_process in found for bits in of_process]
+        found = replicas.compare_numbers("weights", list(map(bits_of, own)), replicas.counts)
+        of_all = [from_bits(bits) for of_process in found for bits in of_process]
     if all([weight == 1 for weight in of_all]):
         return None
     return Weighting(own, divisor_of(sum_weights(of_all)))
@@ -215,11 +214,3 @@ def divide_sums(
     ]
     rest = iter(made)
     return [tuple([next(rest) for _ in row]) for row in sums]
-
-
-def _bits_of(weight: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", weight))[0])
-
-
-def _from_bits(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -50,6 +50,7 @@ from gradreduce.reduce.pipeline import (
     rehearse_reduction,
 )
 from gradreduce.reduce.process_values import describe_batch
+from gradreduce.weights import from_units
 
 from .scaling import GradientScaling
 
@@ -228,15 +229,18 @@ class ShardedUpdate:
         rows = SPARSE.take(sparse, guard) if sparse else {}
         of_shard: dict[VariableShard, Buffer] = {}
         dense = [state for state in states if not state.storage.is_sparse]
-        for count in dict.fromkeys([state.count for state in dense]):
-            together = [state for state in dense if state.count == count]
+        for count, excess in dict.fromkeys([(state.count, state.excess) for state in dense]):
+            together = [state for state in dense if (state.count, state.excess) == (count, excess)]
             indices = [index_of[state] for state in together]
             sums = dict(zip(indices, partial_sums(together), strict=True))
             chosen = [shard for shard in self._shards if shard.variable in sums]
-            divisor = count * self._num_replicas / len(self._devices)
-            plan = self._planned("reduce-scatter", tuple(indices), divisor)
+            divisor: float | None = count * self._num_replicas / len(self._devices)
+            weight = from_units(together[0].weight()) if excess else None
+            plan = self._planned(
+                "reduce-scatter", tuple(indices), divisor if weight is None else None
+            )
             parts = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
-            results = reduce_batch(plan, parts, positions=indices)
+            results = reduce_batch(plan, parts, positions=indices, divisor=weight)
             of_shard |= {
                 shard: mean for shard, means in zip(chosen, results, strict=True) for mean in means
             }
@@ -250,7 +254,7 @@ class ShardedUpdate:
         self,
         call: CollectiveName,
         indices: tuple[int, ...],
-        divisor: float = 1,
+        divisor: float | None = 1,
         *,
         of_sums: bool = False,
     ) -> BatchPlan:

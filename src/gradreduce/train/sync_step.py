@@ -6,7 +6,7 @@ terms ──aggregate──► gradient ──accumulate──► sum ──pack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce.accumulator import (
@@ -15,6 +15,7 @@ from gradreduce.accumulator import (
     SparseConditionalAccumulator,
 )
 from gradreduce.accumulator.multi import add_pending
+from gradreduce.accumulator.state import PendingGradient
 from gradreduce.accumulator.validate import as_required, as_step, parts_to_add
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica
@@ -54,8 +55,9 @@ from gradreduce.sums.slices import concatenate_slices
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import ShardedUpdate
-from .terms import place_terms, rehearse_rows
+from .terms import find_sparse, place_terms, rehearse_rows
 from .update import ReplicatedUpdate, UpdateStages
+from .weights import TermWeights
 
 _FORMAT = "gradreduce SyncStep 2"
 
@@ -155,7 +157,7 @@ class SyncStep(NotCopied):
         sparse_variables: Sequence[Variable] = (),
     ) -> None:
         self.variables = _validate_variables(variables)
-        self._sparse = _find_sparse(sparse_variables, self.variables)  # indices
+        self._sparse = find_sparse(sparse_variables, self.variables)  # indices
         self._label = PackInfo(range(len(self.variables)), names=[v.name for v in self.variables])
         self.devices = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
@@ -232,6 +234,7 @@ class SyncStep(NotCopied):
         terms: Sequence[Any],
         local_step: int | Variable | None = None,
         *,
+        weights: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> bool:
         """Adds one gradient per replica and, if enough have been added, updates the variables.
@@ -249,6 +252,13 @@ class SyncStep(NotCopied):
             local_step: the step at which the gradients were computed: an integer, or a Variable
                 that holds one. Default: ``global_step``. If it is stale in one process, all
                 processes drop their gradients.
+            weights: ``weights[replica]`` is a list with a number of at least 0 for each micro-batch
+                of the replica, such as its number of examples, or the number of a single one. The
+                mean is then the sum of weight times gradient over all micro-batches, replicas and
+                processes, divided by the sum of these weights. So 1 for each of two micro-batches
+                gives half of what no weights give. A micro-batch with weight 0 is not read; all
+                terms of a replica that has only these may be None. All processes pass weights, or
+                none.
             deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
         Returns:
@@ -277,14 +287,13 @@ class SyncStep(NotCopied):
             variable._check_memory()
         for state in self._states:
             state.check_step()
-        placed = place_terms(terms, self.variables, self._sparse, self.devices)
+        by = None if weights is None else TermWeights(weights, len(self.devices))
+        placed = place_terms(terms, self.variables, self._sparse, self.devices, by)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            gradients = self._aggregate(placed, stale=step < self.global_step)
-            step = self._earliest(step, list(placed), gradients if self._scaling.checks else None)
-            pending_gradients = [
-                parts_to_add(self._states[index], of_replicas)
-                for index, of_replicas in zip(placed, gradients, strict=True)
-            ]
+            gradients = self._aggregate(placed, by, stale=step < self.global_step)
+            checked = gradients if self._scaling.checks else None
+            step = self._earliest(step, list(placed), checked, by)
+            pending_gradients = self._pending(placed, gradients, by)
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
                 if not add_pending(pending_gradients, step):
                     return False
@@ -401,8 +410,28 @@ class SyncStep(NotCopied):
             **self._scaling.table(),
         )
 
+    def _pending(
+        self,
+        placed: Mapping[int, Sequence[Sequence[Part]]],
+        gradients: Sequence[Sequence[Part]],
+        weights: TermWeights | None,
+    ) -> list[PendingGradient]:
+        """Returns the gradient of each variable, one for each replica."""
+        states = [self._states[index] for index in placed]
+        if weights is None:
+            return [parts_to_add(*each) for each in zip(states, gradients, strict=True)]
+        weights.check_total(states[0])
+        return [
+            weights.pending(state, *each, self.num_replicas)
+            for state, each in zip(states, placed.items(), strict=True)
+        ]
+
     def _earliest(
-        self, step: int, with_gradients: list[int], checked: Sequence[Sequence[Part]] | None
+        self,
+        step: int,
+        with_gradients: list[int],
+        checked: Sequence[Sequence[Part]] | None,
+        weights: TermWeights | None,
     ) -> int:
         """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
 
@@ -410,6 +439,7 @@ class SyncStep(NotCopied):
             step: the step of this process.
             with_gradients: indices of the variables with gradients; equal in all processes.
             checked: the gradients, if they must be finite unless they are dropped.
+            weights: the weights of this process; gets the sum of all processes.
 
         Raises:
             FloatingPointError: a gradient of ``checked`` is not finite, in any process.
@@ -423,13 +453,17 @@ class SyncStep(NotCopied):
         numbers, now = [step, _number_of(scheduled)], self.global_step
         if checked is not None:
             numbers += first_nonfinite(() if step < now else checked, replicas.first)
-        with replicas.call(self._description(with_gradients)):
+        if weights is not None:
+            numbers += weights.to_numbers()
+        with replicas.call(self._description(with_gradients, weights is not None)):
             of_processes = replicas.exchange_numbers(numbers)
             if len({each[1] for each in of_processes}) > 1:
                 what = {"call": "a SyncStep", "tensors": [], **scheduled}
                 replicas.compare(Description.of(what))
+        if weights is not None:
+            weights.set_total(of_processes)
         earliest = min([each[0] for each in of_processes])
-        wrong = [each[2:] for each in of_processes if each[2:] and each[2] >= 0]
+        wrong = [] if checked is None else [each[2:4] for each in of_processes if each[2] >= 0]
         if wrong and earliest >= now:
             index, replica = min(wrong)
             name = self.variables[with_gradients[index]].name
@@ -440,13 +474,14 @@ class SyncStep(NotCopied):
             )
         return earliest
 
-    def _description(self, with_gradients: list[int]) -> Description:
+    def _description(self, with_gradients: list[int], has_weights: bool) -> Description:
         """Describes a call for the comparison with other processes, with all settings."""
         what = {
             "call": "a SyncStep",
             "num_required": self.num_required,
             "aggregation_method": self.aggregation_method.name,
             "shard_optimizer": self._shards is not None,
+            "weights": has_weights,
             "sparse_variables": [self.variables[index].name for index in self._sparse],
             **self.optimizer._settings_to_compare(),
             **self._scaling.options,
@@ -458,13 +493,23 @@ class SyncStep(NotCopied):
         return self._described[1]
 
     def _aggregate(
-        self, placed: Mapping[int, Sequence[Sequence[Any]]], *, stale: bool
+        self,
+        placed: dict[int, list[Sequence[Any]]],
+        weights: TermWeights | None,
+        *,
+        stale: bool,
     ) -> list[list[Part]]:
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
-        If only another process is stale, that is known later, and the sums are dropped.
+        If only another process is stale, that is known later, and the sums are dropped. Terms with
+        weights are added by the accumulators, unless the sum of a replica is needed before.
         """
+        tree = self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE
+        if weights is not None:
+            if not stale and (tree or self._scaling.checks):
+                placed.update(weights.sum_terms(placed, self.variables, tree=tree))
+            return [[part for row in of_one for part in row] for of_one in placed.values()]
         totals: dict[int, list[Part]] = {
             index: [lists[0] for lists in of_one] for index, of_one in placed.items()
         }
@@ -483,7 +528,7 @@ class SyncStep(NotCopied):
                 sums = aggregate_buffers(
                     [placed[index][replica] for index, replica in dense],
                     self.devices[replicas[0]],
-                    tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
+                    tree=tree,
                 )
                 rows = [
                     concatenate_slices(placed[index][replica], self.devices[replica])
@@ -514,23 +559,6 @@ def _make_accumulator(
         made = _StepAccumulator(variable.dtype, variable.shape, **options)
     made.accumulator_ref.tensor = variable.name
     return made
-
-
-def _find_sparse(sparse_variables: Any, variables: Sequence[Variable]) -> tuple[int, ...]:
-    """Returns the indices of the variables with sparse gradients, ascending."""
-    if isinstance(sparse_variables, Variable) or not isinstance(sparse_variables, Iterable):
-        raise TypeError(
-            f"sparse_variables={brief(sparse_variables)} must be a list of Variables; pass () for "
-            "none"
-        )
-    sparse = tuple(sparse_variables)
-    index_of = {variable: index for index, variable in enumerate(variables)}
-    for each in sparse:
-        if not isinstance(each, Variable) or each not in index_of:
-            raise ValueError(f"sparse_variables= has {brief(each)}, which is not in variables")
-        if not each.shape:
-            raise ValueError(f"sparse_variables= has {each!r}, a scalar, which has no rows")
-    return tuple(sorted({index_of[each] for each in sparse}))
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:

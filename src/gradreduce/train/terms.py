@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +18,15 @@ from gradreduce.optim.gradient_inputs import check_rows
 from gradreduce.reduce.nests import in_order
 from gradreduce.sums.slices import concatenate_rows
 
+from .weights import TermWeights
+
 
 def place_terms(
-    terms: Any, variables: Sequence[Variable], sparse: Collection[int], devices: Sequence[Device]
+    terms: Any,
+    variables: Sequence[Variable],
+    sparse: Collection[int],
+    devices: Sequence[Device],
+    weights: TermWeights | None = None,
 ) -> dict[int, list[Sequence[Part]]]:
     """Returns the terms ``[replica][term]`` of each variable that has any, by its index.
 
@@ -29,33 +35,88 @@ def place_terms(
         variables: the variables of the step.
         sparse: the indices of those whose terms are IndexedSlices.
         devices: the device of each replica.
+        weights: the weights of the terms; those with weight 0 are left out. None: all are 1.
     """
-    terms = as_list(terms)
-    _check_length("terms", terms, len(devices), "device")
-    names = [variable.name for variable in variables]
-    terms = [in_order(each, names, f"terms[{index}]") for index, each in enumerate(terms)]
-    for replica, of_replica in enumerate(terms):
-        _check_length(f"terms[{replica}]", of_replica, len(variables), "variable")
+    unread: Collection[int] = ()
+    if weights is not None:
+        unread = weights.unread
+    terms = _in_order_of(variables, terms, len(devices), unread)
+    if weights is not None:
+        terms = weights.read(terms, variables)
     rows = [list(map(_without_none, of_variable)) for of_variable in zip(*terms, strict=True)]
-    used = [index for index, row in enumerate(rows) if any([each is not None for each in row])]
+    used = list(range(len(variables)))
+    if len(unread) < len(devices):
+        used = [index for index in used if any([each is not None for each in rows[index]])]
     if not used:
         raise ValueError("No gradients provided for any variable: all terms are None")
     placed: dict[int, list[Sequence[Part]]] = {index: [] for index in used}
+    are_sparse = [index in sparse for index in used]
     for replica, device in enumerate(devices):
-        for index in used:
-            _check_list(rows[index][replica], variables[index], replica, index in sparse)
-        dense = [index for index in used if index not in sparse]
-        pairs = [(variables[index], rows[index][replica]) for index in dense]
-        for index, parts in zip(dense, _place_dense(device, pairs, replica), strict=True):
+        pairs = [(variables[index], rows[index][replica]) for index in used]
+        place = _place_nothing if replica in unread else _place_replica
+        of_replica = place(device, pairs, replica, are_sparse)
+        for index, parts in zip(used, of_replica, strict=True):
             placed[index].append(parts)
-        for index in used if sparse else ():
-            if index in sparse:
-                terms = rows[index][replica]
-                placed[index].append(_place_sparse(device, variables[index], terms, replica))
     wait_for_inputs(
         [buffer_of(part) for of_one in placed.values() for row in of_one for part in row]
     )
     return placed
+
+
+def _place_replica(
+    device: Device, pairs: Sequence[tuple[Variable, Any]], replica: int, sparse: Sequence[bool]
+) -> list[Sequence[Part]]:
+    """Checks and converts the terms of one replica for each variable.
+
+    Args:
+        device: the device of the replica.
+        pairs: the variables, and their terms.
+        replica: the number of the replica.
+        sparse: whether the terms of each variable are IndexedSlices.
+    """
+    for (variable, terms), is_sparse in zip(pairs, sparse, strict=True):
+        _check_list(terms, variable, replica, is_sparse)
+    if not any(sparse):
+        return list(_place_dense(device, pairs, replica))
+    dense = [pair for pair, is_sparse in zip(pairs, sparse, strict=True) if not is_sparse]
+    of_dense = iter(_place_dense(device, dense, replica))
+    return [
+        _place_sparse(device, *pair, replica) if is_sparse else next(of_dense)
+        for pair, is_sparse in zip(pairs, sparse, strict=True)
+    ]
+
+
+def _in_order_of(
+    variables: Sequence[Variable], terms: Any, num_replicas: int, unread: Collection[int]
+) -> list[Any]:
+    """Returns ``terms[replica][variable]`` of all replicas; None for those that are not read."""
+    terms = as_list(terms)
+    _check_length("terms", terms, num_replicas, "device")
+    names = [variable.name for variable in variables]
+    ordered = [
+        [None] * len(variables) if index in unread else in_order(each, names, f"terms[{index}]")
+        for index, each in enumerate(terms)
+    ]
+    for replica, of_replica in enumerate(ordered):
+        _check_length(f"terms[{replica}]", of_replica, len(variables), "variable")
+    return ordered
+
+
+def find_sparse(sparse_variables: Any, variables: Sequence[Variable]) -> tuple[int, ...]:
+    """Returns the indices of the variables with sparse gradients, ascending."""
+    if isinstance(sparse_variables, Variable) or not isinstance(sparse_variables, Iterable):
+        raise TypeError(
+            f"sparse_variables={brief(sparse_variables)} must be a list of Variables; pass () for "
+            "none"
+        )
+    sparse = tuple(sparse_variables)
+    index_of = {variable: index for index, variable in enumerate(variables)}
+    for each in sparse:
+        if not isinstance(each, Variable) or each not in index_of:
+            raise ValueError(f"sparse_variables= has {brief(each)}, which is not in variables")
+        if not each.shape:
+            raise ValueError(f"sparse_variables= has {each!r}, a scalar, which has no rows")
+    return tuple(sorted({index_of[each] for each in sparse}))
 
 
 def _place_dense(
@@ -120,6 +181,16 @@ def _place_sparse(
             raise about(_where(variable, replica), error) from None
         placed.append(part)
     return placed
+
+
+def _place_nothing(
+    device: Device, pairs: Sequence[tuple[Variable, Any]], replica: int, sparse: Sequence[bool]
+) -> list[Sequence[Part]]:
+    """Returns the terms of a replica that is not read: none, or IndexedSlices without rows."""
+    return [
+        [IndexedSlices(device.empty((0, *each.shape[1:]), each.dtype), (), each.shape)] * is_sparse
+        for (each, _), is_sparse in zip(pairs, sparse, strict=True)
+    ]
 
 
 def _check_list(terms: Any, variable: Variable, replica: int, is_sparse: bool) -> None:

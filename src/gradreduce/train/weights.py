@@ -1,0 +1,179 @@
+"""Weights of a training step: one for each replica and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
+from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.errors import brief
+from gradreduce.sums.aggregators import aggregate_buffers
+from gradreduce.sums.slices import concatenate_slices
+from gradreduce.weights import ONE, as_weight, bits_of, from_bits, from_units, parts_of, sum_weights
+
+_NUM_PARTS = 3  # float64 numbers in which a process sends its exact sum
+
+
+class TermWeights:
+    """The checked ``weights`` of a ``SyncStep``.
+
+    Args:
+        weights: ``weights[replica]``: a number for each micro-batch, or one number; not checked.
+        num_replicas: the number of replicas of this process.
+
+    Attributes:
+        of_replicas: ``[replica][term]``.
+        kept: ``[replica][variable]``: the weights of the terms that ``read`` has left.
+        total: the exact sum of the weights of all processes; set by ``SyncStep``.
+
+    Raises:
+        TypeError: ``weights`` or an entry is not a list, or a weight not a number on the host.
+        ValueError: a length is wrong, or a weight is negative or not finite.
+    """
+
+    def __init__(self, weights: Any, num_replicas: int) -> None:
+        if not isinstance(weights, list | tuple):
+            raise TypeError(f"weights={brief(weights)} must be a list with one entry per device")
+        if len(weights) != num_replicas:
+            raise ValueError(
+                f"weights has {len(weights)} entries; expected {num_replicas}, one per device"
+            )
+        self.of_replicas = [_as_row(f"weights[{index}]", row) for index, row in enumerate(weights)]
+        self.kept: list[list[list[float]]] = []
+        self.total = sum_weights([each for row in self.of_replicas for each in row])
+
+    @property
+    def unread(self) -> set[int]:
+        """The replicas of which no term is read."""
+        return {replica for replica, row in enumerate(self.of_replicas) if not any(row)}
+
+    def read(
+        self, terms: Sequence[Sequence[Any]], variables: Sequence[Variable]
+    ) -> list[list[Any]]:
+        """Returns ``terms[replica][variable]`` without the terms that are None or have weight 0."""
+        left: list[list[Any]] = []
+        for replica, (row, weights) in enumerate(zip(terms, self.of_replicas, strict=True)):
+            if replica in self.unread:
+                left.append([None] * len(variables))
+                self.kept.append([[] for _ in variables])
+                continue
+            pairs = [
+                _left(of_one, weights, f"terms of replica {replica} for {variable.name!r}")
+                for of_one, variable in zip(row, variables, strict=True)
+            ]
+            left.append([terms for terms, _ in pairs])
+            self.kept.append([kept for _, kept in pairs])
+        return left
+
+    def to_numbers(self) -> list[int]:
+        """Returns the exact sum of this process as numbers for an exchange.
+
+        Raises:
+            ValueError: weights differ so much in size that these numbers do not suffice.
+        """
+        parts = parts_of(self.total)
+        if len(parts) > _NUM_PARTS:
+            raise ValueError(
+                f"weights={brief(self.of_replicas)} differ so much in size that their exact sum "
+                f"does not fit in {_NUM_PARTS} float64 numbers"
+            )
+        return [bits_of(each) for each in [*parts, *[0.0] * (_NUM_PARTS - len(parts))]]
+
+    def set_total(self, of_processes: Sequence[Sequence[int]]) -> None:
+        """Sets ``total`` from the last numbers of all processes."""
+        last = [each[-_NUM_PARTS:] for each in of_processes]
+        self.total = sum_weights([from_bits(number) for numbers in last for number in numbers])
+
+    def check_total(self, state: AccumulatorState) -> None:
+        """Raises ``ValueError`` if all weights of a sum would be 0, in all processes."""
+        if not self.total and not state.weight():
+            raise ValueError(
+                "the sum of all weights is 0: at least one gradient must have a weight"
+            )
+        from_units(self.total + state.weight())
+
+    def pending(
+        self, state: AccumulatorState, index: int, placed: Sequence[Sequence[Part]], count: int
+    ) -> PendingGradient:
+        """Returns the terms of a variable as one gradient per replica.
+
+        Args:
+            state: the accumulator of the variable.
+            index: the index of the variable.
+            placed: the terms that were read, ``[replica][term]``.
+            count: the number of replicas of all processes.
+        """
+        parts: list[Addend] = []
+        for replica, (terms, kept) in enumerate(zip(placed, self.kept, strict=True)):
+            for term, weight in zip(terms, kept[index] or [1.0] * len(terms), strict=True):
+                if isinstance(term, IndexedSlices):
+                    parts.append(state.storage.to_addend(state, term)._replace(weight=weight))
+                else:
+                    parts.append(Addend(replica, term, term.shape, weight=weight))
+        for dtype in {part.values.dtype for part in parts}:
+            state.storage.rehearse(state, dtype, 2)
+        excess = self.total - count * ONE
+        return PendingGradient(state, tuple(parts), "buffer", len(placed), excess)
+
+    def sum_terms(
+        self,
+        placed: Mapping[int, Sequence[Sequence[Part]]],
+        variables: Sequence[Variable],
+        *,
+        tree: bool,
+    ) -> dict[int, list[Sequence[Part]]]:
+        """Multiplies terms and adds those of a replica, in the accumulate dtype.
+
+        Afterwards each replica has one term for each variable, with weight 1.
+
+        Args:
+            placed: the terms that were read, ``[replica][term]`` of each variable.
+            variables: the variables of the step.
+            tree: see ``aggregate_buffers``.
+        """
+        sums: dict[int, list[Sequence[Part]]] = {index: [] for index in placed}
+        for index, of_one in placed.items():
+            variable = variables[index]
+            for terms, kept, device in zip(of_one, self.kept, variable.devices, strict=True):
+                pairs = zip(terms, kept[index], strict=False)  # none for IndexedSlices without rows
+                scaled: list[Any] = [_scale(*pair) for pair in pairs] or list(terms)
+                if not scaled:
+                    total: Part = device.zeros(variable.shape, accumulate_dtype(variable.dtype))
+                elif isinstance(scaled[0], IndexedSlices):
+                    total = concatenate_slices(scaled, device)
+                else:
+                    (total,) = aggregate_buffers([scaled], device, tree=tree)
+                sums[index].append([total])
+        self.kept = [[[] for _ in row] for row in self.kept]
+        return sums
+
+
+def _scale(term: Any, weight: float) -> Any:
+    """Returns a term times its weight, in the accumulate dtype."""
+    rows = buffer_of(term)
+    out = rows.device.empty(rows.shape, accumulate_dtype(rows.dtype))
+    if rows.size:
+        ops.scale([out], [rows], weight, device=rows.device)
+    return out if isinstance(term, Buffer) else term._with_values(out)
+
+
+def _as_row(name: str, row: Any) -> tuple[float, ...]:
+    if not isinstance(row, list | tuple):
+        return (as_weight(name, row),)
+    return tuple([as_weight(f"{name}[{index}]", each) for index, each in enumerate(row)])
+
+
+def _left(terms: Any, weights: Sequence[float], where: str) -> tuple[Any, list[float]]:
+    """Returns the terms of a list that are read, and their weights; None if there are none."""
+    if not isinstance(terms, list | tuple):
+        return terms, []
+    if len(terms) != len(weights):
+        raise ValueError(f"{where} are {len(terms)}, but have {len(weights)} weights")
+    pairs = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight]
+    read = [(term, weight) for term, weight in pairs if term is not None]
+    return [term for term, _ in read] or None, [weight for _, weight in read]
