@@ -51,11 +51,18 @@ def _concatenate(
 
 
 def _sum_of(
-    out: Any, inputs: Sequence[Any], *args: Any, output_type: str | None = None, **kwargs: Any
+    out: Any,
+    inputs: Sequence[Any],
+    *args: Any,
+    output_type: str | None = None,
+    weights: Sequence[float] | None = None,
+    **kwargs: Any,
 ) -> tuple[list[VJP]]:
-    """The rule of ``add_n`` and similar sums: each term gets the whole gradient."""
+    """The rule of ``add_n`` and similar sums: each term gets the gradient times its weight."""
     if output_type not in (None, "numpy", "cupy"):
         raise no_rule(f"a sum with output_type={output_type!r}")
+    if weights is not None:
+        return ([partial(np.multiply, out.dtype.type(weight)) for weight in weights],)
     return ([itself] * len(inputs),)
 
 

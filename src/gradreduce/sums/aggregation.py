@@ -27,14 +27,32 @@ from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
 from gradreduce.device import (
     Buffer,
+    DType,
     as_dtype,
     as_shape,
     compatible,
 )
 from gradreduce.errors import brief, listed
+from gradreduce.weights import as_weight
 
-from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
-from .slices import concatenate, dry_run_parts, rehearse_parts, require_shape, with_dense
+from .aggregators import (
+    AddN,
+    Aggregator,
+    MultiDeviceSum,
+    OneBuffer,
+    Tree,
+    aggregate_buffers,
+    round_to,
+    scaled,
+)
+from .slices import (
+    concatenate,
+    concatenate_slices,
+    dry_run_parts,
+    rehearse_parts,
+    require_shape,
+    with_dense,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,6 +182,7 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
+    weights: Sequence[float] | None = None,
     output_type: None = None,
 ) -> ArrayT: ...
 @overload
@@ -173,6 +192,7 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
+    weights: Sequence[float] | None = None,
     output_type: Literal["numpy"],
 ) -> np.ndarray: ...
 @overload
@@ -182,6 +202,7 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
+    weights: Sequence[float] | None = None,
     output_type: OutputType | None = None,
 ) -> Any: ...
 @traceable
@@ -191,6 +212,7 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
+    weights: Sequence[float] | None = None,
     output_type: OutputType | None = None,
 ) -> Any:
     """Sums ``inputs`` into one buffer, in the order of the list (tf.accumulate_n).
@@ -203,6 +225,7 @@ def accumulate_n(
             shape.
         tensor_dtype: the required dtype. Default: any.
         name: ignored; TensorFlow's name of the operation.
+        weights: see ``aggregate``.
         output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of the first input.
 
@@ -233,6 +256,9 @@ def accumulate_n(
         with StreamScope(reads=False):
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
+    if weights is not None and (by := validate_weights(weights, len(terms))):
+        method = AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+        return _aggregate_weighted(terms, by, method, output_type)
     if len(inputs) == 1:
         return _to_result_kind(inputs[0], output_type)
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, kind)
@@ -243,6 +269,7 @@ def aggregate(
     terms: Iterable[ArrayT | None],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
+    weights: Sequence[float] | None = None,
     output_type: None = None,
 ) -> ArrayT | Any: ...  # None without a term
 @overload
@@ -250,6 +277,7 @@ def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
+    weights: Sequence[float] | None = None,
     output_type: Literal["numpy"],
 ) -> np.ndarray | Any: ...
 @overload
@@ -257,6 +285,7 @@ def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
+    weights: Sequence[float] | None = None,
     output_type: OutputType | None = None,
 ) -> Any: ...
 @traceable
@@ -264,6 +293,7 @@ def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
+    weights: Sequence[float] | None = None,
     output_type: OutputType | None = None,
 ) -> Any:
     """Sums the terms of one gradient by an aggregation method.
@@ -275,6 +305,10 @@ def aggregate(
             and dropped as soon as the method has added them (the first one after the second has
             come); they must not change during the call.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
+        weights: a list with a number of at least 0 for each term, also for those that are None. The
+            result is then the sum of weight times term; a product is rounded once, to the
+            accumulate dtype. A term with weight 0 is not read. Integers take whole weights.
+            Default: all weights are 1.
         output_type: the kind of the result; see ``add_n``. Default: the kind of the first term.
 
     Returns:
@@ -284,8 +318,9 @@ def aggregate(
         the first, whatever the method (call ``coalesce()`` to merge equal rows).
 
     Raises:
-        ValueError: ``method`` or ``output_type`` is invalid, shapes differ, or an index exceeds the
-            ``dense_shape`` of the first term.
+        ValueError: ``method`` or ``output_type`` is invalid, shapes differ, an index exceeds the
+            ``dense_shape`` of the first term, there is not one weight for each term, a weight is
+            negative or not finite, or all weights are 0.
         TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
             not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
             ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
@@ -299,10 +334,25 @@ def aggregate(
     as_result_kind(output_type, "native")  # check it before a term is read
     if isinstance(terms, DistributedValues):  # replicas are not terms
         kind_of_term(terms)  # raises
-    if not isinstance(terms, list | tuple):
-        if current_reader() is not None:  # some may be traced values
-            return aggregate(list(terms), method, output_type=output_type)
-        return _aggregate_lazily(terms, method, output_type)
+    if isinstance(terms, list | tuple):
+        return _aggregate_list(terms, method, weights, output_type)
+    if current_reader() is not None:  # some may be traced values
+        return aggregate(list(terms), method, weights=weights, output_type=output_type)
+    if weights is not None:
+        by = validate_weights(weights, None)
+        return _aggregate_weighted(terms, by, method, output_type)
+    return _aggregate_lazily(terms, method, output_type)
+
+
+def _aggregate_list(
+    terms: Sequence[Any],
+    method: AggregationMethod,
+    weights: Any,
+    output_type: OutputType | None,
+) -> Any:
+    """Sums a list or tuple of terms; see ``aggregate``."""
+    if weights is not None and (by := validate_weights(weights, len(terms))):
+        return _aggregate_weighted(terms, by, method, output_type)
     present = [as_slices(term) for term in terms if term is not None]
     if not present:
         return None
@@ -402,6 +452,68 @@ def _aggregate_lazily(
     return from_buffer(total.result(), kind) if total.count else None
 
 
+def validate_weights(weights: Any, count: int | None) -> tuple[float, ...]:
+    """Returns the weights of terms as float64; an empty tuple if all are 1.
+
+    Args:
+        weights: the argument of a caller.
+        count: the number of terms; None: it is not known yet.
+
+    Raises:
+        TypeError: ``weights`` is not a list or tuple, or a weight is not a number on the host.
+        ValueError: there is not one weight for each term, a weight is negative or not finite, or
+            all weights are 0.
+    """
+    if not isinstance(weights, list | tuple):
+        raise TypeError(f"weights={brief(weights)} must be a list with one number per term")
+    if count is not None and len(weights) != count:
+        raise ValueError(f"weights has {len(weights)} entries; expected {count}, one per term")
+    numbers = tuple([as_weight(f"weights[{index}]", each) for index, each in enumerate(weights)])
+    if numbers and not any(numbers):
+        raise ValueError("the sum of all weights is 0: at least one term must have a weight")
+    return () if count is not None and all([each == 1 for each in numbers]) else numbers
+
+
+@StreamScope()
+def _aggregate_weighted(
+    terms: Iterable[Any],
+    weights: Sequence[float],
+    method: AggregationMethod,
+    output_type: OutputType | None,
+) -> Any:
+    """Sums the products of terms and weights, keeping a term only as long as needed."""
+    is_tree = method is AggregationMethod.EXPERIMENTAL_TREE
+    total = MultiDeviceSum(Tree if is_tree else OneBuffer)
+    held: list[tuple[IndexedSlices, float]] = []  # as long as all terms are sparse
+    kind: Kind = "native"
+    for term, weight in zip(_iterate_suspended(terms), weights, strict=True):
+        if term is None or not weight:
+            continue
+        term = as_slices(term)
+        if not held and not total.count:
+            kind = as_result_kind(output_type, kind_of_term(term))
+        placed = _on_current_device(term)
+        check_whole(weight, placed.dtype)
+        if isinstance(placed, IndexedSlices) and not total.count:
+            held.append((placed, weight))
+            continue
+        while held:
+            _push(total, *held.pop(0))
+        _push(total, placed, weight)
+        del term, placed  # before the next term is made
+    if held:
+        rows = [each._with_values(scaled(buffer_of(each), by)) for each, by in held]
+        whole = concatenate_slices(rows, rows[0].values.device)
+        return whole._with_values(round_to(buffer_of(whole), held[0][0].dtype))._as_result(kind)
+    return from_buffer(total.result(), kind) if total.count else None
+
+
+def check_whole(weight: float, dtype: DType) -> None:
+    """Raises ``ValueError`` for a weight of integers that is not a whole number below 2**63."""
+    if dtype.kind in "iu" and (not weight.is_integer() or weight >= 2**63):
+        raise ValueError(f"weight {weight} of {dtype} must be a whole number below 2**63")
+
+
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
     """Iterates over ``terms`` outside the ``StreamScope``, because the caller's code makes them."""
     left = iter(terms)
@@ -429,13 +541,13 @@ def _to_result_kind(term: Any, output_type: str | None) -> Any:
         return from_buffer(copy, result_kind)
 
 
-def _push(total: MultiDeviceSum, term: Any) -> None:
-    """Checks one term, then adds it."""
+def _push(total: MultiDeviceSum, term: Any, weight: float | None = None) -> None:
+    """Checks one term, then adds it, times its weight if it has one."""
     placed = _on_current_device(term)
     total.check(require_shape(placed), placed.dtype)
     if isinstance(placed, IndexedSlices):
         total.use_tree()
-    total.push(with_dense([placed])[0])
+    total.push(with_dense([placed])[0], weight)
 
 
 def _any_sparse(terms: Sequence[Any]) -> bool:

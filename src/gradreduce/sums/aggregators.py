@@ -38,6 +38,10 @@ class Aggregator(ABC):
     def push(self, term: Buffer) -> None:
         """Adds the next term."""
 
+    def push_weighted(self, term: Buffer, weight: float) -> None:
+        """Adds the next term times its weight; all terms of a sum have weights, or none."""
+        self.push(scaled(term, weight))
+
     @abstractmethod
     def total(self, dtype: DType) -> Buffer:
         """Returns the sum in ``dtype``, rounded once; may be a single term itself."""
@@ -56,7 +60,7 @@ class AddN(Aggregator):
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
         if len(self._terms) == 1:
-            return _round_to(self._terms[0], dtype)
+            return round_to(self._terms[0], dtype)
         return ops.add_into_new(self._terms, dtype)
 
 
@@ -101,7 +105,7 @@ class Tree(Aggregator):
         for older in left[1:]:
             ops.accumulate_n([older], [[total]])
             total = older
-        return _round_to(total, dtype)
+        return round_to(total, dtype)
 
 
 class OneBuffer(Tree):
@@ -118,6 +122,14 @@ class OneBuffer(Tree):
             self._sums[0] = term
         else:
             self._sums[:] = None, _sum_of_pair(first, term)
+
+    def push_weighted(self, term: Buffer, weight: float) -> None:
+        """See ``Aggregator.push_weighted``; one launch multiplies and adds."""
+        total = self._sums[1]
+        if total is None:
+            self._sums[1] = scaled(term, weight)
+        else:
+            ops.add_scaled([total], [term], weight, device=total.device)
 
 
 class MultiDeviceSum:
@@ -166,12 +178,15 @@ class MultiDeviceSum:
                 tree = self._parts[device] = Tree()
                 tree._sums = part._sums  # the sum so far counts as one pair
 
-    def push(self, term: Buffer) -> None:
-        """Adds a term on its own device."""
+    def push(self, term: Buffer, weight: float | None = None) -> None:
+        """Adds a term on its own device; times its weight, if all terms have weights."""
         part = self._parts.get(term.device)
         if part is None:
             part = self._parts[term.device] = self._aggregator()
-        part.push(term)
+        if weight is None:
+            part.push(term)
+        else:
+            part.push_weighted(term, weight)
 
     def result(self) -> Buffer:
         """Returns the sum, on the device of the first term."""
@@ -257,7 +272,15 @@ def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
     return total
 
 
-def _round_to(total: Buffer, dtype: DType) -> Buffer:
+def scaled(term: Buffer, weight: float) -> Buffer:
+    """Returns a term times its weight, in the accumulate dtype and new memory on its device."""
+    out = _empty_like(term, accumulate_dtype(term.dtype))
+    ops.scale([out], [term], weight, device=term.device)
+    return out
+
+
+def round_to(total: Buffer, dtype: DType) -> Buffer:
+    """Returns a sum in another dtype, in new memory; itself if it has the dtype."""
     if total.dtype == dtype:
         return total
     made = _empty_like(total, dtype)
