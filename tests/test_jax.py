@@ -534,3 +534,17 @@ def test_no_call_compiles_after_its_first_launch(jax, sharded):
 
     with gr.open_mesh(N, backend="sim") as mesh:
         check_compiled_first(mesh, calls)
+
+
+def test_weights_are_those_of_the_devices(jax, mesh):
+    grads = [
+        {"w": jax.device_put(np.full(3, index + 1, "float32"), device)}
+        for index, device in enumerate(jax.local_devices(backend="cpu"))
+    ]
+    found = gr.jax.all_reduce(grads, mesh=mesh, weights=[4, 2, 1, 1])
+    assert all(each["w"].tolist() == [15 / 8] * 3 for each in found)
+    rows = jax.pmap(lambda x: x)(np.arange(4, dtype="float32")[:, None])
+    assert gr.jax.all_reduce(rows, SUM, mesh=mesh, weights=[4, 2, 1, 0]).tolist() == [[4]] * 4
+    with pytest.raises(ValueError) as caught:
+        gr.jax.all_reduce(rows, SUM, mesh=mesh, replicated="once", weights=[1, 1, 1, 1])
+    assert str(caught.value) == "weights cannot be combined with a SUM of replicated='once'"

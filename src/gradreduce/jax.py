@@ -29,7 +29,7 @@ __all__ = ["all_reduce"]
 Replicated = Literal["each", "once"]
 
 
-def all_reduce(
+def all_reduce(  # noqa: PLR0913  # options of one call
     grads: Any,
     op: ReduceOp = ReduceOp.MEAN,
     *,
@@ -37,6 +37,7 @@ def all_reduce(
     cross_device_ops: CrossDeviceOps | None = None,
     wire_dtype: str | DType | None = None,
     replicated: Replicated = "each",
+    weights: Sequence[float] | None = None,
     deadline: float | None = None,
 ) -> Any:
     """Reduces the gradients of several devices outside ``jax.jit``, like ``jax.lax.pmean``.
@@ -83,6 +84,9 @@ def all_reduce(
             ``"once"``: the copies are equal, as in the results of ``jax.jit`` for sharded batches,
             and are one gradient, so that SUM adds it once. This makes no difference for MEAN, or
             for a list of pytrees.
+        weights: for each device of the mesh in this process the weight of its gradients, such as
+            the number of its examples; see ``CrossDeviceOps.batch_reduce``. Not for a SUM with
+            ``"once"``.
         deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
     Returns:
@@ -97,13 +101,15 @@ def all_reduce(
         ValueError: pytrees have different structures; arrays differ in shape or dtype; an array was
             deleted or donated, has another number of shards than the mesh has devices, or is
             replicated over some of its devices; ``mesh`` is not that of ``cross_device_ops``;
-            ``wire_dtype`` or ``replicated`` is unknown; or ``wire_dtype`` is passed together with
-            ``cross_device_ops``.
+            ``wire_dtype`` or ``replicated`` is unknown; ``wire_dtype`` is passed together with
+            ``cross_device_ops``; or weights are wrong.
         DeviceMismatchError: (a ``ValueError``) arrays are on other devices than the mesh.
     """
     check_op("op", op)
     if not isinstance(replicated, str) or replicated not in get_args(Replicated):
         raise ValueError(f"replicated={brief(replicated)} is not one of {get_args(Replicated)}")
+    if weights is not None and op is ReduceOp.SUM and replicated == "once":
+        raise ValueError("weights cannot be combined with a SUM of replicated='once'")
     ops, mesh = _select_ops(cross_device_ops, wire_dtype, mesh)
     mesh.mesh_state.check_process()
     leaves, treedef = jax.tree_util.tree_flatten(grads)
@@ -125,7 +131,7 @@ def all_reduce(
         values = form.of_grads(columns, [(path, str(path)) for path in paths], mesh)
         kind: OutputType = "numpy" if mesh.mesh_state.shares_host_memory else "jax"
         pairs = [(value, value) for value in values]
-        reduced = ops.batch_reduce(op, pairs, output_type=kind, deadline=deadline)
+        reduced = ops.batch_reduce(op, pairs, output_type=kind, weights=weights, deadline=deadline)
         sources = [(value, place) for place in places for value in reduced]
         results = [_like(*each) for each in zip(leaves, sources, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)

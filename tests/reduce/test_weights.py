@@ -18,7 +18,10 @@ WEIGHTS = st.sampled_from([0, 1, 1, 2, 3, 7, 0.5, 4096])
 SHAPES = ((5,), (3, 4), (0, 2), (700,))
 
 
-@pytest.fixture(params=[((0, 0, 0), True), ((0, 1, 2), False), ((0, 1, 1), True)], ids=str)
+@pytest.fixture(
+    params=[((0, 0, 0), True), ((0, 1, 2), False), ((0, 1, 1), True)],
+    ids=["one", "copies", "peers"],
+)
 def mesh(request):
     placement, peer_access = request.param
     with gr.open_mesh(placement, backend="sim", peer_access=peer_access, strict=True) as opened:
@@ -174,6 +177,13 @@ def test_a_replica_with_weight_0_is_not_read(mesh):
         ops.all_reduce([None, None, None], weights=[0, 0, 0])
 
 
+def test_a_replica_with_weight_0_is_one_fill(mesh):
+    grads = made(3, "float32")
+    with mesh.journal() as journal:
+        gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, weights=[2, 0, 3])
+    assert len(journal.of("fill")) == 1
+
+
 def test_a_product_of_halfs_does_not_overflow(mesh):
     grads = [[np.full(9, value, "float16")] for value in (100, 200, 300)]
     found = gr.all_reduce(grads, mesh=mesh, weights=[4096, 4096, 8192])
@@ -188,7 +198,7 @@ class Own(gr.CrossDeviceOps):
         return gr.ReductionToOneDevice().reduce_batch(reduce_op, requests, coalesce=coalesce)
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("op", [SUM, MEAN], ids=["sum", "mean"])
 def test_other_reductions_scale_first(mesh, op):
     grads = made(3, "float16")
     expected = wanted(op, grads, [2, 1, 5])
