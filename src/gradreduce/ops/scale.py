@@ -27,13 +27,14 @@ def _scale_reference(table: Sequence[Arrays], weight: float, divisor: float) -> 
     """``out = in * weight / divisor``, and zeros after the end of ``in``."""
     for out, term in table:
         filled = out if out.size == term.size else out[: term.size]
-        product = _product(term, out.dtype, weight)
+        product = _product(term, out.dtype, weight, filled)
         if divisor != 1:
             product = np.true_divide(product, product.dtype.type(divisor))
         if filled.itemsize == 2 and product.itemsize == 8 and product.dtype.kind == "f":
             # Like the kernel, which has no conversion from double to half.
             product = product.astype(np.float32)
-        filled[...] = product
+        if product is not filled:
+            filled[...] = product
         if filled is not out:
             out[filled.size :] = 0
 
@@ -44,15 +45,25 @@ def _add_scaled_reference(table: Sequence[Arrays], weight: float) -> None:
         total += _product(term, total.dtype, weight).astype(total.dtype, copy=False)
 
 
-def _product(term: np.ndarray, out_dtype: np.dtype, weight: float) -> np.ndarray:
-    """Returns ``term * weight``, rounded once to the wider of both accumulate dtypes."""
+def _product(
+    term: np.ndarray, out_dtype: np.dtype, weight: float, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns ``term * weight``, rounded once to the wider of both accumulate dtypes.
+
+    Args:
+        term: the term.
+        out_dtype: the dtype of the result or of the sum.
+        weight: the weight.
+        out: memory for the product, used if it has the dtype of the product.
+    """
     dtypes = accumulate_dtype(out_dtype), accumulate_dtype(term.dtype)
     dtype = max(dtypes, key=attrgetter("itemsize"))
     term = term.astype(dtype, copy=False)
     with np.errstate(over="ignore"):
         factor = np.int64(int(weight)).astype(dtype) if dtype.kind in "iu" else dtype.type(weight)
     if dtype.kind in "iu" or dtype.itemsize == 8 or float(factor) == weight:
-        product: np.ndarray = term * factor
+        into = out if out is not None and out.dtype == dtype else None
+        product: np.ndarray = np.multiply(term, factor, out=into)
         return product
     return _product_rounded_to_odd(term, np.float64(weight)).astype(np.float32)
 
@@ -81,6 +92,7 @@ SCALE = Kernel(
     reference=_scale_reference,
     scalars=(("weight", "float64"), ("divisor", "float64")),
     templates=(*SAME, *CASTS),
+    streams=True,
 )
 ADD_SCALED = Kernel(
     name="add_scaled",
