@@ -1,0 +1,118 @@
+"""Weights of micro-batches: what the sums of a step are divided by, and the hooks that multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import ref
+
+import torch
+
+from gradreduce.comm.replicas import Replicas
+from gradreduce.device import Mesh
+from gradreduce.weights import ONE, from_units
+
+_NUMBERS = 35  # of 62 bits: more than the sum of 2**64 weights has, as a multiple of 2**-1074
+# The processes compare it, so an error contains it if only some use weights in a step.
+_CALL = "the sum of the weights, which all processes use in a step, or none"
+_numbers = count()
+
+
+class BackwardLocal:
+    """A value of each thread, which hooks in all threads of its ``backward`` calls see."""
+
+    def __init__(self) -> None:
+        self._key = f"gradreduce.torch.{next(_numbers)}"
+
+    def get(self) -> Any:
+        """Returns the value of this thread, or of the ``backward`` that calls this; first None."""
+        if torch._C._is_key_in_tls(self._key):
+            return torch._C._get_obj_in_tls(self._key)
+        return None
+
+    def set(self, value: Any) -> None:
+        """Sets the value of this thread."""
+        torch._C._stash_obj_in_tls(self._key, value)
+
+
+class Divisor:
+    """What the sums of a step are divided by: the same in all processes.
+
+    Attributes:
+        total: the sum of all weights. None: it is the number of replicas, so that the means of
+            ``AllReduceCrossDeviceOps`` are the weighted means.
+        error: why there is no total. Then nothing is reduced, in any process.
+    """
+
+    def __init__(self) -> None:
+        self.total: float | None = None
+        self.error: ValueError | None = None
+
+    def add(self, units: int, mesh: Mesh) -> None:
+        """Adds the weights of all processes; the host waits for the others.
+
+        Args:
+            units: the exact sum of the weights of this process; see ``gradreduce.weights``.
+            mesh: the devices of this process.
+        """
+        total = sum(exchange_units(units, mesh))
+        if total == mesh.num_replicas * ONE:
+            return
+        try:
+            self.total = from_units(total)
+        except OverflowError:
+            self.error = ValueError("the sum of the weights of a step exceeds the largest float64")
+        if total == 0:
+            self.error = ValueError(
+                "the weights of all micro-batches of this step are 0, so their gradients have no "
+                "mean: call backward with a weight above 0 in some process"
+            )
+
+
+def exchange_units(units: int, mesh: Mesh) -> list[int]:
+    """Returns the exact sums of the weights of all processes, in their order; the host waits."""
+    if mesh.num_processes == 1:
+        return [units]
+    numbers = [units >> 62 * place & (1 << 62) - 1 for place in range(_NUMBERS)]
+    rows = Replicas(mesh.devices).compare_numbers(_CALL, numbers)
+    return [sum([number << 62 * place for place, number in enumerate(row)]) for row in rows]
+
+
+def divide(tensor: Any, total: float | None) -> None:
+    """Divides a tensor of sums by the sum of the weights, in place; None: they are means."""
+    if total is None:
+        return
+    by: Any = total
+    if (
+        tensor.is_cuda and tensor.real.itemsize > 2
+    ):  # for a number, PyTorch would multiply by 1 / by
+        by = torch.full((), total, dtype=tensor.real.dtype, device=tensor.device)
+    tensor.div_(by)
+
+
+def multiplier(
+    weights: BackwardLocal, replica: Any, index: int, parameter: ref[Any]
+) -> Callable[[Any], Any]:
+    """Returns a hook that multiplies each new gradient of a parameter by the weight.
+
+    Args:
+        weights: the weight of each ``backward``; None: 1.
+        replica: the ``Replica`` of the parameter.
+        index: of the parameter in the replica.
+        parameter: refers to the parameter.
+    """
+
+    def multiply(grad: Any) -> Any:
+        if replica.waits and replica.units:
+            replica.forget_dropped()
+        weight = weights.get()
+        if weight is None or weight == 1:
+            return None
+        if weight:
+            return grad * weight
+        if getattr(parameter(), "grad", grad) is None:
+            replica.zeroed.append(index)
+        return torch.zeros_like(grad)
+
+    return multiply
