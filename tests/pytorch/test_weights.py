@@ -150,6 +150,8 @@ def test_weights_of_1_change_no_bit_and_add_no_launch(devices, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_replicas_in_threads_have_weights_of_their_own(processes):
+    """The second step begins with gradients that were zeroed in place."""
+
     def work(dp, mesh):
         barrier = threading.Barrier(2)
 
@@ -162,7 +164,10 @@ def test_replicas_in_threads_have_weights_of_their_own(processes):
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(run, range(2)))
-        return gradients(dp)
+            first = gradients(dp)
+            torch._foreach_zero_([each.grad for each in dp.parameters()])
+            list(pool.map(run, range(2)))
+        return [*first, *gradients(dp)]
 
     rows = []
     for replica in range(2 * processes):
@@ -172,7 +177,7 @@ def test_replicas_in_threads_have_weights_of_their_own(processes):
     total = sum(range(2 * processes + 1))
     wanted = [sum(column) / total for column in zip(*rows, strict=True)]
     for found in in_processes(processes, work, devices=2):
-        assert_equal(found, wanted * 2)
+        assert_equal(found, wanted * 4)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -249,6 +254,19 @@ def test_the_sum_of_weights_is_exact():
 
     for found in in_processes(2, work):
         assert (found == 1.0 / (1 + 2**-52)).all()
+
+
+def test_a_large_sum_of_weights_loses_no_gradient():
+    """In float16 the inverse of the sum is 0; each process uses another parameter."""
+
+    def work(dp, mesh):
+        for _ in range(2):
+            dp.zero_grad(set_to_none=True)
+            with dp.weight(2**27):
+                (dp.module[mesh.process_index].bias.sum() * 2**-20).backward()
+        return [layer.bias.grad.tolist() for layer in dp.module]
+
+    assert in_processes(2, work, lambda: layers(2).half()) == [[[2**-21] * 3] * 2] * 2
 
 
 @pytest.mark.parametrize("drops", ["zero_grad", "set_to_none", "an error", "the optimizer"])

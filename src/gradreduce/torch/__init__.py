@@ -12,7 +12,16 @@ from gradreduce.torch.fsdp import ReduceScatter
 from gradreduce.torch.functional import functional
 from gradreduce.torch.optimizer import Optimizer
 from gradreduce.torch.variables import variables
+from gradreduce.torch.weighted import weighted
 
-__all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "functional", "variables"]
+__all__ = [
+    "DataParallel",
+    "Optimizer",
+    "ReduceScatter",
+    "comm_hook",
+    "functional",
+    "variables",
+    "weighted",
+]
 
 hide_from_compiler()

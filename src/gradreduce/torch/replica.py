@@ -239,7 +239,8 @@ class Bucket:
             step()
         for buffer, views in zip(self.flat.buffers, self.flat.views, strict=True):
             last = views[self._num_gradients - 1]  # flags follow, which must stay above 0
-            divide(from_buffer(buffer, "torch")[: last.offset + last.size], divisor.total)
+            end = (last.address + last.nbytes - buffer.address) // buffer.dtype.itemsize
+            divide(from_buffer(buffer, "torch")[:end], divisor.total)
 
 
 def plan_buckets(

@@ -43,11 +43,13 @@ class Divisor:
         total: the sum of all weights. None: it is the number of replicas, so that the means of
             ``AllReduceCrossDeviceOps`` are the weighted means.
         error: why there is no total. Then nothing is reduced, in any process.
+        reads: whether the gradients of this process count. If not, they may be NaN.
     """
 
     def __init__(self) -> None:
         self.total: float | None = None
         self.error: ValueError | None = None
+        self.reads = True
 
     def add(self, units: int, mesh: Mesh) -> None:
         """Adds the weights of all processes; the host waits for the others.
