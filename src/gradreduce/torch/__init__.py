@@ -11,6 +11,7 @@ from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
 from gradreduce.torch.functional import functional
 from gradreduce.torch.optimizer import Optimizer
+from gradreduce.torch.uneven import uneven
 from gradreduce.torch.variables import variables
 from gradreduce.torch.weighted import weighted
 
@@ -20,6 +21,7 @@ __all__ = [
     "ReduceScatter",
     "comm_hook",
     "functional",
+    "uneven",
     "variables",
     "weighted",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -26,6 +27,7 @@ from gradreduce.comm.process_group import group_of
 from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.weights import ONE
 
 from .engine import check_engine, pass_on
 from .replica import Bucket, BucketPart, Replica, plan_buckets, run_for
@@ -55,6 +57,7 @@ class Reducer:
             another reducer may use the parameters.
         is_paused: whether ``no_sync`` has been entered.
         num_steps: how often the gradients have been averaged.
+        running: inside ``uneven``, what knows which processes still have batches.
     """
 
     owner: ref[Any]
@@ -86,6 +89,7 @@ class Reducer:
         self.is_paused = False
         self._is_interrupted = False
         self.num_steps = 0
+        self.running: Any = None
         self._round = 0  # the number of the round, equal in all processes
         self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
         self._is_repeated = False  # whether others wait in this round, which has failed here
@@ -285,12 +289,45 @@ class Reducer:
     def _find_divisor(self) -> Divisor:
         """Returns the divisor of this round, which a task finds before the first reduction."""
         if self._divisor is None:
-            self._divisor = Divisor()
-            if any([replica.is_weighted for replica in self._replicas]):
-                units = sum([replica.units for replica in self._replicas])
-                add = partial(self._divisor.add, units, self.mesh)
-                self._added.append(self._worker.submit(add, ()))
+            self._divisor = divisor = Divisor()
+            is_weighted = any([replica.is_weighted for replica in self._replicas])
+            units = sum([replica.units for replica in self._replicas])
+            if self._has_ended:
+                own = units if is_weighted else len(self._replicas) * ONE
+                find = partial(self._add_running, divisor, own)
+            else:
+                find = partial(divisor.add, units, self.mesh)
+            if is_weighted or self._has_ended:
+                self._added.append(self._worker.submit(find, ()))
         return self._divisor
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether a process has ended inside ``uneven``."""
+        return self.running is not None and self.running.has_ended
+
+    def _add_running(self, divisor: Divisor, units: int) -> None:
+        """Adds the weights of the processes that run; the others learn of the reductions."""
+        divisor.set_total(self.running.sum_units(units), self.mesh.num_replicas)
+
+    def await_round(self) -> None:
+        """Notes that this process waits for the round of the others, which it will not drop."""
+        self._group.rounds.note_computed(self._number, self._round)
+
+    def join(self, total: int) -> None:
+        """Joins the reductions of a step without gradients, of weight 0; see ``uneven``.
+
+        Args:
+            total: the exact sum of the weights of the other processes.
+        """
+        self._clean_up()
+        for parameter in chain.from_iterable([each.parameters for each in self._replicas]):
+            parameter.grad = None
+        self._divisor = divisor = Divisor()
+        divisor.set_total(total, self.mesh.num_replicas)
+        self._or_drop(self._end_round)
+        self._reset()
+        self.num_steps += divisor.error is None
 
     def _or_drop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Makes a call. If it raises, drops the round and tells the other processes."""

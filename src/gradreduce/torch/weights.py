@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -58,8 +58,15 @@ class Divisor:
             units: the exact sum of the weights of this process; see ``gradreduce.weights``.
             mesh: the devices of this process.
         """
-        total = sum(exchange_units(units, mesh))
-        if total == mesh.num_replicas * ONE:
+        total = units
+        if mesh.num_processes > 1:
+            rows = Replicas(mesh.devices).compare_numbers(_CALL, to_numbers(units))
+            total = sum(map(from_numbers, rows))
+        self.set_total(total, mesh.num_replicas)
+
+    def set_total(self, total: int, num_replicas: int) -> None:
+        """Sets the total to an exact sum."""
+        if total == num_replicas * ONE:
             return
         try:
             self.total = from_units(total)
@@ -72,13 +79,14 @@ class Divisor:
             )
 
 
-def exchange_units(units: int, mesh: Mesh) -> list[int]:
-    """Returns the exact sums of the weights of all processes, in their order; the host waits."""
-    if mesh.num_processes == 1:
-        return [units]
-    numbers = [units >> 62 * place & (1 << 62) - 1 for place in range(_NUMBERS)]
-    rows = Replicas(mesh.devices).compare_numbers(_CALL, numbers)
-    return [sum([number << 62 * place for place, number in enumerate(row)]) for row in rows]
+def to_numbers(units: int) -> list[int]:
+    """Returns an exact sum as integers that processes can exchange, always as many."""
+    return [units >> 62 * place & (1 << 62) - 1 for place in range(_NUMBERS)]
+
+
+def from_numbers(numbers: Sequence[int]) -> int:
+    """The inverse of ``to_numbers``."""
+    return sum([number << 62 * place for place, number in enumerate(numbers)])
 
 
 def divide(tensor: Any, total: float | None) -> None:
