@@ -91,7 +91,7 @@ class ReduceScatter:
             if op == dist.ReduceOp.SUM and group.size() > 1:
                 raise ValueError(
                     "FSDP divides a sum by the number of processes, not by weights: reduce in "
-                    "another dtype than float16, without set_force_sum_reduction_for_comms(True)"
+                    "float32 or bfloat16, without set_force_sum_reduction_for_comms(True)"
                 )
             if not divisor.reads:
                 input_tensor.zero_()

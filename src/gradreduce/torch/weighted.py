@@ -111,8 +111,8 @@ def weighted(loss: Any, weight: float, model: Any) -> Any:
     - If all weights of a process in a step are 0, its gradients are not used; they may be NaN.
     - After a ``backward`` that an error has ended, zero the gradients: its period is forgotten.
     - DDP's ``join`` does not work with weights.
-    - FSDP2's ``set_gradient_divide_factor``, float16 reductions and
-      ``set_force_sum_reduction_for_comms`` do not work with weights, and hybrid sharding neither.
+    - FSDP2 must reduce in float32 or bfloat16, without ``set_gradient_divide_factor`` and
+      ``set_force_sum_reduction_for_comms``, and without hybrid sharding.
 
     Args:
         loss: the mean loss of a micro-batch, a tensor.
