@@ -73,9 +73,9 @@ class Replica:
         for part in self.parts:
             part.missing = 0
 
-    def count(self, weight: float | None) -> None:
-        """Counts a micro-batch; None: one without a weight, which counts 1."""
-        self.units += ONE if weight is None else to_units(weight)
+    def count(self, weight: tuple[float, Any] | None) -> None:
+        """Counts a micro-batch; see ``multiplier``. None: one without a weight, which counts 1."""
+        self.units += ONE if weight is None else to_units(weight[0])
         self.is_weighted = self.is_weighted or weight is not None
 
     def forget_weights(self) -> None:

@@ -107,7 +107,7 @@ def multiplier(
     """Returns a hook that multiplies each new gradient of a parameter by the weight.
 
     Args:
-        weights: the weight of each ``backward``; None: 1.
+        weights: the weight of each ``backward``, as a number and a tensor without axes; None: 1.
         replica: the ``Replica`` of the parameter.
         index: of the parameter in the replica.
         parameter: refers to the parameter.
@@ -116,11 +116,11 @@ def multiplier(
     def multiply(grad: Any) -> Any:
         if replica.waits and replica.units:
             replica.forget_dropped()
-        weight = weights.get()
-        if weight is None or weight == 1:
+        weight, factor = weights.get() or (1, None)
+        if weight == 1:
             return None
         if weight:
-            return grad * weight
+            return grad * factor
         if getattr(parameter(), "grad", grad) is None:
             replica.zeroed.append(index)
         return torch.zeros_like(grad)
