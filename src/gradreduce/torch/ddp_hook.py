@@ -17,7 +17,7 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.prepared import PreparedStep
 
 from .weighted import Period
-from .weights import Divisor, divide
+from .weights import StepDivisor, divide
 from .worker import with_name, worker_of
 
 _Known = dict[tuple[int, ReduceOp], tuple[tuple[object, ...], PreparedStep | None]]
@@ -38,6 +38,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     a reduction fails, ``backward`` raises the error, whose message names the bucket and its
     parameters. The mesh has failed then, and the gradients are undefined. ``docs/pytorch.md``
     says what else of DDP works with the hook.
+
+    If micro-batches have different numbers of examples, see ``weighted``.
 
     Example: see ``examples/ddp_hook.py``.
 
@@ -125,7 +127,7 @@ def _mean_of(
     cross_device_ops: AllReduceCrossDeviceOps,
     deadline: float | None,
     known: _Known,
-    divisor: Divisor,
+    divisor: StepDivisor,
 ) -> torch.Tensor:
     """Averages a bucket over the processes, in place unless gradients are sparse; returns the mean.
 

@@ -26,6 +26,8 @@ class ReduceScatter:
         for layer in sharded_layers:
             layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
 
+    If micro-batches have different numbers of examples, see ``weighted``.
+
     Example: see ``docs/pytorch.md``.
 
     Args:

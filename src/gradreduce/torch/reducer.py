@@ -33,7 +33,7 @@ from .engine import check_engine, pass_on
 from .replica import Bucket, BucketPart, Replica, plan_buckets, run_for
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
-from .weights import BackwardLocal, Divisor, multiplier
+from .weights import BackwardLocal, StepDivisor, multiplier
 from .worker import Task, worker_of
 
 
@@ -82,7 +82,7 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._tasks: list[Task] = []  # of the first buckets, whose reduction has started
         self._done: list[Replica] = []  # whose backward in this round has ended
-        self._divisor: Divisor | None = None  # of this round, when its first reduction has started
+        self._divisor: StepDivisor | None = None  # of this round, from its first reduction on
         self._added: list[Task] = []  # finds it, if this round has weights
         self._weights = BackwardLocal()  # of each backward: see ``multiplier``
         self._multipliers: list[Any] = []  # remove the hooks that multiply
@@ -287,10 +287,10 @@ class Reducer:
         self._round += 1
         self._is_repeated = False
 
-    def _find_divisor(self) -> Divisor:
+    def _find_divisor(self) -> StepDivisor:
         """Returns the divisor of this round, which a task finds before the first reduction."""
         if self._divisor is None:
-            self._divisor = divisor = Divisor()
+            self._divisor = divisor = StepDivisor()
             is_weighted = any([replica.is_weighted for replica in self._replicas])
             units = sum([replica.units for replica in self._replicas])
             if self._has_ended:
@@ -307,7 +307,7 @@ class Reducer:
         """Whether a process has ended inside ``uneven``."""
         return self.running is not None and self.running.has_ended
 
-    def _add_running(self, divisor: Divisor, units: int) -> None:
+    def _add_running(self, divisor: StepDivisor, units: int) -> None:
         """Adds the weights of the processes that run; the others learn of the reductions."""
         divisor.set_total(self.running.sum_units(units), self.mesh.num_replicas)
 
@@ -324,7 +324,7 @@ class Reducer:
         self._clean_up()
         for parameter in chain.from_iterable([each.parameters for each in self._replicas]):
             parameter.grad = None
-        self._divisor = divisor = Divisor()
+        self._divisor = divisor = StepDivisor()
         divisor.set_total(total, self.mesh.num_replicas)
         self._or_drop(self._end_round)
         self._reset()
@@ -414,7 +414,7 @@ class Reducer:
         for task in self._tasks[-1:]:  # all tasks use the same streams
             task.join()
 
-    def _reduce_sparse(self, divisor: Divisor) -> None:
+    def _reduce_sparse(self, divisor: StepDivisor) -> None:
         """Averages the sparse gradients; a process without one sends no rows."""
         streams = [
             torch.cuda.current_stream(replica.device)
@@ -477,7 +477,7 @@ class Reducer:
 
     # -- after the first backward -----------------------------------------------------------------
 
-    def _make_buckets(self, divisor: Divisor) -> None:
+    def _make_buckets(self, divisor: StepDivisor) -> None:
         """Makes the buckets, moves the gradients there, and reduces them for the first time."""
         rows = [replica.parameters for replica in self._replicas]
         # Parameters without a gradient come last, in reversed order, because the gradients of the

@@ -20,7 +20,7 @@ from gradreduce.weights import ONE, to_units
 
 from .engine import context_of_backward
 from .unused import write_flags
-from .weights import Divisor, divide
+from .weights import StepDivisor, divide
 from .worker import with_name
 
 
@@ -222,7 +222,7 @@ class Bucket:
         for step in self._steps.values():
             step.attaches = attaches
 
-    def reduce(self, divisor: Divisor) -> None:
+    def reduce(self, divisor: StepDivisor) -> None:
         """Averages the gradients over all replicas, in place; without a divisor does nothing."""
         if divisor.error is not None:
             return
@@ -237,6 +237,8 @@ class Bucket:
             self.attach(self._attaches)
         else:
             step()
+        if divisor.total is None:
+            return
         for buffer, views in zip(self.flat.buffers, self.flat.views, strict=True):
             last = views[self._num_gradients - 1]  # flags follow, which must stay above 0
             end = (last.address + last.nbytes - buffer.address) // buffer.dtype.itemsize

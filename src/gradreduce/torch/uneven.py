@@ -98,6 +98,8 @@ def uneven(loader: Iterable[T], dp: DataParallel[Any], optimizer: Any) -> Iterat
             dp(x).mean().backward()
             optimizer.step()
 
+    Example: see ``docs/pytorch.md``.
+
     It ends when all processes have ended. A process that has ended joins the reductions of the
     others with weight 0: a step without ``dp.weight`` is divided by the number of replicas that
     still run, and one with weights by the sum of their weights. Buffers (``broadcast_buffers``)

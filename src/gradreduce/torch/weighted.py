@@ -15,7 +15,7 @@ from gradreduce.errors import brief
 from gradreduce.weights import as_weight, to_units
 
 from .data_parallel import DataParallel
-from .weights import Divisor, divide
+from .weights import StepDivisor, divide
 
 
 class Period:
@@ -36,7 +36,7 @@ class Period:
 
     def _forget(self) -> None:
         self.units, self.is_weighted = 0, False
-        self._divisor: Divisor | None = None
+        self._divisor: StepDivisor | None = None
 
     def count(self, weight: float) -> None:
         """Counts a micro-batch in its backward.
@@ -51,16 +51,16 @@ class Period:
         self.units += to_units(weight)
         self.is_weighted = True
 
-    def divisor(self, run: Callable[[Callable[[], None]], object]) -> Divisor:
+    def divisor(self, run: Callable[[Callable[[], None]], object]) -> StepDivisor:
         """Returns the divisor of the reductions of this backward.
 
         Args:
             run: runs a call before these reductions, in all processes.
         """
         if not self.is_weighted:
-            return Divisor()
+            return StepDivisor()
         if self._divisor is None:
-            self._divisor = Divisor()
+            self._divisor = StepDivisor()
             self._divisor.reads = self.units > 0
             run(partial(self._divisor.add, self.units, self._mesh))
         return self._divisor
@@ -102,6 +102,8 @@ def weighted(loss: Any, weight: float, model: Any) -> Any:
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else ddp.no_sync():
                 gr.torch.weighted(ddp(x).mean(), num_tokens, ddp).backward()
+
+    Example: see ``docs/pytorch.md``.
 
     Each gradient of the step is the sum of weight * gradient over all micro-batches since the last
     reduction, of all processes, divided once by the sum of all these weights. This sum is exact,

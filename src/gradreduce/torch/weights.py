@@ -36,7 +36,7 @@ class BackwardLocal:
         torch._C._stash_obj_in_tls(self._key, value)
 
 
-class Divisor:
+class StepDivisor:
     """What the sums of a step are divided by: the same in all processes.
 
     Attributes:
