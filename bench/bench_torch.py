@@ -207,8 +207,10 @@ class Overlap:
 
     def reductions(self) -> None:
         """Makes the reductions of a step alone."""
+        from gradreduce.torch.weights import StepDivisor
+
         for bucket in self.dp._reducer._buckets:
-            bucket.step()
+            bucket.reduce(StepDivisor())
 
 
 def overlap(mesh: Mesh, quick: bool) -> Found:
