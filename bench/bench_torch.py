@@ -34,6 +34,8 @@ BUCKETS = "buckets held besides one copy of the gradients"
 LATE, WAIT = "buckets launched after backward", "wait after backward, over the reductions"
 SHARE, CORES = "what a step adds to backward, over the reductions", f"{2 * SIZE} cores"
 RATIO = "comm_hook over plain DDP, median of pairs"
+WEIGHTS, WEIGHTED = "weights, ResNet-18", f"{OURS}DataParallel.weight"
+WEIGHTED_RATIO = "a weighted backward over one without a weight, median of pairs"
 
 # On an AMD EPYC virtual machine with 2 cores that others kept busy, 2026-11.
 FLOORS = (
@@ -52,6 +54,7 @@ FLOORS = (
     Floor(SHARE, OVERLAP, counted(f"{SHARE}, {CORES}"), "<=", 0.5,
           "0.6 to 1.4 on 2 cores", ("torch", CORES)),
     Floor(RATIO, HOOK, counted(RATIO), "<=", 1.15, "1.07 to 1.19", ("torch",)),
+    Floor(WEIGHTED_RATIO, WEIGHTS, counted(WEIGHTED_RATIO), "<=", 1.2, "1.02 to 1.11", ("torch",)),
 )  # fmt: skip
 Found = tuple[dict[str, float], dict[str, float]]  # seconds by candidate; figures
 
@@ -204,8 +207,10 @@ class Overlap:
 
     def reductions(self) -> None:
         """Makes the reductions of a step alone."""
+        from gradreduce.torch.weights import StepDivisor
+
         for bucket in self.dp._reducer._buckets:
-            bucket.step()
+            bucket.reduce(StepDivisor())
 
 
 def overlap(mesh: Mesh, quick: bool) -> Found:
@@ -228,6 +233,20 @@ def overlap(mesh: Mesh, quick: bool) -> Found:
     if has_cores():
         figures[f"{SHARE}, {CORES}"] = share
     return took, figures
+
+
+def weights(mesh: Mesh, quick: bool) -> Found:
+    """Measures backward with and without a weight."""
+    made = Overlap(mesh, (2, 3, 32, 32) if quick else IMAGES)
+    made.loss().backward()  # makes the buckets
+    steps = {
+        PARALLEL: backward_of(made.loss),
+        WEIGHTED: backward_of(made.loss, around=partial(made.dp.weight, 3)),
+    }
+    taken = seconds_of(steps, QUICK_ROUNDS if quick else ROUNDS, time.perf_counter)
+    pairs = zip(taken[WEIGHTED], taken[PARALLEL], strict=True)
+    ratio = statistics.median([one / other for one, other in pairs])
+    return each(statistics.median, taken), {WEIGHTED_RATIO: ratio}
 
 
 def has_cores() -> bool:
@@ -269,7 +288,9 @@ def in_each(quick: bool) -> dict[str, Found] | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with gr.open_mesh(1, backend="sim", process_group=dist.group.WORLD) as mesh:
-        in_two = {TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap}
+        in_two = {
+            TINY: tiny_in_two, HOOK: hook, HELD: held, OVERLAP: overlap, WEIGHTS: weights,
+        }  # fmt: skip
         found = {name: measure(mesh, quick) for name, measure in in_two.items()}
         is_first = mesh.process_index == 0
     dist.destroy_process_group()

@@ -178,6 +178,27 @@ class Replicas:
         with self.call(Description.of({"call": call, "tensors": []})):
             return self.exchange_numbers(numbers, counts)
 
+    def send_bytes(self, call: str, rank: int, content: bytes) -> bytes:
+        """Sends bytes of one process to all others; the host waits.
+
+        Args:
+            call: the name of the call, which the processes compare.
+            rank: the process that sends.
+            content: its bytes; not read in other processes.
+
+        Returns:
+            The bytes of that process.
+        """
+        (size,) = self.compare_numbers(call, [len(content)])[rank]
+        with self.call(Description.of({"call": call, "process": rank, "tensors": []})):
+            home = self._home
+            if rank == self.group.rank:
+                buffer = home.upload(np.frombuffer(content, np.uint8))
+            else:
+                buffer = home.empty((size,), np.dtype(np.uint8))
+            self.send_to_all([(rank, buffer)])
+            return home.download(buffer).tobytes()
+
 
 @contextmanager
 def comparing(device: Device, settings: Mapping[str, Any]) -> Iterator[None]:

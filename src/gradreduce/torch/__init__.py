@@ -11,8 +11,19 @@ from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
 from gradreduce.torch.functional import functional
 from gradreduce.torch.optimizer import Optimizer
+from gradreduce.torch.uneven import uneven
 from gradreduce.torch.variables import variables
+from gradreduce.torch.weighted import weighted
 
-__all__ = ["DataParallel", "Optimizer", "ReduceScatter", "comm_hook", "functional", "variables"]
+__all__ = [
+    "DataParallel",
+    "Optimizer",
+    "ReduceScatter",
+    "comm_hook",
+    "functional",
+    "uneven",
+    "variables",
+    "weighted",
+]
 
 hide_from_compiler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -86,11 +87,26 @@ class BeforeForward:
         """Compares the parameters, if that is due."""
         steps, last = self._reducer.num_steps, self._compared_after
         every = self._check_every
-        if steps and (not last or (every and steps - last >= every)):
+        if self._running is None and steps and (not last or (every and steps - last >= every)):
             check_alike(self._replicas, self._reducer.mesh)
             self._compared_after = steps
             if every is None and not self.broadcasts:  # the hooks have nothing left to do
                 self.remove_hooks()
+
+    @property
+    def _running(self) -> Any:
+        """What knows which processes run, if one has ended inside ``uneven``."""
+        running = self._reducer.running
+        return running if running is not None and running.has_ended else None
+
+    @property
+    def progress(self) -> tuple[int, int, bool]:
+        """What was done when, which must be equal in all processes."""
+        return self._compared_after, self._prepared_after, self._follows_training
+
+    @progress.setter
+    def progress(self, progress: tuple[int, int, bool]) -> None:
+        self._compared_after, self._prepared_after, self._follows_training = progress
 
     def remove_hooks(self) -> None:
         """Removes the hooks of the replicas."""
@@ -99,8 +115,15 @@ class BeforeForward:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # PyTorch need not be installed
     def _broadcast(self) -> None:
-        """Copies the buffers of process 0's first replica to all, as one tensor of bytes."""
+        """Copies the buffers of process 0's first replica to all, as one tensor of bytes.
+
+        If a process has ended inside ``uneven``, those of the lowest process that runs.
+        """
         if not self.broadcasts:
+            return
+        if self._running is not None:
+            self._running.tell_broadcast()
+            self.join_broadcast()
             return
         # The largest elements first, so that each buffer's place in the bytes is aligned.
         rows = [
@@ -124,6 +147,20 @@ class BeforeForward:
             # As in DDP, a backward may follow that uses what the buffers were before.
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(row)):
                 torch._foreach_copy_(row, values)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # PyTorch need not be installed
+    def join_broadcast(self) -> None:
+        """Copies the buffers of the lowest process that runs to all; the host waits."""
+        rows = [list(replica.buffers()) for replica in self._replicas]
+        running, content = self._running, io.BytesIO()
+        if running.sends:
+            torch.save([each.cpu() for each in rows[0]], content)
+        sent = running.send(content.getvalue())
+        values = torch.load(io.BytesIO(sent), weights_only=True)
+        for row in rows:
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(row)):
+                for buffer, value in zip(row, values, strict=True):
+                    buffer.copy_(value)
 
 
 def _is_left_out() -> bool:

@@ -15,6 +15,7 @@ from gradreduce.comm.replicas import comparing
 from gradreduce.device import Mesh, as_count, as_flag, as_positive
 from gradreduce.errors import NotCopied, brief, refuses
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.weights import as_weight
 
 from .before_forward import BeforeForward
 from .engine import check_value, check_values
@@ -199,6 +200,42 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
                 not.
         """
         return self._reducer.no_sync()
+
+    def weight(self, weight: float) -> AbstractContextManager[None]:
+        """Returns a context in which each ``backward`` has a weight, such as its number of tokens.
+
+        If the processes or micro-batches of a step have different numbers of examples, the mean of
+        their means is not the mean over all examples. Let each loss be a mean, and call
+        ``backward`` with the number of examples as its weight::
+
+            for number, (x, num_tokens) in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                with dp.weight(num_tokens), nullcontext() if is_last else dp.no_sync():
+                    dp(x).mean().backward()
+
+        Each ``backward`` of a replica is one micro-batch. Each new gradient is multiplied by the
+        weight before it is added to ``.grad``. At the end of the step, the sum over all
+        micro-batches, replicas and processes is divided once by the sum of all weights. This sum is
+        exact, and equal in all processes. A ``backward`` outside this context counts 1.
+
+        - **Use weights in all processes of a step, or in none.** A step without weights is divided
+          by the number of replicas, not by that of micro-batches.
+        - With weight 0 the gradient is not used; it may be NaN.
+        - Only ``backward`` belongs inside: ``torch.autograd.grad`` would be multiplied, too.
+        - Zero the gradients before each step. ``zero_grad`` also forgets the weights of a step that
+          was not averaged. Zeroing gradients in place in another way does not.
+        - Float16 gradients may overflow: divide all weights by the same number.
+        - Replicas that run in threads have the weights of their threads.
+
+        Args:
+            weight: a finite number of at least 0, on the host.
+
+        Raises:
+            TypeError, ValueError: ``weight`` is something else.
+            ValueError: raised by ``backward`` in all processes if all weights of a step are 0, or
+                if their sum exceeds the largest float64. No gradient has changed.
+        """
+        return self._reducer.weight(as_weight("weight", weight))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zeroes the gradients, with one fill for each bucket.

@@ -16,9 +16,11 @@ from gradreduce.errors import brief, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.prepared import PreparedStep
 
+from .weighted import Period
+from .weights import StepDivisor, divide
 from .worker import with_name, worker_of
 
-_Known = dict[int, tuple[tuple[object, ...], PreparedStep | None]]
+_Known = dict[tuple[int, ReduceOp], tuple[tuple[object, ...], PreparedStep | None]]
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -36,6 +38,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     a reduction fails, ``backward`` raises the error, whose message names the bucket and its
     parameters. The mesh has failed then, and the gradients are undefined. ``docs/pytorch.md``
     says what else of DDP works with the hook.
+
+    If micro-batches have different numbers of examples, see ``weighted``.
 
     Example: see ``examples/ddp_hook.py``.
 
@@ -58,7 +62,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     seconds = as_deadline(deadline)
     mesh = validate_mesh(cross_device_ops)
     worker = worker_of(mesh)
-    # For each bucket the memory that it had in the last backward, and its prepared step.
+    period = Period(mesh)
+    # For each bucket and op the memory that it had in the last backward, and its prepared step.
     known: _Known = {}
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,10 +77,12 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
         on_gpu = [gradients.device] if gradients.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
         index, parameters = bucket.index(), bucket.parameters()
+        divisor = period.divisor(lambda call: worker.submit(call, ()))
 
         def reduce() -> None:
             try:
-                future.set_result(_mean_of(index, gradients, cross_device_ops, seconds, known))
+                mean = _mean_of(index, gradients, cross_device_ops, seconds, known, divisor)
+                future.set_result(mean)
             except Exception as error:
                 named = with_name(error, f"bucket {index} ({listed(_names_of(parameters))})")
                 future.set_exception(named)
@@ -90,6 +97,7 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
         torch.autograd.Variable._execution_engine.queue_callback(task.wait)
         return future
 
+    hook.period = period  # type: ignore[attr-defined]
     return hook
 
 
@@ -119,6 +127,7 @@ def _mean_of(
     cross_device_ops: AllReduceCrossDeviceOps,
     deadline: float | None,
     known: _Known,
+    divisor: StepDivisor,
 ) -> torch.Tensor:
     """Averages a bucket over the processes, in place unless gradients are sparse; returns the mean.
 
@@ -129,23 +138,32 @@ def _mean_of(
         gradients: the bucket.
         cross_device_ops: see ``comm_hook``.
         deadline: seconds for the reduction.
-        known: for each bucket the memory that it had in the last backward, and its prepared step.
+        known: for each bucket and op the memory that it had in the last backward, and its prepared
+            step.
+        divisor: the sum of the weights; if it has an error, nothing is reduced.
     """
+    if divisor.error is not None:
+        return gradients
+    if not divisor.reads:
+        gradients.zero_()
+    op = ReduceOp.MEAN if divisor.total is None else ReduceOp.SUM
     if gradients.is_sparse:
-        ((mean,),) = cross_device_ops.all_reduce([[gradients]], ReduceOp.MEAN, deadline=deadline)
+        ((mean,),) = cross_device_ops.all_reduce([[gradients]], op, deadline=deadline)
+        divide(mean._values(), divisor.total)
         return mean
     out = [[gradients]]
     place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
-    before, step = known.get(index, (None, None))
+    before, step = known.get((index, op), (None, None))
     if before != place:  # DDP makes new buckets after the first backward
-        known[index] = place, None
-        cross_device_ops.all_reduce(out, ReduceOp.MEAN, out=out, deadline=deadline)
+        known[index, op] = place, None
+        cross_device_ops.all_reduce(out, op, out=out, deadline=deadline)
     elif step is not None:
         step(deadline=deadline)
     else:
         value = PerReplica([gradients], cross_device_ops.mesh, name=f"bucket {index}")
-        step = cross_device_ops.prepare(ReduceOp.MEAN, [(value, value)], out=out, deadline=deadline)
-        known[index] = place, step
+        step = cross_device_ops.prepare(op, [(value, value)], out=out, deadline=deadline)
+        known[index, op] = place, step
+    divide(gradients, divisor.total)
     return gradients
 
 

@@ -12,6 +12,8 @@ from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .ddp_hook import validate_mesh
+from .weighted import Period
+from .weights import divide
 
 
 class ReduceScatter:
@@ -24,19 +26,29 @@ class ReduceScatter:
         for layer in sharded_layers:
             layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
 
+    If micro-batches have different numbers of examples, see ``weighted``.
+
     Example: see ``docs/pytorch.md``.
 
     Args:
         cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes that shard the
             parameters, with one device in each process. Gradients are sent in its ``wire_dtype``.
 
+    Attributes:
+        mesh: the mesh of ``cross_device_ops``.
+
     Raises:
         TypeError, ValueError: see ``comm_hook``.
     """
 
     def __init__(self, cross_device_ops: AllReduceCrossDeviceOps) -> None:
-        self._mesh = validate_mesh(cross_device_ops)
+        self.mesh = validate_mesh(cross_device_ops)
         self._cross_device_ops = cross_device_ops
+        self._period = Period(self.mesh)
+
+    def use_period(self, period: Period) -> None:
+        """Uses the weights of a model; called by ``weighted``."""
+        self._period = period
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -64,17 +76,31 @@ class ReduceScatter:
 
         Raises:
             ValueError: ``group`` has another number of processes than the mesh, or ``op`` is
-                neither SUM nor AVG.
+                neither SUM nor AVG, or SUM over several processes with weights.
         """
-        if group.size() != self._mesh.num_processes:
+        if group.size() != self.mesh.num_processes:
             raise ValueError(
                 f"FSDP shards over {group.size()} processes, but the mesh has "
-                f"{self._mesh.num_processes}: pass FSDP's group to open_mesh(process_group=...)"
+                f"{self.mesh.num_processes}: pass FSDP's group to open_mesh(process_group=...)"
             )
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"op={op} is neither SUM nor AVG: do not set a gradient divide factor, or call "
                 "set_force_sum_reduction_for_comms(True)"
             )
+        divisor = self._period.divisor(lambda call: call())
+        if self._period.is_weighted:
+            if op == dist.ReduceOp.SUM and group.size() > 1:
+                raise ValueError(
+                    "FSDP divides a sum by the number of processes, not by weights: reduce in "
+                    "float32 or bfloat16, without set_force_sum_reduction_for_comms(True)"
+                )
+            if not divisor.reads:
+                input_tensor.zero_()
+            op = dist.ReduceOp.AVG if divisor.total is None else dist.ReduceOp.SUM
+        if divisor.error is not None:
+            output_tensor.zero_()
+            return
         kind = ReduceOp.MEAN if op == dist.ReduceOp.AVG else ReduceOp.SUM
         self._cross_device_ops.reduce_scatter([[input_tensor]], kind, out=[[output_tensor]])
+        divide(output_tensor, divisor.total)

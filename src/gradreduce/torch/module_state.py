@@ -41,6 +41,18 @@ def broadcast_state(
         each.copy_(found)
 
 
+def tensors_of(module: Any) -> list[Any]:
+    """Returns the values of all parameters and buffers."""
+    return [each.detach() for each in (*module.parameters(), *module.buffers())]
+
+
+def load_tensors(replicas: Sequence[Any], values: Sequence[Any]) -> None:
+    """Copies the results of ``tensors_of`` to the parameters and buffers of all replicas."""
+    for replica in replicas:
+        for tensor, value in zip(tensors_of(replica), values, strict=True):
+            tensor.copy_(value)
+
+
 def load_state(
     replicas: Sequence[Any],
     state: Mapping[str, Any],

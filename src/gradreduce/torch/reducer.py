@@ -12,27 +12,28 @@ got no gradient. Sparse gradients, of embeddings, are in no bucket, and are redu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from threading import Lock
 from typing import Any
 from weakref import ref
 
 import torch
 
-from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.flat_arrays import attach_again
 from gradreduce.comm.process_group import group_of
 from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError, listed
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.weights import ONE
 
 from .engine import check_engine, pass_on
 from .replica import Bucket, BucketPart, Replica, plan_buckets, run_for
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
+from .weights import BackwardLocal, StepDivisor, multiplier
 from .worker import Task, worker_of
 
 
@@ -56,6 +57,7 @@ class Reducer:
             another reducer may use the parameters.
         is_paused: whether ``no_sync`` has been entered.
         num_steps: how often the gradients have been averaged.
+        running: inside ``uneven``, what knows which processes still have batches.
     """
 
     owner: ref[Any]
@@ -80,9 +82,14 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._tasks: list[Task] = []  # of the first buckets, whose reduction has started
         self._done: list[Replica] = []  # whose backward in this round has ended
+        self._divisor: StepDivisor | None = None  # of this round, from its first reduction on
+        self._added: list[Task] = []  # finds it, if this round has weights
+        self._weights = BackwardLocal()  # of each backward: see ``multiplier``
+        self._multipliers: list[Any] = []  # remove the hooks that multiply
         self.is_paused = False
         self._is_interrupted = False
         self.num_steps = 0
+        self.running: Any = None
         self._round = 0  # the number of the round, equal in all processes
         self._num_zeroed = 0  # how many buckets were zeroed when the last round was dropped
         self._is_repeated = False  # whether others wait in this round, which has failed here
@@ -109,17 +116,38 @@ class Reducer:
             )
         try:
             self.is_paused = True
-            for replica in self._replicas:
-                replica.waits = False
-                for part in replica.parts:
-                    part.missing = math.inf
             yield
         finally:
             self.is_paused = False
             self._reset()
 
+    @contextmanager
+    def weight(self, weight: float) -> Iterator[None]:
+        """See ``DataParallel.weight``."""
+        self._multiply()
+        before = self._weights.get()
+        try:
+            # PyTorch multiplies by a tensor in half the time that a number takes.
+            self._weights.set((weight, torch.tensor(weight, dtype=torch.float64)))
+            yield
+        finally:
+            self._weights.set(before)
+
+    def _multiply(self) -> None:
+        """Adds hooks that multiply gradients by the weight of their backward; once."""
+        with self._lock:
+            if self._multipliers:
+                return
+            for replica in self._replicas:
+                for index, parameter in enumerate(replica.parameters):
+                    if parameter is not None:
+                        hook = multiplier(self._weights, replica, index, ref(parameter))
+                        self._multipliers.append(parameter.register_hook(hook))
+
     def drop_begun(self) -> None:
         """Drops a round that some replicas have begun, and ends it with the other processes."""
+        for replica in self._replicas:
+            replica.forget_weights()
         if self._done:
             self._is_interrupted = True
         self._drop_if_interrupted()
@@ -135,13 +163,17 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Removes all hooks, so that another reducer can use the parameters."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._multipliers):
             handle.remove()
 
     # -- a backward -------------------------------------------------------------------------------
 
     def begin(self, replica: Replica) -> None:
         """Begins the backward of a replica, with its first gradient."""
+        if self.is_paused:
+            replica.begin_paused(partial(self._end_paused, replica))
+            replica.count(self._weights.get())
+            return
         check_engine()
         self._clean_up()
         if replica in self._done:
@@ -167,6 +199,7 @@ class Reducer:
         replica.waits, replica.runs = False, True  # last: after an interrupt it still waits
         for part in replica.parts:
             part.missing = part.total
+        replica.count(self._weights.get())
 
     def part_is_ready(self, replica: Replica, part: BucketPart, position: int) -> None:
         """Starts the reduction of the part's bucket, if it and all earlier ones are ready.
@@ -206,6 +239,12 @@ class Reducer:
                 "differs from that in the first backward; use use_reentrant=False"
             )
 
+    def _end_paused(self, replica: Replica) -> None:
+        """Ends the backward of a replica inside ``no_sync``."""
+        if not pass_on(replica.end):
+            replica.wait()
+            replica.finish()
+
     def _end(self, replica: Replica) -> None:
         """Ends the backward of a replica, and the round if it is the last one.
 
@@ -222,22 +261,74 @@ class Reducer:
             replica.finish()
             return
         self._or_drop(self._end_round)
-        self.num_steps += 1
+        error = None if self._divisor is None else self._divisor.error
         self._reset()
+        if error is not None:
+            raise error
+        self.num_steps += 1
 
     def _end_round(self) -> None:
         self._group.rounds.note_computed(self._number, self._round)
+        divisor = self._find_divisor()
         if self._buckets or len(self.sparse) == len(self._names):
             self._finish()
         else:
-            self._make_buckets()
-        if self.sparse:
-            self._reduce_sparse()
-        leave_unused(self._replicas)
+            self._wait()
+            if divisor.error is None:
+                self._make_buckets(divisor)
+        if divisor.error is None:
+            if self.sparse:
+                self._reduce_sparse(divisor)
+            leave_unused(self._replicas)
         for each in self._replicas:
+            if divisor.error is not None:
+                each.leave_without_mean()
             each.forget_used()
         self._round += 1
         self._is_repeated = False
+
+    def _find_divisor(self) -> StepDivisor:
+        """Returns the divisor of this round, which a task finds before the first reduction."""
+        if self._divisor is None:
+            self._divisor = divisor = StepDivisor()
+            is_weighted = any([replica.is_weighted for replica in self._replicas])
+            units = sum([replica.units for replica in self._replicas])
+            if self._has_ended:
+                own = units if is_weighted else len(self._replicas) * ONE
+                find = partial(self._add_running, divisor, own)
+            else:
+                find = partial(divisor.add, units, self.mesh)
+            if is_weighted or self._has_ended:
+                self._added.append(self._worker.submit(find, ()))
+        return self._divisor
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether a process has ended inside ``uneven``."""
+        return self.running is not None and self.running.has_ended
+
+    def _add_running(self, divisor: StepDivisor, units: int) -> None:
+        """Adds the weights of the processes that run; the others learn of the reductions."""
+        divisor.set_total(self.running.sum_units(units), self.mesh.num_replicas)
+
+    def await_round(self) -> None:
+        """Notes that this process waits for the round of the others, which it will not drop."""
+        self._group.rounds.note_computed(self._number, self._round)
+
+    def join(self, total: int) -> None:
+        """Joins the reductions of a step without gradients, of weight 0; see ``uneven``.
+
+        Args:
+            total: the exact sum of the weights of the other processes.
+        """
+        self._clean_up()
+        for parameter in chain.from_iterable([each.parameters for each in self._replicas]):
+            parameter.grad = None
+        self._divisor = divisor = StepDivisor()
+        divisor.set_total(total, self.mesh.num_replicas)
+        self._or_drop(self._end_round)
+        self._reset()
+        self.num_steps += divisor.error is None
 
     def _or_drop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Makes a call. If it raises, drops the round and tells the other processes."""
@@ -273,7 +364,7 @@ class Reducer:
     def _settle(self, why: str) -> None:
         """Ends an interrupted round together with the other processes; fails if they cannot."""
         for bucket in self._buckets:
-            bucket.step.attaches = False  # the gradients may be those of the next step already
+            bucket.attach(False)  # the gradients may be those of the next step already
         launched = len(self._tasks)
         try:
             most = self._group.rounds.drop(self._number, self._round, launched)
@@ -317,13 +408,13 @@ class Reducer:
         self._wait()
 
     def _wait(self) -> None:
-        """Waits for all reductions that have started."""
-        for task in self._tasks:
+        """Waits for the divisor, and for all reductions that have started."""
+        for task in (*self._added, *self._tasks):
             task.wait()
         for task in self._tasks[-1:]:  # all tasks use the same streams
             task.join()
 
-    def _reduce_sparse(self) -> None:
+    def _reduce_sparse(self, divisor: StepDivisor) -> None:
         """Averages the sparse gradients; a process without one sends no rows."""
         streams = [
             torch.cuda.current_stream(replica.device)
@@ -333,7 +424,7 @@ class Reducer:
         names = [self._names[index] for index in self.sparse]
         parameters = [self._sparse_parameters(replica) for replica in self._replicas]
         name = f"sparse gradients ({listed(names)})"
-        operands = (names, parameters, self.mesh, self.cross_device_ops)
+        operands = (names, parameters, self.mesh, self.cross_device_ops, divisor.total)
         task = self._worker.submit(partial(run_for, name, average_sparse, *operands), streams)
         task.wait()
         task.join()
@@ -342,8 +433,9 @@ class Reducer:
         return [replica.parameters[index] for replica in replicas for index in self.sparse]
 
     def _launch(self, bucket: Bucket, *, attaches: bool) -> None:
-        bucket.step.attaches = attaches
-        reduce = partial(run_for, bucket.name, bucket.reduce)
+        divisor = self._find_divisor()
+        bucket.attach(attaches)
+        reduce = partial(run_for, bucket.name, bucket.reduce, divisor)
         self._tasks.append(self._worker.submit(reduce, bucket.streams.values()))
 
     def _collect(self, part: BucketPart, replica: Replica) -> None:
@@ -370,6 +462,7 @@ class Reducer:
     def _reset(self) -> None:
         """Prepares for the next round."""
         self._tasks, self._done = [], []
+        self._added, self._divisor = [], None
         for replica in self._replicas:
             replica.runs, replica.ready = False, []
             replica.wait()
@@ -384,7 +477,7 @@ class Reducer:
 
     # -- after the first backward -----------------------------------------------------------------
 
-    def _make_buckets(self) -> None:
+    def _make_buckets(self, divisor: StepDivisor) -> None:
         """Makes the buckets, moves the gradients there, and reduces them for the first time."""
         rows = [replica.parameters for replica in self._replicas]
         # Parameters without a gradient come last, in reversed order, because the gradients of the
@@ -414,7 +507,8 @@ class Reducer:
                 names.append("flags of used parameters")
                 for row, flag in zip(inside, flags, strict=True):
                     row.append(flag)
-            buckets[number] = run_for(name, self._bucket, name, names, inside)
+            buckets[number] = run_for(name, self._bucket, name, names, inside, len(plan[number]))
+            run_for(name, buckets[number].reduce, divisor)
         self._use_buckets([buckets[number] for number in range(len(plan))], parts, flags)
 
     def _use_buckets(
@@ -444,24 +538,27 @@ class Reducer:
             handle.remove()
 
     def _bucket(
-        self, name: str, names: Sequence[str], parameters: Sequence[Sequence[Any]]
+        self,
+        name: str,
+        names: Sequence[str],
+        parameters: Sequence[Sequence[Any]],
+        num_gradients: int,
     ) -> Bucket:
-        """Makes a bucket of existing gradients, ``[replica][parameter]``, and averages it."""
+        """Makes a bucket of existing gradients, ``[replica][parameter]``, and flags after them."""
         shapes = {key: tuple(each.shape) for key, each in zip(names, parameters[0], strict=True)}
         dtype = str(parameters[0][0].dtype).removeprefix("torch.")
         flat = self.mesh.flat_buffer(shapes, dtype)
         flat.attach(parameters)
-        step = flat.prepare_all_reduce(ReduceOp.MEAN, cross_device_ops=self.cross_device_ops)
-        return Bucket(name, flat, step)
+        return Bucket(name, flat, self.cross_device_ops, num_gradients)
 
 
 def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any], None]:
     """Returns the hook of a parameter in the first round, or of one with sparse gradients."""
 
     def gradient_is_ready(_: Any) -> None:
+        if replica.waits or replica.gone:
+            reducer.begin(replica)  # may drop a round, and its marks
         if not reducer.is_paused:
-            if replica.waits or replica.gone:
-                reducer.begin(replica)  # may drop a round, and its marks
             replica.ready.append(index)
         replica.used[index] = 1
 

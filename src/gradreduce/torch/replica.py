@@ -12,10 +12,15 @@ from weakref import ref
 
 import torch
 
+from gradreduce.arrays.convert import from_buffer
+from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.errors import brief
+from gradreduce.reduce.prepared import PreparedStep
+from gradreduce.weights import ONE, to_units
 
 from .engine import context_of_backward
 from .unused import write_flags
+from .weights import StepDivisor, divide
 from .worker import with_name
 
 
@@ -39,6 +44,9 @@ class Replica:
         ready: in the first round, the indices of the parameters in the order of their gradients.
         used: in the first round, 1 for each parameter that has got a gradient, and 0 for others.
         parts: the part of each bucket that belongs to this replica.
+        units: the exact sum of the weights of its micro-batches since the last averaged step.
+        is_weighted: whether a micro-batch had a weight.
+        zeroed: the parameters whose ``.grad`` was None before a gradient of weight 0.
         flags: with several processes, a view at the end of the last bucket: see ``unused.py``.
     """
 
@@ -55,16 +63,34 @@ class Replica:
         self.ready: list[int] = []
         self.used = bytearray(len(parameters))
         self.parts: list[BucketPart] = []
+        self.units, self.is_weighted = 0, False
+        self.zeroed: list[int] = []
         self.flags: Any = None
 
     def wait(self) -> None:
-        """Makes the next gradient begin a backward."""
+        """Makes the next gradient begin a backward, also inside ``no_sync``."""
         self.waits = True
         for part in self.parts:
             part.missing = 0
 
+    def count(self, weight: tuple[float, Any] | None) -> None:
+        """Counts a micro-batch; see ``multiplier``. None: one without a weight, which counts 1."""
+        self.units += ONE if weight is None else to_units(weight[0])
+        self.is_weighted = self.is_weighted or weight is not None
+
+    def forget_weights(self) -> None:
+        """Forgets the micro-batches that were counted, whose gradients are averaged or dropped."""
+        self.units, self.is_weighted = 0, False
+        self.zeroed.clear()
+
+    def forget_dropped(self) -> None:
+        """Forgets the micro-batches that were counted if no ``.grad`` is left of them."""
+        if all([parameter.grad is None for parameter in self.parameters]):
+            self.forget_weights()
+
     def forget_used(self) -> None:
-        """Clears the marks for the next step."""
+        """Clears the marks and the weights for the next step."""
+        self.forget_weights()
         self.used[:] = bytes(len(self.used))
         for part in self.parts:
             part.used[:] = bytes(len(part.used))
@@ -77,6 +103,23 @@ class Replica:
             for position in part.unset:
                 parameters[part.indices[position]].grad = None
         self.forget_used()
+
+    def leave_without_mean(self) -> None:
+        """Ends a step whose weights are all 0: a ``.grad`` that was None is None again."""
+        for index in self.zeroed:
+            self.parameters[index].grad = None
+        self.drop()
+
+    def begin_paused(self, end: Callable[[], None]) -> None:
+        """Makes PyTorch call ``end`` at the end of a backward inside ``no_sync``.
+
+        If an error ends it, the next gradient begins another backward.
+        """
+        self.end = ref(end, lambda _: self.wait())
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        for part in self.parts:
+            part.missing = math.inf
+        self.waits = False
 
     def begin(self, end: Callable[[], None]) -> None:
         """Makes PyTorch call ``end`` at the end of the backward that is running."""
@@ -126,7 +169,7 @@ class BucketPart:
         total: the number of gradients that are expected in a round. A parameter that several
             reentrant checkpoints share gets several gradients.
         missing: the number of gradients that have not come yet. 0 while the replica waits. Infinite
-            inside ``no_sync``, and before the first round has ended.
+            in a backward inside ``no_sync``, and before the first round has ended.
     """
 
     __slots__ = ("bucket", "indices", "missing", "total", "unset", "used")
@@ -156,26 +199,50 @@ class Bucket:
         name: the name for error messages.
         flat: the flat buffer with the gradients.
         blocks: its memory, of each replica.
-        step: the prepared step that reduces the bucket.
         num_ready: the number of parts that are ready.
         streams: on GPUs, for each replica the stream that computed its gradients.
         flagged: the replicas whose flags are in this bucket.
     """
 
-    def __init__(self, name: str, flat: Any, step: Any) -> None:
+    def __init__(self, name: str, flat: Any, cross_device_ops: Any, num_gradients: int) -> None:
         self.name = name
         self.flat = flat
         self.blocks = [buffer.block for buffer in flat.buffers]
-        self.step = step
         self.num_ready = 0
         self.streams: dict[int, Any] = {}
         self.flagged: Sequence[Replica] = ()
+        self._cross_device_ops = cross_device_ops
+        self._num_gradients = num_gradients
+        self._steps: dict[ReduceOp, PreparedStep] = {}
+        self._attaches = True
 
-    def reduce(self) -> None:
-        """Averages the gradients over all replicas, in place."""
+    def attach(self, attaches: bool) -> None:
+        """Says whether the next reduction attaches gradients again; see ``PreparedStep``."""
+        self._attaches = attaches
+        for step in self._steps.values():
+            step.attaches = attaches
+
+    def reduce(self, divisor: StepDivisor) -> None:
+        """Averages the gradients over all replicas, in place; without a divisor does nothing."""
+        if divisor.error is not None:
+            return
         for replica in self.flagged:
             write_flags(replica)
-        self.step()
+        op = ReduceOp.MEAN if divisor.total is None else ReduceOp.SUM
+        step = self._steps.get(op)
+        if step is None:  # preparing reduces, too
+            self._steps[op] = self.flat.prepare_all_reduce(
+                op, cross_device_ops=self._cross_device_ops
+            )
+            self.attach(self._attaches)
+        else:
+            step()
+        if divisor.total is None:
+            return
+        for buffer, views in zip(self.flat.buffers, self.flat.views, strict=True):
+            last = views[self._num_gradients - 1]  # flags follow, which must stay above 0
+            end = (last.address + last.nbytes - buffer.address) // buffer.dtype.itemsize
+            divide(from_buffer(buffer, "torch")[:end], divisor.total)
 
 
 def plan_buckets(

@@ -12,6 +12,8 @@ from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Mesh
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
+from .weights import divide
+
 
 def sparse_indices(module: Any, trained: Sequence[tuple[str, Any]]) -> list[int]:
     """Returns which of a module's parameters get sparse gradients, as DDP finds them."""
@@ -28,6 +30,7 @@ def average_sparse(
     parameters: Sequence[Sequence[Any]],
     mesh: Mesh,
     cross_device_ops: AllReduceCrossDeviceOps,
+    total: float | None = None,
 ) -> None:
     """Replaces sparse gradients by their means over all replicas; the host waits.
 
@@ -38,6 +41,7 @@ def average_sparse(
         parameters: ``[replica][parameter]``.
         mesh: the devices of the replicas.
         cross_device_ops: reduces them.
+        total: the sum of the weights of all replicas. None: the gradients have no weights.
 
     Raises:
         ValueError: a gradient is dense.
@@ -46,7 +50,11 @@ def average_sparse(
         {name: _sparse_gradient(name, each) for name, each in zip(names, row, strict=True)}
         for row in parameters
     ]
-    means = cross_device_ops.all_reduce(grads, ReduceOp.MEAN, coalesce=True)
+    op = ReduceOp.MEAN if total is None else ReduceOp.SUM
+    means = cross_device_ops.all_reduce(grads, op, coalesce=True)
+    for of_replica in means:
+        for mean in of_replica.values():
+            divide(mean._values(), total)
     is_set = [mean._nnz() > 0 for mean in means[0].values()]
     if not all(is_set):  # in all processes
         here = [

@@ -217,13 +217,14 @@ def pytorch(launcher: str) -> None:
                 assert nbytes > 0
             if group is dist.group.WORLD:
                 same_gradients(sharded(None), sharded(mesh))
+                same_gradients(weighted_mean(dist.get_world_size()), sharded(mesh, weighs=True))
             else:
                 ours = partial(gr.torch.DataParallel, mesh=mesh, bucket_mb=2**-10)
                 same_as_ddp(ddp, ours, mesh.process_index)
     dist.destroy_process_group()
 
 
-def sharded(mesh: Any) -> list[Any]:
+def sharded(mesh: Any, weighs: bool = False) -> list[Any]:
     """Computes gradients of an FSDP2 module; with a mesh, through it. Thirds are exact."""
     import torch
     import torch.distributed as dist
@@ -231,6 +232,7 @@ def sharded(mesh: Any) -> list[Any]:
     from torch.distributed.fsdp import fully_shard
 
     net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).double()
+    net = net.float() if weighs else net  # FSDP divides sums of float64 itself
     for parameter in net.parameters():
         torch.nn.init.ones_(parameter)
     for layer in net:
@@ -238,9 +240,31 @@ def sharded(mesh: Any) -> list[Any]:
         if mesh is not None:
             ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
             layer.set_custom_reduce_scatter(gr.torch.ReduceScatter(ops))
-    x = torch.full((6, 7), float(dist.get_rank()), dtype=torch.float64)
-    net(x).sum().backward()
+    for micro_batch in range(1 + weighs):
+        for layer in net:
+            layer.set_requires_gradient_sync(micro_batch == weighs)
+        x = torch.full((6, 7), float(dist.get_rank() + micro_batch), dtype=net[0].weight.dtype)
+        loss = net(x).sum()
+        if weighs:
+            loss = gr.torch.weighted(loss, dist.get_rank() + 3 * micro_batch, net)
+        loss.backward()
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+def weighted_mean(num_processes: int) -> list[Any]:
+    """The mean over the micro-batches of ``sharded(weighs=True)``, in one process."""
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    total = 0
+    for rank, micro_batch in itertools.product(range(num_processes), range(2)):
+        weight = rank + 3 * micro_batch
+        x = torch.full((6, 7), float(rank + micro_batch))
+        (weight * net(x).sum()).backward()
+        total += weight
+    return [parameter.grad / total for parameter in net.parameters()]
 
 
 def hybrid(launcher: str) -> None:
