@@ -32,7 +32,7 @@ from gradreduce.checkpoint import (
     validate_state,
 )
 from gradreduce.comm.description import digest_of
-from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
+from gradreduce.device import Buffer, accumulate_dtype, as_deadline
 from gradreduce.errors import NotCopied, brief, listed, log_warning
 
 from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
@@ -383,9 +383,7 @@ class OptimizerState(NotCopied):
         table = self._state_table(owners)
         values = validate_state("state", state, table)
         check_fingerprints("state['fingerprints']", values["fingerprints"], owners)
-        load = table.ready(values)
-        with DeferInterrupts():
-            load()
+        table.ready(values)()
 
     def _state_table(self, owners: Mapping[str, Variable]) -> StateTable:
         """Returns the table of the state.

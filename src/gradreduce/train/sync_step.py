@@ -29,6 +29,7 @@ from gradreduce.checkpoint import (
     constant,
     downloader,
     integer,
+    load_all,
     validate_state,
     values_of,
 )
@@ -377,9 +378,7 @@ class SyncStep(NotCopied):
         ]
         continues = any(each["num_accumulated"] for each in saved.values())
         loads.append(self._scaling.ready_state(loaded, continues=continues))
-        with DeferInterrupts():
-            for load in loads:
-                load()
+        load_all(loads)
 
     def _table(self) -> StateTable:
         """Returns the table of the state."""

@@ -14,7 +14,7 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, values_of
+from gradreduce.checkpoint import downloader, load_all, values_of
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
 from gradreduce.errors import CollectiveError, NotCopied, listed
@@ -387,8 +387,7 @@ class AGNCenter(NotCopied):
                 ``AGNOptimizer``, or an array has another shape or dtype.
         """
         center = self._state
-        with DeferInterrupts(), center.lock:
+        with center.lock:
             load = ready_center(center.variables, center.slots, state)
-            center.fault = "a load_state_dict failed part-way"
-            load()
-            center.fault = None
+            begin = partial(setattr, center, "fault", "a load_state_dict failed part-way")
+            load_all([begin, load, partial(setattr, center, "fault", None)])
