@@ -126,11 +126,6 @@ class DistributedValues(NotCopied):
             raise ValueError(
                 f"got {len(values)} values for {len(self._devices)} devices; pass one for each"
             )
-        with StreamScope(reads=False):
-            self._place(values)
-
-    def _place(self, values: tuple[Any, ...]) -> None:
-        """Puts each value on its device."""
         self._own: tuple[Any, ...] = self._put_on_devices(self._in_memory(values))
         self._look_at(values)
 
@@ -151,6 +146,7 @@ class DistributedValues(NotCopied):
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
+    @StreamScope(reads=False)
     def _put_on_devices(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
@@ -254,8 +250,7 @@ class DistributedValues(NotCopied):
                 axes = inverse(self._form)
                 with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
-            with StreamScope(reads=False):
-                copies = self._copies = self._put_on_devices(arrays)
+            copies = self._copies = self._put_on_devices(arrays)
         return copies
 
     def _discard_copies(self) -> None:
@@ -545,8 +540,7 @@ def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
     if is_turned or several or [1 for own in parts for part in own if type(part) is not Buffer]:
         return [value.values for value in values]
     kind = values[0]._kind
-    with StreamScope():
-        columns = [from_buffers(of_device, kind) for of_device in zip(*parts, strict=True)]
+    columns = [from_buffers(of_device, kind) for of_device in zip(*parts, strict=True)]
     return list(zip(*columns, strict=True))
 
 

@@ -180,7 +180,6 @@ class Variable(NotCopied, Traceable):
         """
         return self._current().numpy(deadline=deadline)
 
-    @StreamScope()
     def array(self, output_type: OutputType | None = None) -> Any:
         """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
@@ -234,12 +233,11 @@ class Variable(NotCopied, Traceable):
         reader = current_reader()
         if reader is not None:
             return reader.read(self, current, output_type)
-        with StreamScope():
-            return from_buffer(copy_to(current.device, current), kind)
+        return from_buffer(copy_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
-        with StreamScope(), on_gpu_of(current.device):
+        with on_gpu_of(current.device):
             return make_like(function, args, kwargs, from_buffer(current, "native"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

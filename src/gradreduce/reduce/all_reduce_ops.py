@@ -160,7 +160,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def all_reduce(
         self,
         grads: Sequence[Any],
@@ -264,7 +263,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def reduce_scatter(
         self,
         grads: Sequence[Any],
@@ -320,7 +318,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def all_gather(
         self,
         grads: Sequence[Any],
@@ -359,6 +356,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         run = partial(all_gather, self.settings)
         return self._run_nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
 
+    @StreamScope()
     def _run_nested(
         self,
         name: str,

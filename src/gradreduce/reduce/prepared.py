@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
+from gradreduce.arrays.caller_streams import keep_alive_longer
 from gradreduce.arrays.convert_gpu import OWNED_BY_CALLER, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.flat_arrays import attach_again
@@ -168,9 +168,8 @@ class PreparedStep(NotCopied):
         for boundary in boundaries if call.outs else boundaries[1:]:
             boundary.leave()
         self.results: list[Mirrored] = call.results(reduced)
-        with StreamScope():
-            for result in self.results if not call.outs else ():
-                result._keep_arrays()
+        for result in self.results if not call.outs else ():
+            result._keep_arrays()
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self._devices)
