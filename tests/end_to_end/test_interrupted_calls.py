@@ -123,7 +123,7 @@ def agn_push_repeated(mesh):
 
     def push(made, step, *_):
         worker = made._worker
-        worker._ready_push(worker.inner._slots.powers, (), step)()
+        worker._submit(worker._ready_push(worker.inner._slots.powers, (), step))
 
     return agn(mesh, call=push)
 

@@ -549,6 +549,11 @@ def buffer_of(part: Part) -> Buffer:
     return part if isinstance(part, Buffer) else part.values
 
 
+def with_buffer(part: Part, buffer: Buffer) -> Part:
+    """Returns a Buffer that takes the place of another, or of the rows of IndexedSlices."""
+    return buffer if isinstance(part, Buffer) else part._with_values(buffer)
+
+
 def part_on(device: Device, value: Any, *, dtype: DType | None = None) -> Part:
     """Converts a value, or the rows of IndexedSlices, to a Buffer; see ``convert.to_buffer``."""
     if type(value) not in PLAIN:

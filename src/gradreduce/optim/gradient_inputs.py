@@ -15,6 +15,7 @@ from gradreduce.arrays.distributed import (
     ReduceOp,
     buffer_of,
     part_on,
+    with_buffer,
 )
 from gradreduce.arrays.indexed_slices import IndexedSlices, check_indices, to_dense_n
 from gradreduce.arrays.trace_context import check_unread
@@ -181,8 +182,7 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
 
 
 def _copy_to_device(grad: Part, device: Device) -> Part:
-    copy = copy_to(device, buffer_of(grad))
-    return grad._with_values(copy) if isinstance(grad, IndexedSlices) else copy
+    return with_buffer(grad, copy_to(device, buffer_of(grad)))
 
 
 def _parts(grad: GradientValue) -> Sequence[Part]:

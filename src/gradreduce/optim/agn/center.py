@@ -150,7 +150,7 @@ class CenterState(Center):
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
-        with DeferInterrupts(), self.lock:
+        with self.lock:
             self.check_usable()
             plan, sums, slots = variables.last_push or (None, None, None)
             variables.last_push = None
@@ -183,7 +183,7 @@ class CenterState(Center):
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
     ) -> None:
         """See ``Center``."""
-        with DeferInterrupts(), self.lock:
+        with self.lock:
             self.check_usable()
             for local, center in variables.centers.items():
                 local.assign(center)
