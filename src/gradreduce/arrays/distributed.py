@@ -10,7 +10,7 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_device
-from gradreduce.device import Buffer, Device, DType, Mesh
+from gradreduce.device import Buffer, Device, DType, Mesh, names_of
 from gradreduce.errors import (
     DeviceMismatchError,
     NotCopied,
@@ -349,7 +349,7 @@ class DistributedValues(NotCopied):
         if own_device not in self._devices:
             raise ValueError(
                 f"Device {own_device!r} is not one of the value's devices: "
-                f"{listed(device.name for device in self._devices)}"
+                f"{names_of(self._devices)}"
             )
         return self._as_result(self._devices.index(own_device))
 
@@ -503,13 +503,12 @@ def _devices(
     else:
         own_devices = default_mesh().devices
     if len(set(own_devices)) != len(own_devices):
-        twice = listed(device.name for device in repeated(own_devices))
-        raise ValueError(f"Duplicate devices: {twice}; name each once")
+        twice = repeated(own_devices)
+        raise ValueError(f"Duplicate devices: {names_of(twice)}; name each once")
     mesh_states = {device.mesh_state for device in (*own_devices, *(mesh or ()))}
     if len(mesh_states) > 1:
         raise DeviceMismatchError(
-            f"devices {listed(device.name for device in own_devices)} do not all belong to one "
-            f"mesh; mesh={brief(mesh)}"
+            f"devices {names_of(own_devices)} do not all belong to one mesh; mesh={brief(mesh)}"
         )
     return own_devices
 

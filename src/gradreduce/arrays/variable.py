@@ -26,9 +26,10 @@ from gradreduce.device import (
     as_dtype,
     as_flag,
     copy_to,
+    names_of,
     overlap,
 )
-from gradreduce.errors import NotCopied, about, brief, listed
+from gradreduce.errors import NotCopied, about, brief
 
 from .array_methods import Traceable, holds_traceable
 from .caller_streams import StreamScope, release_inputs
@@ -311,8 +312,9 @@ class Variable(NotCopied, Traceable):
         return add
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
-        return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+        return (
+            f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names_of(self.devices)}>"
+        )
 
     if not TYPE_CHECKING:  # a type checker would accept every attribute
 

@@ -26,8 +26,9 @@ from gradreduce.device import (
     as_deadline,
     check_peers,
     deadline_scope,
+    names_of,
 )
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import NotCopied
 
 from .arguments import Request, check_one_mesh
 from .cross_device_ops import CheckedCall
@@ -172,8 +173,7 @@ class PreparedStep(NotCopied):
             result._keep_arrays()
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self._devices)
-        return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
+        return f"<{type(self).__name__} of {len(self._held)} values on {names_of(self._devices)}>"
 
     def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
         """Reduces again; waits for the devices only if results are in host memory.

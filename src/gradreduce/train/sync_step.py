@@ -44,6 +44,7 @@ from gradreduce.device import (
     as_flag,
     by_physical,
     deadline_scope,
+    names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed, repeated
 from gradreduce.optim import Optimizer
@@ -196,10 +197,10 @@ class SyncStep(NotCopied):
                 variable.assign(copied.primary)
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
         return (
-            f"<SyncStep of {len(self.variables)} variables on {names}, global_step "
-            f"{self.accumulators[0].accumulator_ref.step}, num_required {self.num_required}>"
+            f"<SyncStep of {len(self.variables)} variables on {names_of(self.devices)}, "
+            f"global_step {self.accumulators[0].accumulator_ref.step}, "
+            f"num_required {self.num_required}>"
         )
 
     @property

@@ -16,8 +16,16 @@ from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
 from gradreduce.checkpoint import downloader, load_all, values_of
 from gradreduce.comm.process_group import check_one_process
-from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
-from gradreduce.errors import CollectiveError, NotCopied, listed
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    DType,
+    Mesh,
+    as_deadline,
+    names_of,
+)
+from gradreduce.errors import CollectiveError, NotCopied
 from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
@@ -265,8 +273,7 @@ class AGNCenter(NotCopied):
         self._shared: Center = self._state
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
-        return f"<AGNCenter of {len(self._state.variables)} variables on {names}>"
+        return f"<AGNCenter of {len(self._state.variables)} variables on {names_of(self.devices)}>"
 
     # -- members ----------------------------------------------------------------------------------
 
