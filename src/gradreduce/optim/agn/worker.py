@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
@@ -121,8 +122,7 @@ class Worker:
     def _submit(self, *calls: Callable[[], None]) -> None:
         """Launches a step and its push, or one of them, or a pull; see ``Center.push_scope``."""
         with self._center.push_scope():
-            for call in calls:
-                call()
+            launch_all(calls)
 
     def _count_step(self, step: LocalStep, ends_period: bool) -> None:
         """Counts a local step whose work is launched; keeps the sums after it, and its plan."""
