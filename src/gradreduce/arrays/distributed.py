@@ -530,6 +530,8 @@ def _put_all(
 def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
     """Returns the ``values`` of each value; arrays of a device are converted together.
 
+    Call it in a ``StreamScope``.
+
     Args:
         values: results of one call in new memory, all on the same devices.
     """

@@ -129,7 +129,7 @@ def release_outputs(outs: Iterable[Out]) -> None:
     """Makes the current streams of the arrays' libraries wait for the queued work.
 
     For host arrays the host waits, and copies now if commands are deferred. Buffers need no wait.
-    Call it once, when all work is launched.
+    Call it once in a ``StreamScope``, when all work is launched.
     """
     outs = [out for out in outs if out.kind != "buffer"]
     for kind in dict.fromkeys([out.kind for out in outs]):
