@@ -39,7 +39,15 @@ from gradreduce.arrays.convert import (
 from gradreduce.arrays.convert_gpu import as_tensor
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, accumulate_dtype, as_flag, as_index, copy_to
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    DType,
+    accumulate_dtype,
+    as_flag,
+    as_index,
+    copy_to,
+)
 from gradreduce.errors import about, brief, listed
 from gradreduce.npz_file import check_disjoint, read_array
 
@@ -214,13 +222,14 @@ class StateTable(dict[str, Any]):
 
     def ready(self, values: Mapping[str, Any]) -> Callable[[], None]:
         """Allocates memory for all validated values; returns a function that loads them."""
-        loads = [entry.ready(values[key]) for key, entry in self.items()]
+        return partial(load_all, [entry.ready(values[key]) for key, entry in self.items()])
 
-        def load() -> None:
-            for each in loads:
-                each()
 
-        return load
+def load_all(loads: Iterable[Callable[[], object]]) -> None:
+    """Calls functions that load parts of a state; Ctrl-C takes effect after the last one."""
+    with DeferInterrupts():
+        for load in loads:
+            load()
 
 
 def value_entry(variable: Variable) -> StateEntry:

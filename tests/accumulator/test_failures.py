@@ -11,9 +11,9 @@ from accumulator.kinds import KINDS, contents
 from support import failing_operations as operations
 from support.accumulator_states import frozen
 from support.failing_operations import METHODS, InjectedError
+from support.take_now import take_now
 
 import gradreduce as gr
-from gradreduce.accumulator import take_now
 from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.errors import BackendUnavailableError, CancelledError

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 from support.signal_injection import SignalInjection, ctrl_c, interrupted_at, num_points_of
+from support.take_now import take_now
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
-from gradreduce.accumulator.multi import take_now
 from gradreduce.accumulator.state import PendingTake, hold_locks
 from gradreduce.accumulator.take_queue import join
 

@@ -17,9 +17,10 @@ from accumulator.kinds import contents
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.exhaustive import examples
+from support.take_now import take_now
 
 import gradreduce as gr
-from gradreduce.accumulator import multi, take_now, take_queue
+from gradreduce.accumulator import multi, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 from gradreduce.reduce.algorithms import ALGORITHMS
 
@@ -456,7 +457,8 @@ class Accumulators(RuleBasedStateMachine):
             else:
                 take_queue.await_take(pending_take, 0)
                 self.hold(
-                    multi._results_of(pending_take.states, pending_take.taken), waiting.outcome
+                    multi._results_of(pending_take.states, pending_take.taken, None),
+                    waiting.outcome,
                 )
         self.waiting = still
 

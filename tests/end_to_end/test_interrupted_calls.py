@@ -105,6 +105,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
 
     before = made.state_dict()
     made.prepare([var, other])  # zeros, which stay at the center if the first step fails
+    before_of_center = getter.center.state_dict()
     for _ in range(warm):
         apply()
     getter.center_variable(other).assign(start * 3)
@@ -113,15 +114,16 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
         kept = copies(var, other, step), made.state_dict(), getter.center.state_dict()
         return bits((kept, copies(made.local_step)))
 
-    return World(partial(call, made, step, before) if call else apply, shown, apply)
+    made_call = partial(call, made, step, before, before_of_center) if call else apply
+    return World(made_call, shown, apply)
 
 
 def agn_push_repeated(mesh):
     """Repeats a push that failed before it changed anything."""
 
-    def push(made, step, _):
+    def push(made, step, *_):
         worker = made._worker
-        worker._ready_push(worker.inner._slots.powers, (), step)()
+        worker._submit(worker._ready_push(worker.inner._slots.powers, (), step))
 
     return agn(mesh, call=push)
 
@@ -131,7 +133,11 @@ def agn_start(mesh):
 
 
 def agn_load(mesh):
-    return agn(mesh, 3, call=lambda made, _, before: made.load_state_dict(before))
+    return agn(mesh, 3, call=lambda made, _, before, __: made.load_state_dict(before))
+
+
+def center_load(mesh):
+    return agn(mesh, 3, call=lambda made, *saved: made._getter.center.load_state_dict(saved[2]))
 
 
 def accumulators(mesh, kinds, device=None):
@@ -273,6 +279,7 @@ SCENARIOS = {
     "assign": assign,
     "load of an optimizer": lambda mesh: optimizer(mesh, loads=True),
     "load of agn": agn_load,
+    "load of a center": center_load,
     "load of an accumulator": load,
     "load of a sparse accumulator": lambda mesh: load(mesh, (True,)),
     "load of a SyncStep": lambda mesh: sync_step(mesh, loads=True),

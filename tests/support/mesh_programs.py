@@ -24,6 +24,7 @@ from support.reduction_calls import (
     overwrite,
     read,
 )  # fmt: skip
+from support.take_now import take_now
 from support.training_programs import (
     AGN_WAYS,
     CLIPPED,
@@ -37,7 +38,6 @@ from support.training_programs import (
 )  # fmt: skip
 
 import gradreduce as gr
-from gradreduce.accumulator import take_now
 from gradreduce.device import Buffer, Mesh, as_dtype, mean_dtype
 from gradreduce.ops import plan_segments
 from gradreduce.reduce import pipeline

@@ -2,7 +2,7 @@
 
 from .base import ConditionalAccumulatorBase
 from .conditional import ConditionalAccumulator, SparseConditionalAccumulator
-from .multi import apply_grads, take_grads, take_now
+from .multi import apply_grads, take_grads
 
 __all__ = [
     "ConditionalAccumulator",
@@ -10,5 +10,4 @@ __all__ = [
     "SparseConditionalAccumulator",
     "apply_grads",
     "take_grads",
-    "take_now",
 ]

@@ -23,6 +23,7 @@ from gradreduce.device import (
     as_deadline,
     as_dtype,
     as_shape,
+    names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
@@ -76,11 +77,10 @@ class ConditionalAccumulatorBase(NotCopied):
     def __repr__(self) -> str:
         state = self._state  # read without its lock: a repr must not wait
         shape = "[?]" if state.shape is None else str(list(state.shape)).replace("None", "?")
-        names = listed(device.name for device in state.devices)
         return (
             f"<{type(self).__name__} {self._name!r} {state.dtype}{shape} {state.reduction_type} on "
-            f"{names}, global_step {state.step}, {state.count} accumulated, {state.num_dropped} "
-            f"dropped{', closed' * state.closed}>"
+            f"{names_of(state.devices)}, global_step {state.step}, {state.count} accumulated, "
+            f"{state.num_dropped} dropped{', closed' * state.closed}>"
         )
 
     @property

@@ -25,7 +25,6 @@ from gradreduce.checkpoint import (
     plain,
     validate_state,
 )
-from gradreduce.device import DeferInterrupts
 from gradreduce.errors import CollectiveError, about, brief
 from gradreduce.weights import ONE, parts_of, sum_weights
 
@@ -107,8 +106,7 @@ def ready_state(
                 raise CollectiveError(
                     "the mesh failed while the state of an accumulator was loaded; load it again"
                 )
-            with DeferInterrupts():
-                load_values()
+            load_values()
             complete_ready([state], held=True)
         complete_ready([state])
 

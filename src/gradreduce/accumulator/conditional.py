@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
@@ -290,7 +289,6 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         )
         super().__init__(state, "sparse_conditional_accumulator" if name is None else name)
 
-    @StreamScope()
     def apply_grad(
         self,
         grad_indices: Any,

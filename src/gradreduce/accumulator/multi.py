@@ -30,7 +30,7 @@ from .state import (
     additions_of,
     hold_locks,
 )
-from .take_queue import await_take, complete_ready, join, take_locked, take_sums, withdraw
+from .take_queue import await_take, complete_ready, join, take_locked, withdraw
 from .validate import (
     DEFAULT_STEP,
     as_required,
@@ -112,7 +112,8 @@ def add_all(
         )
     if type(weight) is not int or weight != 1:
         weight = as_weights(weight)
-    calls = [(state, grad, cast, weight) for state, grad in zip(states, grads, strict=True)]
+    count = len(states)
+    calls = list(zip(states, grads, [cast] * count, [weight] * count, strict=True))
     dropped = is_stale(states, step)
     if dropped:  # gradients that will be dropped are not converted
         counts = _for_each(num_gradients, calls, states)
@@ -359,18 +360,6 @@ def take_all(
     return _results_of(states, pending_take.taken, output_type)
 
 
-def take_now(
-    accumulators: Sequence[ConditionalAccumulatorBase], num_required: int
-) -> list[Any] | None:
-    """Takes from all accumulators without waiting; returns None if it cannot.
-
-    See ``reduce_now``. The entry of an empty accumulator is None.
-    """
-    states = [each.accumulator_ref for each in accumulators]
-    taken = reduce_now(states, num_required, take_sums)
-    return None if taken is None else _results_of(states, taken)
-
-
 def reduce_now(
     states: Sequence[AccumulatorState],
     num_required: int,
@@ -399,20 +388,16 @@ def reduce_now(
 def _results_of(
     states: Sequence[AccumulatorState],
     taken: Mapping[AccumulatorState, Taken],
-    output_type: OutputType | None = None,
+    output_type: OutputType | None,
 ) -> list[Any]:
-    """Converts the taken Buffers to the arrays that the call returns; None for an empty sum."""
+    """Converts the taken Buffers to the arrays that the call returns."""
     results: list[Any] = []
     with StreamScope():
         for state in states:
-            parts, first = taken.get(state, ((), "native"))
+            parts, first = taken[state]
             kind = as_result_kind(output_type, first)
-            if not parts:
-                results.append(None)
-            elif state.over_mesh:
-                results.append(Mirrored.of(parts, kind))
-            else:
-                results.append(as_result(parts[0], kind))
+            result = Mirrored.of(parts, kind) if state.over_mesh else as_result(parts[0], kind)
+            results.append(result)
     return results
 
 

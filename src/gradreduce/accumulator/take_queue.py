@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from gradreduce.arrays.distributed import Part
-from gradreduce.device import DeferInterrupts, deadline_scope
+from gradreduce.device import DeferInterrupts, deadline_scope, group_by
 from gradreduce.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -17,7 +17,7 @@ from gradreduce.errors import (
     log_warning,
 )
 
-from .state import AccumulatorState, PendingTake, Storage, Taken, hold_locks
+from .state import AccumulatorState, PendingTake, Taken, hold_locks
 
 T = TypeVar("T")
 LOG_SECONDS = 60.0  # after so long a take that waits logs what it waits for
@@ -57,9 +57,7 @@ def take_sums(
     Sums may be reduced or divided in place. If anything fails between this and the reset, the
     devices of these sums are marked as failed.
     """
-    by_storage: dict[Storage, list[AccumulatorState]] = {}
-    for state in states:
-        by_storage.setdefault(state.storage, []).append(state)
+    by_storage = group_by([(state.storage, state) for state in states])
     taken: dict[AccumulatorState, tuple[Part, ...]] = {}
     for storage in sorted(by_storage, key=attrgetter("overwrites")):
         taken |= storage.take(by_storage[storage], guard)

@@ -14,8 +14,8 @@ from gradreduce.arrays.distributed import Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, as_index
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief, listed
+from gradreduce.device import Buffer, DType, as_index, names_of
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief
 from gradreduce.weights import ONE, as_weight, sum_weights
 
 from .state import AccumulatorState, Addend, PendingGradient
@@ -147,10 +147,9 @@ def _replicas_of(
     if not isinstance(grad, PerReplica):
         return (grad,)
     if grad.devices[0].mesh_state is not state.mesh_state:
-        devices = listed(device.name for device in state.devices)
         raise DeviceMismatchError(
-            f"the gradient is on another mesh than the accumulator, which is on {devices}; "
-            "make the PerReplica on the mesh of the accumulator"
+            f"the gradient is on another mesh than the accumulator, which is on "
+            f"{names_of(state.devices)}; make the PerReplica on the mesh of the accumulator"
         )
     grad._discard_copies()
     parts: Sequence[Any] = grad.parts

@@ -86,9 +86,9 @@ class StreamScope:
         return wrapper
 
     def __enter__(self) -> None:
-        self._outer, frame = _thread.scope, sys._getframe(1)
-        if self._outer is None or not _is_open(self._outer, frame):
-            self._outer, _thread.scope = None, _Scope(frame)
+        self._outer = _open_scope()
+        if self._outer is None:
+            _thread.scope = _Scope(sys._getframe(1))
 
     def __exit__(self, *error: object) -> None:
         if self._outer is not None:
@@ -98,16 +98,18 @@ class StreamScope:
             _release_inputs(scope, self._reads)
 
 
-def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
-    """Whether a scope is in use; False if Ctrl-C prevented its closing.
+def _open_scope() -> _Scope | None:
+    """Returns the scope of this thread; None if Ctrl-C prevented its closing.
 
     The waits of such a scope must not count for a later call.
     """
-    while frame is not None:
+    scope = _thread.scope
+    frame = sys._getframe(1) if scope else None
+    while scope and frame:
         if frame is scope.frame:
-            return True
+            return scope
         frame = frame.f_back
-    return False
+    return None
 
 
 class SuspendedScope:
@@ -138,7 +140,7 @@ def is_first(step: OrderStep, device: Device, stream: Stream) -> bool:
         device: any device of that GPU.
         stream: the caller's stream.
     """
-    scope = _thread.scope
+    scope = _open_scope()
     if scope is None:
         return True
     key = (step, _place(device, stream))

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gradreduce.device import BFLOAT16, Buffer, Device, as_dtype
+from gradreduce.device import BFLOAT16, Buffer, Device, as_dtype, group_by
 from gradreduce.errors import DeviceMismatchError, brief
 
 from .convert_gpu import (
@@ -369,10 +369,7 @@ def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def hand_over(buffers: Iterable[Buffer], kind: Kind) -> None:
     """Makes the library of ``kind`` wait for the work queued on the Buffers."""
-    by_device: dict[Device, list[Buffer]] = {}
-    for buffer in buffers:
-        by_device.setdefault(buffer.device, []).append(buffer)
-    for device, on_device in by_device.items():
+    for device, on_device in group_by([(each.device, each) for each in buffers]).items():
         if device.mesh_state.shares_host_memory:
             device.release_all(on_device)
         else:

@@ -10,7 +10,7 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_device
-from gradreduce.device import Buffer, Device, DType, Mesh
+from gradreduce.device import Buffer, Device, DType, Mesh, names_of
 from gradreduce.errors import (
     DeviceMismatchError,
     NotCopied,
@@ -126,11 +126,6 @@ class DistributedValues(NotCopied):
             raise ValueError(
                 f"got {len(values)} values for {len(self._devices)} devices; pass one for each"
             )
-        with StreamScope(reads=False):
-            self._place(values)
-
-    def _place(self, values: tuple[Any, ...]) -> None:
-        """Puts each value on its device."""
         self._own: tuple[Any, ...] = self._put_on_devices(self._in_memory(values))
         self._look_at(values)
 
@@ -151,6 +146,7 @@ class DistributedValues(NotCopied):
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
+    @StreamScope(reads=False)
     def _put_on_devices(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
         for replica, (value, device) in enumerate(zip(values, self._devices, strict=True)):
@@ -254,8 +250,7 @@ class DistributedValues(NotCopied):
                 axes = inverse(self._form)
                 with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
-            with StreamScope(reads=False):
-                copies = self._copies = self._put_on_devices(arrays)
+            copies = self._copies = self._put_on_devices(arrays)
         return copies
 
     def _discard_copies(self) -> None:
@@ -354,7 +349,7 @@ class DistributedValues(NotCopied):
         if own_device not in self._devices:
             raise ValueError(
                 f"Device {own_device!r} is not one of the value's devices: "
-                f"{listed(device.name for device in self._devices)}"
+                f"{names_of(self._devices)}"
             )
         return self._as_result(self._devices.index(own_device))
 
@@ -508,13 +503,12 @@ def _devices(
     else:
         own_devices = default_mesh().devices
     if len(set(own_devices)) != len(own_devices):
-        twice = listed(device.name for device in repeated(own_devices))
-        raise ValueError(f"Duplicate devices: {twice}; name each once")
+        twice = repeated(own_devices)
+        raise ValueError(f"Duplicate devices: {names_of(twice)}; name each once")
     mesh_states = {device.mesh_state for device in (*own_devices, *(mesh or ()))}
     if len(mesh_states) > 1:
         raise DeviceMismatchError(
-            f"devices {listed(device.name for device in own_devices)} do not all belong to one "
-            f"mesh; mesh={brief(mesh)}"
+            f"devices {names_of(own_devices)} do not all belong to one mesh; mesh={brief(mesh)}"
         )
     return own_devices
 
@@ -536,6 +530,8 @@ def _put_all(
 def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
     """Returns the ``values`` of each value; arrays of a device are converted together.
 
+    Call it in a ``StreamScope``.
+
     Args:
         values: results of one call in new memory, all on the same devices.
     """
@@ -545,14 +541,18 @@ def arrays_of(values: Sequence[DistributedValues]) -> Sequence[Sequence[Any]]:
     if is_turned or several or [1 for own in parts for part in own if type(part) is not Buffer]:
         return [value.values for value in values]
     kind = values[0]._kind
-    with StreamScope():
-        columns = [from_buffers(of_device, kind) for of_device in zip(*parts, strict=True)]
+    columns = [from_buffers(of_device, kind) for of_device in zip(*parts, strict=True)]
     return list(zip(*columns, strict=True))
 
 
 def buffer_of(part: Part) -> Buffer:
     """Returns a Buffer itself, or the rows of IndexedSlices of a Buffer."""
     return part if isinstance(part, Buffer) else part.values
+
+
+def with_buffer(part: Part, buffer: Buffer) -> Part:
+    """Returns a Buffer that takes the place of another, or of the rows of IndexedSlices."""
+    return buffer if isinstance(part, Buffer) else part._with_values(buffer)
 
 
 def part_on(device: Device, value: Any, *, dtype: DType | None = None) -> Part:

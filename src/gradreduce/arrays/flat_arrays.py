@@ -16,6 +16,7 @@ from .convert import (
     as_view_kind,
     check_tensor,
     from_buffer,
+    from_buffers,
     hand_over,
     is_module,
     shape_and_dtype,
@@ -189,19 +190,18 @@ class _AttachedGradients:
 
     def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
         """Replaces gradients by their views, on PyTorch's current stream; see ``Attached``."""
-        with StreamScope():
-            for tensor, parameter, grad in replaced:
-                buffer = Buffer(block, *self._spans[tensor][1:])
-                view = from_buffer(buffer, "torch")
-                if grad is None:
-                    view.zero_()
-                    if not parameter.requires_grad:
-                        continue  # frozen: with a .grad its optimizer would change it
-                else:
-                    view.copy_(grad.detach())
-                parameter.grad = view
-        if replaced and block.device.mesh_state.has_streams:
-            wait_for_current_stream([buffer], "torch")
+        buffers = [Buffer(block, *self._spans[tensor][1:]) for tensor, _, _ in replaced]
+        views = from_buffers(buffers, "torch")
+        for view, (_, parameter, grad) in zip(views, replaced, strict=True):
+            if grad is None:
+                view.zero_()
+                if not parameter.requires_grad:
+                    continue  # frozen: with a .grad its optimizer would change it
+            else:
+                view.copy_(grad.detach())
+            parameter.grad = view
+        if block.device.mesh_state.has_streams:
+            wait_for_current_stream(buffers[:1], "torch")
 
 
 def attach_again(blocks: Iterable[Block], *, keeps_none: bool = False) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import DeviceMismatchError
 
-from .caller_streams import StreamScope
 from .convert import (
     axis_order,
     from_buffer,
@@ -130,19 +129,18 @@ def release_outputs(outs: Iterable[Out]) -> None:
     """Makes the current streams of the arrays' libraries wait for the queued work.
 
     For host arrays the host waits, and copies now if commands are deferred. Buffers need no wait.
-    Call it once, when all work is launched.
+    Call it once in a ``StreamScope``, when all work is launched.
     """
     outs = [out for out in outs if out.kind != "buffer"]
-    with StreamScope():
-        for kind in dict.fromkeys([out.kind for out in outs]):
-            hand_over([out.buffer for out in outs if out.kind == kind and out.copied is None], kind)
-        for out in outs:
-            if out.copied is None:
-                continue
-            if isinstance(out.copied, np.ndarray):
-                np.copyto(out.copied, out.buffer.device.release(out.buffer))
-            else:  # on its library's current stream
-                out.copied[...] = from_buffer(out.buffer, out.kind)
+    for kind in dict.fromkeys([out.kind for out in outs]):
+        hand_over([out.buffer for out in outs if out.kind == kind and out.copied is None], kind)
+    for out in outs:
+        if out.copied is None:
+            continue
+        if isinstance(out.copied, np.ndarray):
+            np.copyto(out.copied, out.buffer.device.release(out.buffer))
+        else:  # on its library's current stream
+            out.copied[...] = from_buffer(out.buffer, out.kind)
     count_writes(tensors_of(outs))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, DType, flat_layout
+from gradreduce.device import Buffer, Device, DType, flat_layout, group_by
 
 from .convert import to_buffer
 
@@ -58,11 +58,12 @@ class HostStaging(threading.local):
         """Returns the destination of each small array, and the memory for each device and dtype."""
         places: list[_Staged | None] = [None] * len(self._wanted)
         flat_buffers = []
-        groups: dict[tuple[Device, DType], list[int]] = {}
-        for index, (device, dtype, shape) in enumerate(self._wanted):
-            if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
-                groups.setdefault((device, dtype), []).append(index)
-        for (device, dtype), indices in groups.items():
+        small = [
+            ((device, dtype), index)
+            for index, (device, dtype, shape) in enumerate(self._wanted)
+            if math.prod(shape) * dtype.itemsize <= SMALL_BYTES
+        ]
+        for (device, dtype), indices in group_by(small).items():
             shapes = [self._wanted[index][2] for index in indices]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
             host, flat = np.zeros(layout.size, dtype), device.empty((layout.size,), dtype)

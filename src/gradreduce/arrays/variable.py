@@ -26,9 +26,10 @@ from gradreduce.device import (
     as_dtype,
     as_flag,
     copy_to,
+    names_of,
     overlap,
 )
-from gradreduce.errors import NotCopied, about, brief, listed
+from gradreduce.errors import NotCopied, about, brief
 
 from .array_methods import Traceable, holds_traceable
 from .caller_streams import StreamScope, release_inputs
@@ -180,7 +181,6 @@ class Variable(NotCopied, Traceable):
         """
         return self._current().numpy(deadline=deadline)
 
-    @StreamScope()
     def array(self, output_type: OutputType | None = None) -> Any:
         """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
@@ -234,12 +234,11 @@ class Variable(NotCopied, Traceable):
         reader = current_reader()
         if reader is not None:
             return reader.read(self, current, output_type)
-        with StreamScope():
-            return from_buffer(copy_to(current.device, current), kind)
+        return from_buffer(copy_to(current.device, current), kind)
 
     def _make_like(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
-        with StreamScope(), on_gpu_of(current.device):
+        with on_gpu_of(current.device):
             return make_like(function, args, kwargs, from_buffer(current, "native"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -313,8 +312,9 @@ class Variable(NotCopied, Traceable):
         return add
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
-        return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+        return (
+            f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names_of(self.devices)}>"
+        )
 
     if not TYPE_CHECKING:  # a type checker would accept every attribute
 

@@ -80,8 +80,7 @@ class TermAccumulator:
             self._add_held()
         device_sum, self._device_sum = self._device_sum, None
         assert device_sum is not None
-        with StreamScope():
-            return from_buffer(device_sum.result(), self._kind)
+        return from_buffer(device_sum.result(), self._kind)
 
     def _to_term(self, rows: IndexedSlices) -> Any:
         """Returns sparse rows as the term to add, dense if needed; ACCUMULATE_N becomes TREE."""

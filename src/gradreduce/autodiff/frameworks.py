@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 from gradreduce.arrays.array_methods import traceable
-from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
@@ -140,7 +139,7 @@ class JaxLoss:
                 "which would cache its value: read it outside and pass it as an argument"
             )
         if copy not in self._arrays:
-            with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
+            with sys.modules["jax"].ensure_compile_time_eval():
                 self._arrays[copy] = from_buffer(copy, "jax")
         if not is_wanted:
             return self._arrays[copy]

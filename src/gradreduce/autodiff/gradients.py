@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, is_array
 from gradreduce.arrays.convert_gpu import Kind, on_gpu_of, wait_for_current_stream
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -206,8 +205,7 @@ class _Reading:
     def _read_tensor(self, variable: Variable, copy: Buffer) -> Any:
         """Returns a tensor that shares the variable's memory and requires a gradient."""
         if copy not in self._tensors:
-            with StreamScope():
-                tensor = from_buffer(copy, "torch")
+            tensor = from_buffer(copy, "torch")
             if self._is_wanted(variable):
                 self._terms_of(variable)
                 tensor = tensor.detach().requires_grad_()
@@ -242,8 +240,7 @@ def _wait_for_current_streams(copies: Iterable[Buffer], kind: Kind) -> None:
 
 def _plain(copy: Buffer) -> Any:
     """Returns a read-only array that shares the memory of a copy of a Variable."""
-    with StreamScope():
-        array = from_buffer(copy, "native")
+    array = from_buffer(copy, "native")
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False

@@ -16,7 +16,7 @@ from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import CUDA, MOST
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import DType, as_dtype
+from gradreduce.device import DType, as_dtype, group_by
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -189,9 +189,7 @@ def _comparison(totals: Mapping[str, Mapping[str, Any]]) -> Any:
 
 def _place(devices: Mapping[int, Sequence[int]], several: bool) -> str:
     """Formats devices that send as many bytes, by process."""
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, numbers in devices.items():
-        ranks.setdefault(tuple(numbers), []).append(rank)
+    ranks = group_by([(tuple(numbers), rank) for rank, numbers in devices.items()])
     places = [
         f"device {tensor_ranges(numbers, ())}"
         f"{f' of process {tensor_ranges(of_numbers, ())}' if several else ''}"

@@ -9,7 +9,15 @@ from typing import IO, Any
 
 import click
 
-from gradreduce.device import QUEUES, TraceEvent, event_of, replace_file, trace_path, trace_text
+from gradreduce.device import (
+    QUEUES,
+    TraceEvent,
+    event_of,
+    group_by,
+    replace_file,
+    trace_path,
+    trace_text,
+)
 from gradreduce.errors import brief, counted
 
 from .options import json_option, one_line, plot_option, printable, table, write
@@ -123,9 +131,9 @@ def _of_trace(content: dict[str, Any]) -> list[TraceEvent]:
 
 def _summary(events: Sequence[TraceEvent]) -> list[tuple[object, ...]]:
     """Counts the operations of each device, queue and name."""
-    details_of: dict[tuple[int, int, str], list[Any]] = {}
-    for each in events:
-        details_of.setdefault((each["pid"], each["tid"], each["name"]), []).append(each["args"])
+    details_of = group_by(
+        [((each["pid"], each["tid"], each["name"]), each["args"]) for each in events]
+    )
     return [
         (
             device,

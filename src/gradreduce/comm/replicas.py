@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Queue
-from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
+from gradreduce.device import Buffer, Device, Queue, names_of
+from gradreduce.errors import CollectiveError, InvalidArgumentError
 
 from .description import Description
 from .exchange import describe_stop, exchange, seconds_of
@@ -53,7 +53,7 @@ class Replicas:
             return (len(devices),)  # they may be a part of its devices
         if len(devices) != group.counts[group.rank]:
             raise ValueError(
-                f"a value on {listed(device.name for device in devices)} cannot be summed "
+                f"a value on {names_of(devices)} cannot be summed "
                 f"across processes: pass one replica for each of the {group.counts[group.rank]} "
                 "devices of this process's mesh"
             )

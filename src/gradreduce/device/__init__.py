@@ -9,9 +9,17 @@ from .deadlines import deadline_scope
 from .device import Device
 from .failure.forks import ModuleLock
 from .failure.interrupts import DeferInterrupts
-from .failure.pending_calls import Label, PackInfo, PendingCall, WaitPolicy, as_deadline
+from .failure.pending_calls import (
+    Label,
+    PackInfo,
+    PendingCall,
+    WaitPolicy,
+    as_deadline,
+    names_of,
+)
 from .failure.process_end import check_running, inside_library
 from .failure.waiting import Done, Waiters, call_under_lock, run_in_thread
+from .grouping import group_by
 from .log.op_log import (
     QUEUES,
     FlightEntry,

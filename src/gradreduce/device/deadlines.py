@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 from .device import Device
 from .failure.pending_calls import PendingCall
-from .mesh_state import MeshState
+from .grouping import group_by
 
 
 def deadline_scope(
@@ -25,11 +25,8 @@ def deadline_scope(
 
 @contextmanager
 def _deadline_scope(call: str, deadline: float, devices: Iterable[Device]) -> Iterator[None]:
-    meshes: dict[MeshState, list[Device]] = {}
-    for device in devices:
-        meshes.setdefault(device.mesh_state, []).append(device)
     with ExitStack() as stack:
-        for mesh_state, of_mesh in meshes.items():
+        for mesh_state, of_mesh in group_by([(each.mesh_state, each) for each in devices]).items():
             pending_call = PendingCall(call, deadline, of_mesh, mesh_state.generation)
             stack.enter_context(mesh_state.enforce_deadline(pending_call))
         yield

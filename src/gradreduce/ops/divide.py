@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Arrays, Buffer, Device, Kernel, Row
+from gradreduce.device import Arrays, Buffer, Device, Kernel, group_by
 
 from .templates import MEAN
 
@@ -50,8 +50,7 @@ def divide(
 
     The operands are not validated.
     """
-    launches: dict[tuple[str, str], list[Row]] = {}
-    for out, term in zip(outs, inputs, strict=True):
-        launches.setdefault((out.dtype.name, term.dtype.name), []).append((out, term))
-    for template, rows in launches.items():
+    pairs = list(zip(outs, inputs, strict=True))
+    keys = [(out.dtype.name, term.dtype.name) for out, term in pairs]
+    for template, rows in group_by(zip(keys, pairs, strict=True)).items():
         (device or outs[0].device).launch(DIVIDE, template, rows, (float(divisor),))

@@ -14,6 +14,7 @@ from gradreduce.device import (
     Kernel,
     accumulate_dtype,
     as_elements,
+    group_by,
 )
 
 from .segments import Segments, upload_together
@@ -149,9 +150,8 @@ def segment_sum_command(
     if not keys:
         return lambda: None
     home = device or outs[0].device
-    launches: dict[_LaunchKey, list[list[Buffer]]] = {}
-    for key, row, uploaded in zip(keys, operands, upload_together(plans, home), strict=True):
-        launches.setdefault(key, []).append([*row, *uploaded])
+    made = zip(keys, operands, upload_together(plans, home), strict=True)
+    launches = group_by([(key, [*row, *uploaded]) for key, row, uploaded in made])
 
     def launch() -> None:
         for (to, of, *scalars), rows in launches.items():

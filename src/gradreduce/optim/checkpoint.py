@@ -32,7 +32,7 @@ from gradreduce.checkpoint import (
     validate_state,
 )
 from gradreduce.comm.description import digest_of
-from gradreduce.device import Buffer, DeferInterrupts, accumulate_dtype, as_deadline
+from gradreduce.device import Buffer, accumulate_dtype, as_deadline, group_by
 from gradreduce.errors import NotCopied, brief, listed, log_warning
 
 from .hyperparameters import History, Number, as_number, no_attribute, text_of, value_of
@@ -129,10 +129,10 @@ def _alike(owners: Mapping[str, Variable]) -> list[list[str]]:
 
     Slots of float16 and bfloat16 are saved as float32, so they fit each other.
     """
-    groups: dict[Any, list[str]] = {}
-    for name in checkpoint.select_numbered(owners):
-        var = owners[name]
-        groups.setdefault((var.shape, accumulate_dtype(var.dtype)), []).append(name)
+    numbered = {name: owners[name] for name in checkpoint.select_numbered(owners)}
+    groups = group_by(
+        [((var.shape, accumulate_dtype(var.dtype)), name) for name, var in numbered.items()]
+    )
     return [names for names in groups.values() if len(names) > 1]
 
 
@@ -383,9 +383,7 @@ class OptimizerState(NotCopied):
         table = self._state_table(owners)
         values = validate_state("state", state, table)
         check_fingerprints("state['fingerprints']", values["fingerprints"], owners)
-        load = table.ready(values)
-        with DeferInterrupts():
-            load()
+        table.ready(values)()
 
     def _state_table(self, owners: Mapping[str, Variable]) -> StateTable:
         """Returns the table of the state.

@@ -15,12 +15,13 @@ from gradreduce.arrays.distributed import (
     ReduceOp,
     buffer_of,
     part_on,
+    with_buffer,
 )
 from gradreduce.arrays.indexed_slices import IndexedSlices, check_indices, to_dense_n
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.comm.process_group import group_of
-from gradreduce.device import Device, copy_to
+from gradreduce.device import Device, copy_to, names_of
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -181,8 +182,7 @@ def _of_replicas(grad: GradientValue, var: Variable) -> GradientValue:
 
 
 def _copy_to_device(grad: Part, device: Device) -> Part:
-    copy = copy_to(device, buffer_of(grad))
-    return grad._with_values(copy) if isinstance(grad, IndexedSlices) else copy
+    return with_buffer(grad, copy_to(device, buffer_of(grad)))
 
 
 def _parts(grad: GradientValue) -> Sequence[Part]:
@@ -195,7 +195,7 @@ def _to_gradient_value(grad: Any, var: Variable) -> GradientValue:
         grad._discard_copies()
         if set(grad.devices) != set(var.devices):
             raise ValueError(
-                f"the gradient of {var!r} is on {listed(device.name for device in grad.devices)}; "
+                f"the gradient of {var!r} is on {names_of(grad.devices)}; "
                 "it must be on the variable's devices"
             )
         placed: GradientValue = grad

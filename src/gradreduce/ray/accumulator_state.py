@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType, SparseMean
-from gradreduce.checkpoint import plain
+from gradreduce.checkpoint import load_all, plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
 
@@ -170,8 +171,7 @@ class AccumulatorSetState(ShardState):
             _ready(each.accumulator_ref, command.states[index], f"state['accumulators'][{index}]")
             for index, each in zip(self._indices, self._accumulators, strict=True)
         ]
-        for load in loads:
-            load()
+        load_all(loads)
 
     # -- reads ------------------------------------------------------------------------------------
 
@@ -236,12 +236,7 @@ def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None
     """
     kind = plain(f"{where}['kind']", saved["kind"])
     load_native = ready_state(state, {**saved, "kind": kind and "native"}, where)
-
-    def load() -> None:
-        load_native()
-        state.kind = kind or "native"
-
-    return load
+    return partial(load_all, [load_native, partial(setattr, state, "kind", kind or "native")])
 
 
 def _arrays_of(gradient: Any) -> list[np.ndarray]:

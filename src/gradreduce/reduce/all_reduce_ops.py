@@ -160,7 +160,6 @@ class AllReduceCrossDeviceOps(NestedCalls):
         weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def all_reduce(
         self,
         grads: Sequence[Any],

@@ -62,7 +62,6 @@ class NestedCalls(CrossDeviceOps):
         weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def reduce_scatter(
         self,
         grads: Sequence[Any],
@@ -126,7 +125,6 @@ class NestedCalls(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any: ...
-    @StreamScope()
     def all_gather(
         self,
         grads: Sequence[Any],
@@ -165,6 +163,7 @@ class NestedCalls(CrossDeviceOps):
         run = partial(all_gather, self.settings)
         return self._run_nested("all_gather", ReduceOp.SUM, grads, output_type, out, deadline, run)
 
+    @StreamScope()
     def _run_nested(  # noqa: PLR0913  # what the calls differ in
         self,
         name: str,

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradreduce.device import ALIGNMENT, DType, FlatLayout, accumulate_dtype, flat_layout
+from gradreduce.device import ALIGNMENT, DType, FlatLayout, accumulate_dtype, flat_layout, group_by
 
 # Packs that are moved are added to a stage until it has at least this many bytes of one replica. A
 # stage costs the host two launches and a few waits on each device: about 100 us for eight GPUs, at
@@ -175,11 +175,8 @@ def plan_packing(  # noqa: PLR0913  # all of it determines the layout
     Returns:
         The plans; every tensor of the batch is in exactly one.
     """
-    by_dtype: dict[tuple[DType, DType], list[int]] = {}
-    for tensor, pair in enumerate(dtypes):
-        by_dtype.setdefault(pair, []).append(tensor)
     plans = []
-    for pair, tensors in by_dtype.items():
+    for pair, tensors in group_by([(pair, tensor) for tensor, pair in enumerate(dtypes)]).items():
         groups = [tensors]
         if num_packs == 0:
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)

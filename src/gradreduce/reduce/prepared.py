@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from gradreduce.arrays.caller_streams import StreamScope, keep_alive_longer
+from gradreduce.arrays.caller_streams import keep_alive_longer
 from gradreduce.arrays.convert_gpu import OWNED_BY_CALLER, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.flat_arrays import attach_again
@@ -26,8 +26,9 @@ from gradreduce.device import (
     as_deadline,
     check_peers,
     deadline_scope,
+    names_of,
 )
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import NotCopied
 
 from .arguments import Request, check_one_mesh
 from .checked_call import CheckedCall
@@ -168,13 +169,11 @@ class PreparedStep(NotCopied):
         for boundary in boundaries if call.outs else boundaries[1:]:
             boundary.leave()
         self.results: list[Mirrored] = call.results(reduced)
-        with StreamScope():
-            for result in self.results if not call.outs else ():
-                result._keep_arrays()
+        for result in self.results if not call.outs else ():
+            result._keep_arrays()
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self._devices)
-        return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
+        return f"<{type(self).__name__} of {len(self._held)} values on {names_of(self._devices)}>"
 
     def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
         """Reduces again; waits for the devices only if results are in host memory.

@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert_gpu import Kind
-from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.distributed import Part, buffer_of, with_buffer
 from gradreduce.arrays.indexed_slices import (
     IndexedSlices,
     check_indices,
@@ -77,12 +77,7 @@ def rehearse_parts(
 
 def dry_run_parts(dry_run: DryRunMesh, parts: Sequence[Part]) -> list[Part]:
     """Makes copies of parts on dry-run devices."""
-    return [
-        dry_run.buffer(part)
-        if isinstance(part, Buffer)
-        else part._with_values(dry_run.buffer(part.values))
-        for part in parts
-    ]
+    return [with_buffer(part, dry_run.buffer(buffer_of(part))) for part in parts]
 
 
 def concatenate(terms: Sequence[IndexedSlices], kind: Kind) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from gradreduce.arrays.convert import Form, in_order, to_buffer
 from gradreduce.arrays.convert_gpu import wait_for_inputs
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.device import Buffer, Device, Mesh, group_by
 from gradreduce.errors import about, brief
 
 from .data_parallel import as_modules, check_alike
@@ -161,11 +161,13 @@ def check_separate(variables: Sequence[ParameterVariable]) -> None:
 
 def places_of(module: Any) -> dict[int, list[tuple[Any, str]]]:
     """Returns the modules that have each parameter, and its names there, by id."""
-    places: dict[int, list[tuple[Any, str]]] = {}
-    for owner in module.modules():
-        for leaf, parameter in owner._parameters.items():
-            places.setdefault(id(parameter), []).append((owner, leaf))
-    return places
+    return group_by(
+        [
+            (id(parameter), (owner, leaf))
+            for owner in module.modules()
+            for leaf, parameter in owner._parameters.items()
+        ]
+    )
 
 
 def _layout(parameter: Any) -> tuple[Any, ...]:

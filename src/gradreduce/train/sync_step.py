@@ -30,6 +30,7 @@ from gradreduce.checkpoint import (
     constant,
     downloader,
     integer,
+    load_all,
     validate_state,
     values_of,
 )
@@ -44,6 +45,7 @@ from gradreduce.device import (
     as_flag,
     by_physical,
     deadline_scope,
+    names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed, repeated
 from gradreduce.optim import Optimizer
@@ -197,10 +199,10 @@ class SyncStep(NotCopied):
                 variable.assign(copied.primary)
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
         return (
-            f"<SyncStep of {len(self.variables)} variables on {names}, global_step "
-            f"{self.accumulators[0].accumulator_ref.step}, num_required {self.num_required}>"
+            f"<SyncStep of {len(self.variables)} variables on {names_of(self.devices)}, "
+            f"global_step {self.accumulators[0].accumulator_ref.step}, "
+            f"num_required {self.num_required}>"
         )
 
     @property
@@ -386,9 +388,7 @@ class SyncStep(NotCopied):
         ]
         continues = any(each["num_accumulated"] for each in saved.values())
         loads.append(self._scaling.ready_state(loaded, continues=continues))
-        with DeferInterrupts():
-            for load in loads:
-                load()
+        load_all(loads)
 
     def _table(self) -> StateTable:
         """Returns the table of the state."""

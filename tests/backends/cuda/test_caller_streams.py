@@ -135,6 +135,25 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
     assert same(out.numpy(), data(SHAPE) * 2)
 
 
+def test_the_waits_of_a_call_that_was_left_open_do_not_count(mesh, here):
+    """Ctrl-C may prevent that a call closes its scope. The next call may open none."""
+    device = mesh.devices[0]
+    variable = gr.Variable(data(SHAPE), device=device)
+
+    def read_new_value():
+        device.fill_zero(variable.buffers[0])
+        variable.array()
+
+    expected = records(here, read_new_value)
+
+    def left_open():
+        StreamScope().__enter__()
+        variable.array()
+
+    left_open()
+    assert records(here, read_new_value) == expected
+
+
 @pytest.fixture
 def unsynchronized(monkeypatch):
     """Inside, calls cannot make a caller's stream wait."""

@@ -14,10 +14,18 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.backends.device_names import DeviceLike, as_devices
-from gradreduce.checkpoint import downloader, values_of
+from gradreduce.checkpoint import downloader, load_all, values_of
 from gradreduce.comm.process_group import check_one_process
-from gradreduce.device import Buffer, DeferInterrupts, Device, DType, Mesh, as_deadline
-from gradreduce.errors import CollectiveError, NotCopied, listed
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    DType,
+    Mesh,
+    as_deadline,
+    names_of,
+)
+from gradreduce.errors import CollectiveError, NotCopied
 from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
@@ -150,7 +158,7 @@ class CenterState(Center):
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
-        with DeferInterrupts(), self.lock:
+        with self.lock:
             self.check_usable()
             plan, sums, slots = variables.last_push or (None, None, None)
             variables.last_push = None
@@ -183,7 +191,7 @@ class CenterState(Center):
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
     ) -> None:
         """See ``Center``."""
-        with DeferInterrupts(), self.lock:
+        with self.lock:
             self.check_usable()
             for local, center in variables.centers.items():
                 local.assign(center)
@@ -265,8 +273,7 @@ class AGNCenter(NotCopied):
         self._shared: Center = self._state
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
-        return f"<AGNCenter of {len(self._state.variables)} variables on {names}>"
+        return f"<AGNCenter of {len(self._state.variables)} variables on {names_of(self.devices)}>"
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -387,8 +394,7 @@ class AGNCenter(NotCopied):
                 ``AGNOptimizer``, or an array has another shape or dtype.
         """
         center = self._state
-        with DeferInterrupts(), center.lock:
+        with center.lock:
             load = ready_center(center.variables, center.slots, state)
-            center.fault = "a load_state_dict failed part-way"
-            load()
-            center.fault = None
+            begin = partial(setattr, center, "fault", "a load_state_dict failed part-way")
+            load_all([begin, load, partial(setattr, center, "fault", None)])

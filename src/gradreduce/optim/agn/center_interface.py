@@ -112,10 +112,10 @@ class Center(ABC):
 
     @abstractmethod
     def push_scope(self) -> AbstractContextManager[None]:
-        """Returns a context manager for a local step and the push that belongs to it.
+        """Returns a context manager in which a worker launches local steps, pushes and pulls.
 
-        It defers Ctrl-C, so that both are made or neither. A push that waits for another process
-        can be interrupted.
+        It defers Ctrl-C, so that a step and the push that belongs to it are both made or neither. A
+        push that waits for another process can be interrupted.
         """
 
     @abstractmethod

@@ -27,7 +27,6 @@ from gradreduce.checkpoint import (
     validate_state,
     values_of,
 )
-from gradreduce.device import DeferInterrupts
 from gradreduce.errors import listed
 from gradreduce.optim.checkpoint import slots_table
 from gradreduce.optim.slots import Slots
@@ -110,9 +109,7 @@ def load_worker(worker: Worker, state: Any) -> None:
         )
     if values["is_due"] and not values["sums"]:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
-    load = table.ready(values)
-    with DeferInterrupts():
-        load()
+    table.ready(values)()
 
 
 def _ready_sum(var: Variable, where: str, saved: Any) -> Callable[[], Sum]:

@@ -1,4 +1,4 @@
-"""Local steps of a worker: update variables, and add gradients to the period's sums.
+"""Local steps of a worker: add gradients to the period's sums, and update variables.
 
 With a compiled rule, one launch does both for dense gradients. For sparse gradients and Python
 rules, the update is that of ``Optimizer``, and separate launches add the gradients.
@@ -6,9 +6,9 @@ rules, the update is that of ``Optimizer``, and separate launches add the gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SPARSE
@@ -25,100 +25,103 @@ from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum
 
 
-def plan_fused_step(
-    optimizer: Optimizer, plan: Plan, gradients: Sequence[Part], scalars: Scalars, sums: Sums
-) -> tuple[Launches, Sums]:
-    """Plans one launch for each physical device and dtype; returns it and the sums after it.
+class LocalStep:
+    """A local step of a worker, with all memory allocated; ``launches`` run it.
 
-    Args:
-        optimizer: has a compiled rule.
-        plan: the plan of the variables and their sums.
-        gradients: the dense gradient of each copy of each variable.
-        scalars: the scalars of the rule.
-        sums: the sums of the period so far. Either all variables of the plan have a sum, which is
-            in the plan's memory, or none has.
-    """
-    first = plan.variables[0] not in sums
-    if first:  # the launch writes gradients to the sums and does not add
-        sums = {**sums, **plan.totals} if sums else plan.totals
-    jobs = plan.jobs(gradients)
-    scalars = (int(first), *scalars)
-    return [launch for job in jobs for launch in optimizer._ready(job, scalars, "local")], sums
-
-
-def local_step(
-    optimizer: Optimizer,
-    variables: Sequence[Variable],
-    parts: Sequence[Part],
-    scalars: Scalars,
-    sums: Sums,
-    last: Plan | None,
-) -> tuple[Launches, Sums, Plan | None]:
-    """Plans a step with gradients of any kind.
-
-    Returns its launches, the sums after it, and the plan of the variables with dense gradients.
-    The plan is None if there are none, or for a Python rule.
+    Its stages are accumulate and update. For dense gradients and a compiled rule, one launch for
+    each physical device and dtype does both; otherwise the update is launched first.
 
     Args:
         optimizer: has the rule and slots of the variables.
-        variables: each once.
-        parts: for each copy of each variable, a colocated gradient.
         scalars: the scalars of the rule.
         sums: the sums of the period so far.
-        last: the plan of the last step, which is used again if it is valid for this step.
+
+    Attributes:
+        launches: called in this order.
+        sums: the sums after the step.
+        plan: the plan of the variables with dense gradients; None if there are none, or for a
+            Python rule.
     """
-    left = iter(parts)
-    dense: dict[Variable, Colocated] = {}
-    apart: dict[Variable, Colocated] = {}
-    for var in variables:
-        colocated = tuple(islice(left, len(var.devices)))
-        is_fused = optimizer._rule is not None and isinstance(colocated[0], Buffer)
-        (dense if is_fused else apart)[var] = colocated
-    launches: Launches = []
-    plan = last if dense else None
-    if dense and not (last and last.is_valid_for(list(dense), optimizer._slots, optimizer._rule)):
-        first = not any(var in sums for var in dense)
-        memory = {var: dense_sum(var, sums.get(var), fill=not first) for var in dense}
-        plan = Plan(list(memory), optimizer._slots, optimizer._rule, memory)
-        sums = sums if first else {**sums, **memory}
-    if plan is not None:
-        gradients = [part for colocated in dense.values() for part in colocated]
-        launches, sums = plan_fused_step(optimizer, plan, gradients, scalars, sums)
-    if apart:
-        jobs = Plan(list(apart), optimizer._slots, optimizer._rule).jobs(
-            [part for colocated in apart.values() for part in colocated]
-        )
-        additions, added = _additions(apart, sums)
-        updates = [launch for job in jobs for launch in optimizer._ready(job, scalars)]
-        launches, sums = [*launches, *updates, *additions], {**sums, **added}
-    return launches, sums, plan
 
+    def __init__(self, optimizer: Optimizer, scalars: Scalars, sums: Sums) -> None:
+        self._optimizer, self._scalars = optimizer, scalars
+        self.launches: list[Callable[[], None]] = []
+        self.sums = sums
+        self.plan: Plan | None = None
 
-def _additions(
-    gradients: Mapping[Variable, Colocated], sums: Sums
-) -> tuple[Launches, dict[Variable, Sum]]:
-    """Returns launches that add gradients to the sums of variables, and these sums."""
-    added: dict[Variable, Sum] = {}
-    sparse: list[Addition] = []
-    totals: list[Buffer] = []
-    terms: list[Buffer] = []
-    for var, colocated in gradients.items():
-        total, gradient = sums.get(var), colocated[0]
-        if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
-            rows, segments = gradient.values, ops.plan_segments(gradient.indices)
-            addend = Addend(0, rows, var.shape, segments)
-            sparse.append(Addition(var, 0, var.devices[0], total, [addend]))
-        else:
-            added[var] = memory = dense_sum(var, total)
-            totals += memory
-            terms += map(buffer_of, make_dense([colocated], [var])[0])
-    launches = []
-    for indices in by_physical([total.device for total in totals]).values():
-        rows = [[totals[index], terms[index]] for index in indices]
-        launches.append(partial(ops.add_to_rows, rows, rows[0][0].device))
-    out_of_place, in_place = launches_of(SPARSE, sparse)
-    added |= {each.owner: each.total for each in sparse}
-    return [*launches, *out_of_place, *in_place], added
+    def add(
+        self, variables: Sequence[Variable], parts: Sequence[Part], last: Plan | None = None
+    ) -> None:
+        """Prepares both stages for gradients of any kind.
+
+        Args:
+            variables: each once.
+            parts: for each copy of each variable, a colocated gradient.
+            last: the plan of the last step, which is used again if it is valid for this step.
+        """
+        optimizer, left = self._optimizer, iter(parts)
+        dense: dict[Variable, Colocated] = {}
+        apart: dict[Variable, Colocated] = {}
+        for var in variables:
+            colocated = tuple(islice(left, len(var.devices)))
+            is_fused = optimizer._rule is not None and isinstance(colocated[0], Buffer)
+            (dense if is_fused else apart)[var] = colocated
+        if dense:
+            if last is None or not last.is_valid_for([*dense], optimizer._slots, optimizer._rule):
+                last = self._plan(list(dense))
+            self.accumulate_and_update(last, list(chain(*dense.values())))
+        if apart:
+            update = Plan(list(apart), optimizer._slots, optimizer._rule)
+            jobs = update.jobs(list(chain(*apart.values())))
+            additions = self._accumulate(apart)
+            updates = [each for job in jobs for each in optimizer._ready(job, self._scalars)]
+            self.launches += [*updates, *additions]
+
+    def _plan(self, variables: Sequence[Variable]) -> Plan:
+        """Plans steps with dense gradients. If a variable has a sum, all get one, as arrays."""
+        first = not any(var in self.sums for var in variables)
+        memory = {var: dense_sum(var, self.sums.get(var), fill=not first) for var in variables}
+        if not first:
+            self.sums = {**self.sums, **memory}
+        return Plan(variables, self._optimizer._slots, self._optimizer._rule, memory)
+
+    def accumulate_and_update(self, plan: Plan, gradients: Sequence[Part]) -> None:
+        """Prepares one launch for each physical device and dtype, by a compiled rule.
+
+        Args:
+            plan: the plan of the variables and their sums. Either all of the variables have a sum,
+                which is in the plan's memory, or none has.
+            gradients: the dense gradient of each copy of each variable.
+        """
+        self.plan, first = plan, plan.variables[0] not in self.sums
+        if first:  # the launch writes gradients to the sums and does not add
+            self.sums = {**self.sums, **plan.totals} if self.sums else plan.totals
+        scalars = (int(first), *self._scalars)
+        for job in plan.jobs(gradients):
+            self.launches += self._optimizer._ready(job, scalars, "local")
+
+    def _accumulate(self, gradients: Mapping[Variable, Colocated]) -> Launches:
+        """Returns launches that add gradients to the sums."""
+        added: dict[Variable, Sum] = {}
+        sparse: list[Addition] = []
+        rows: list[list[Buffer]] = []  # a sum, and what is added to it
+        for var, colocated in gradients.items():
+            total, gradient = self.sums.get(var), colocated[0]
+            if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
+                values, segments = gradient.values, ops.plan_segments(gradient.indices)
+                addend = Addend(0, values, var.shape, segments)
+                sparse.append(Addition(var, 0, var.devices[0], total, [addend]))
+            else:
+                added[var] = memory = dense_sum(var, total)
+                terms = map(buffer_of, make_dense([colocated], [var])[0])
+                rows += map(list, zip(memory, terms, strict=True))
+        launches = []
+        for indices in by_physical([total.device for total, _ in rows]).values():
+            on_gpu = [rows[index] for index in indices]
+            launches.append(partial(ops.add_to_rows, on_gpu, on_gpu[0][0].device))
+        out_of_place, in_place = launches_of(SPARSE, sparse)
+        self.sums = {**self.sums, **added, **{each.owner: each.total for each in sparse}}
+        return [*launches, *out_of_place, *in_place]
 
 
 def rehearse_push(
@@ -146,8 +149,10 @@ def rehearse_push(
             gradients = [some, rows, rows, *gradients, rows]
         sums: Sums = {}
         for parts in gradients:
-            launches, sums, *_ = local_step(dry, likes, parts, (), sums, None)
-            launch_all(launches if steps else ())
+            step = LocalStep(dry, (), sums)
+            step.add(likes, parts)
+            launch_all(step.launches if steps else ())
+            sums = step.sums
             rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
             pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
             PushPlan(pushed, dry, config, lambda error: None).ready(())(lambda: None)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.accumulator.state import launch_all
-from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.distributed import Part, buffer_of, with_buffer
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import (
     Buffer,
@@ -68,8 +68,15 @@ class PushedVariable(NamedTuple):
 class PushPlan:
     """A planned push of a worker, with all memory allocated; ``run`` launches it.
 
-    The lock of the center must be held from the creation of a plan, which reads the center, until
-    ``run`` has returned.
+    These are its stages, for the variables on each physical device of the center:
+
+    - reduce: adds rows with the same index, and copies sums that the device cannot access;
+    - scale: with a distance scaling, scales the sums;
+    - update: divides the sums by the period, updates the center, and writes the result to the
+      worker's variables. If that takes more than one launch, the means are computed first.
+
+    A new plan runs the first two, and prepares the update. The lock of the center must be held from
+    the creation of a plan, which reads the center, until ``run`` has returned.
 
     Args:
         pushed: the memory of each variable, at least one; the slots exist.
@@ -98,17 +105,24 @@ class PushPlan:
         self._mesh_state = pushed[0].written[0].device.mesh_state
         with self._mesh_state.label_scope(self._label):
             for indices in by_physical([each.written[0].device for each in pushed]).values():
-                self._plan([pushed[index] for index in indices])
+                group = [pushed[index] for index in indices]
+                device = group[0].written[0].device
+                sums = [_reduce(device, each) for each in group]
+                if config.gamma is not None:
+                    sums = _scale(device, group, sums, config.gamma)
+                self._plan_update(device, group, sums)
 
-    def _plan(self, group: Sequence[PushedVariable]) -> None:
-        """Plans the push of variables whose center copies are on one physical device."""
-        device, optimizer = group[0].written[0].device, self._optimizer
+    def _plan_update(
+        self, device: Device, group: Sequence[PushedVariable], sums: Sequence[Part]
+    ) -> None:
+        """Plans the update of variables whose center copies are on one physical device."""
+        optimizer = self._optimizer
         fused: list[tuple[ops.Update, Buffer]] = []  # what the fused launch writes, and the sum
         apart: list[tuple[Sequence[Buffer], Part]] = []  # what an update writes, and the mean
         means: list[tuple[Buffer, Buffer]] = []  # a mean, and the sum that it is computed from
-        for variable, (total, indices) in zip(group, self._accessible(device, group), strict=True):
+        for variable, total in zip(group, sums, strict=True):
             written, (first, *others) = variable.written, variable.pulled or [()]
-            if optimizer._rule is not None and indices is None:
+            if optimizer._rule is not None and isinstance(total, Buffer):
                 # The kernel writes the variable, and its master, to two places: the center and the
                 # worker. If nothing is pulled, both are the memory of the center.
                 destinations = first or written[: len(written) - len(optimizer._slots.names)]
@@ -120,10 +134,9 @@ class PushPlan:
                 staged = zip(first, targets, strict=False)
                 self._pulls += [(out, value) for out, value in staged if value is not out]
             else:
-                mean, shape = device.empty(total.shape, written[0].dtype), written[0].shape
-                part = mean if indices is None else IndexedSlices.of(mean, indices, shape)
-                means.append((mean, total))
-                apart.append((written, part))
+                mean = device.empty(buffer_of(total).shape, written[0].dtype)
+                means.append((mean, buffer_of(total)))
+                apart.append((written, with_buffer(total, mean)))
                 self._pulls += zip(first, written, strict=False)
             for row in others:
                 self._pulls += zip(row, first, strict=False)
@@ -133,36 +146,6 @@ class PushPlan:
             outs, totals = map(list, zip(*means, strict=True))
             ops.pack(outs, totals, divisor=self._config.period, device=device)
             self._jobs.append((UpdateJob(*zip(*apart, strict=True)), "plain"))
-
-    def _accessible(
-        self, device: Device, group: Sequence[PushedVariable]
-    ) -> list[tuple[Buffer, ops.Indices | None]]:
-        """Returns sums, in memory that a device can access, and indices of their rows.
-
-        With a distance scaling, the sums are scaled.
-        """
-        sums: list[tuple[Buffer, ops.Indices | None]] = []
-        scalings: list[tuple[Buffer, Buffer, Buffer, Buffer]] = []
-        gamma = self._config.gamma
-        for variable in group:
-            now, then, indices = variable.written[0], variable.last_pulled, None
-            if isinstance(variable.total, SparseSum):
-                merged = merge_rows(now.shape, variable.total)
-                pushed, indices = merged.values, merged.indices
-            else:
-                pushed = variable.total[0]
-            pushed = ensure_accessible(device, pushed)
-            if gamma is not None and then is not None:
-                if indices is not None:
-                    now, then = _take_rows(now, indices), _take_rows(then, indices)
-                scaled = device.empty(pushed.shape, pushed.dtype)
-                scalings.append((scaled, pushed, now, ensure_accessible(device, then)))
-                pushed = scaled
-            sums.append((pushed, indices))
-        if gamma is not None:
-            outs, *read = zip(*scalings, strict=True)
-            ops.distance_scale(outs, *read, gamma=gamma, device=device)
-        return sums
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
         """Calls ``ready``, and the function that it returns."""
@@ -206,6 +189,30 @@ def _is_in_reach(pushed: PushedVariable) -> bool:
         return False
     device = pushed.written[0].device
     return all(can_access(device, each) for each in (pushed.total[0], *pushed.pulled[0]))
+
+
+def _reduce(device: Device, variable: PushedVariable) -> Part:
+    """Returns the sum of a variable in memory that a device can access; rows are merged."""
+    total, shape = variable.total, variable.written[0].shape
+    part: Part = merge_rows(shape, total) if isinstance(total, SparseSum) else total[0]
+    return with_buffer(part, ensure_accessible(device, buffer_of(part)))
+
+
+def _scale(
+    device: Device, group: Sequence[PushedVariable], sums: Sequence[Part], gamma: float
+) -> list[Part]:
+    """Returns the sums of variables, scaled by the distance that the center has moved."""
+    scalings: list[tuple[Buffer, ...]] = []
+    for variable, part in zip(group, sums, strict=True):
+        now, then, total = variable.written[0], variable.last_pulled, buffer_of(part)
+        assert then is not None, "the worker keeps the values of its last pull"
+        if isinstance(part, IndexedSlices):
+            now, then = _take_rows(now, part.indices), _take_rows(then, part.indices)
+        scaled = device.empty(total.shape, total.dtype)
+        scalings.append((scaled, total, now, ensure_accessible(device, then)))
+    outs, *read = zip(*scalings, strict=True)
+    ops.distance_scale(outs, *read, gamma=gamma, device=device)
+    return list(map(with_buffer, sums, outs))
 
 
 def _take_rows(whole: Buffer, indices: ops.Indices) -> Buffer:

@@ -22,8 +22,9 @@ from gradreduce.device import (
     ModuleLock,
     accumulate_dtype,
     as_dtype,
+    names_of,
 )
-from gradreduce.errors import DeviceMismatchError, NotCopied, listed
+from gradreduce.errors import DeviceMismatchError, NotCopied
 
 from .center import AGNCenter
 from .center_interface import WorkerVariables
@@ -167,8 +168,8 @@ class AGNCustomGetter(NotCopied):
         self._made: dict[str, Variable] = {}
 
     def __repr__(self) -> str:
-        names = listed(device.name for device in self.devices)
-        return f"<AGNCustomGetter of {len(self._shared.centers)} variables on {names}>"
+        count = len(self._shared.centers)
+        return f"<AGNCustomGetter of {count} variables on {names_of(self.devices)}>"
 
     def __call__(
         self,

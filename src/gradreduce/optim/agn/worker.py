@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
@@ -20,9 +21,8 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
 
 from .center_interface import Center, WorkerVariables
-from .local_step import local_step, plan_fused_step, rehearse_push
+from .local_step import LocalStep, rehearse_push
 from .push import PushConfig
-from .sums import Sums
 
 
 class Worker:
@@ -86,7 +86,7 @@ class Worker:
                 gradients, variables, plan, others, rehearse=self._rehearse
             )
             if retry_push:
-                self._ready_push(inner._slots.powers, variables, global_step)()
+                self._submit(self._ready_push(inner._slots.powers, variables, global_step))
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
                 self._step(variables, devices, parts, plan, global_step)
         return retry_push or not self.variables.num_steps % self.config.period
@@ -105,33 +105,30 @@ class Worker:
         inner, shared = self.inner, self.variables
         # Called first, because a hyperparameter may be a callable that raises.
         scalars, powers = inner._next_update(inner._slots.powers)
-        ends_period = not (self.variables.num_steps + 1) % self.config.period
-        if ends_period:
-            push = self._ready_push(powers, variables, global_step)
-        label = (
-            plan.label
-            if plan
-            else PackInfo(range(len(variables)), names=[var.name for var in variables])
-        )
+        pushes = []
+        if not (shared.num_steps + 1) % self.config.period:
+            pushes = [self._ready_push(powers, variables, global_step)]
+        step = LocalStep(inner, scalars, shared.sums)
         if plan is not None and {*map(type, parts)} == {Buffer}:
-            launches, sums = plan_fused_step(inner, plan, parts, scalars, shared.sums)
+            label = plan.label
+            step.accumulate_and_update(plan, parts)
         else:
+            label = PackInfo(range(len(variables)), names=[var.name for var in variables])
             self.prepare(variables)
-            launches, sums, plan = local_step(
-                inner, variables, parts, scalars, shared.sums, self._local
-            )
+            step.add(variables, parts, self._local)
+        count = partial(self._count_step, step, bool(pushes))
+        self._submit(partial(inner._launch, step.launches, devices, label, powers, count), *pushes)
 
-        count = partial(self._count_step, sums, plan, ends_period)
+    def _submit(self, *calls: Callable[[], None]) -> None:
+        """Launches a step and its push, or one of them, or a pull; see ``Center.push_scope``."""
         with self._center.push_scope():
-            inner._launch(launches, devices, label, powers, count)
-            if ends_period:
-                push()
+            launch_all(calls)
 
-    def _count_step(self, sums: Sums, plan: Plan | None, ends_period: bool) -> None:
+    def _count_step(self, step: LocalStep, ends_period: bool) -> None:
         """Counts a local step whose work is launched; keeps the sums after it, and its plan."""
         self.variables.num_steps += 1
         self.push_pending = ends_period  # until the push has been launched
-        self.variables.sums, self._local = sums, plan
+        self.variables.sums, self._local = step.sums, step.plan
 
     def _rehearse(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
@@ -214,9 +211,8 @@ class Worker:
     def start(self) -> None:
         """Copies the center to the worker and clears its sums."""
         check_unread(self.variables.centers)
-        self._center.pull(
-            self.inner, self.variables, partial(self._end_period, self.variables.pulled)
-        )
+        then = partial(self._end_period, self.variables.pulled)
+        self._submit(partial(self._center.pull, self.inner, self.variables, then))
 
 
 # Names of slots that hold momentum.
