@@ -36,19 +36,6 @@ def test_the_pages_are_those_of_the_figures_and_every_floor_is_met(tools):
         assert "<svg" in picture.read_text(encoding="utf-8")
 
 
-def test_the_page_starts_with_ten_lines_and_the_pictures(tools):
-    """A line about each benchmark, in which no figure is missing."""
-    lines = tools.page.PAGE.read_text(encoding="utf-8").splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("- "))
-    assert start < 5
-    summary = lines[start : lines.index("", start)]
-    assert len(summary) == len(tools.page.names()) == 10
-    assert all(line.startswith("- **") for line in summary)
-    assert tools.page.NOT_MEASURED not in "".join(summary)
-    pictures = [line for line in lines[start + 10 :] if line]
-    assert all(line.startswith("![") for line in pictures[: len(tools.page.SWEEPS)])
-
-
 def test_every_decision_is_about_a_floor_that_has_another_bound_now(tools):
     changed = [(name, each) for name, each, _ in tools.page.every_floor() if each.decision]
     page = tools.page.summary_page()
