@@ -16,7 +16,8 @@ OPS = Path(gradreduce.ops.__file__).parent
 TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
 HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
-HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "source"]
+
+
 ENTRY = re.compile(
     r"template <(?P<template>(?:template <typename> class Rule, )?[^>]*)>\s*"
     r"__global__ void (?:__launch_bounds__\(.*?\) )?"
@@ -87,24 +88,6 @@ def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
     assert any(callable(getattr(gradreduce.ops, name, None)) for name in names)
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_header_says_what_must_be_known(stem):
-    """At most 14 lines: a formula for each entry, then the keys, then the one include."""
-    lines = text_of(stem).splitlines()
-    end = next(place for place, line in enumerate(lines) if not line.startswith("//"))
-    header = [line.removeprefix("// ") for line in lines[:end]]
-    assert len(header) <= 14
-    header_file = "rules.cuh" if stem == "update" else "common.cuh"
-    assert lines[end] == f'#include "{header_file}"'
-    keys = [line.split()[0] for line in header if line.split()[0] in HEADER_KEYS]
-    assert keys == HEADER_KEYS
-    formulas = header[: header.index(next(line for line in header if line.startswith("order")))]
-    assert [line.split(":")[0] for line in formulas] == [
-        entry["name"] for owner, entry in ENTRIES if owner == stem
-    ]
-    assert f"src/gradreduce/ops/{stem}.py" in next(line for line in header if "reference" in line)
-
-
 @pytest.mark.parametrize("path", sorted(KERNELS_FOLDER.glob("*.cu*")), ids=lambda path: path.name)
 def test_no_cuda_header_and_nothing_that_threads_share(path):
     text = path.read_text(encoding="utf-8")
@@ -112,11 +95,6 @@ def test_no_cuda_header_and_nothing_that_threads_share(path):
     wanted = ['"rules.cuh"' if path.stem == "update" else '"common.cuh"']
     assert included == HEADERS.get(path.name, wanted)
     assert not re.search(r"__shared__|__syncthreads|__shfl|atomic[A-Z]|curand|cuda_fp16", text)
-
-
-def test_the_folder_holds_kernels_and_their_headers():
-    names = {path.name for path in KERNELS_FOLDER.iterdir()}
-    assert names == {*HEADERS, *(f"{stem}.cu" for stem in STEMS)}
 
 
 def test_the_table_is_one_struct_in_both_languages():
