@@ -450,26 +450,6 @@ def test_wrong_arguments_are_named(jax, mesh, sharded, monkeypatch):
 # Optax --------------------------------------------------------------------------------------------
 
 
-def test_optax_updates_on_reduced_gradients_train_all_replicas_alike(jax, mesh):
-    import optax
-
-    optimizer = optax.sgd(0.5, momentum=0.5)
-    grad = jax.pmap(jax.grad(lambda params, x: (params["w"] * x).sum() + params["b"] * x[0]))
-    params = jax.pmap(lambda x: {"w": x, "b": x[0]})(np.ones((N, 3), np.float32))
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    wanted, momentum = np.ones(3, np.float32), np.zeros(3, np.float32)
-    for step in range(3):
-        x = np.arange(N * 3, dtype=np.float32).reshape(N, 3) * (step + 1)
-        updates, state = update(gr.jax.all_reduce(grad(params, x), mesh=mesh), state)
-        params = optax.apply_updates(params, updates)
-        momentum = momentum / 2 + x.mean(axis=0)  # all of these numbers are exact
-        wanted = wanted - momentum / 2
-    assert same(np.asarray(params["w"]), np.repeat(wanted[None], N, axis=0))
-    assert same(np.asarray(params["b"]), np.full(N, wanted[0]))
-    assert len(params["w"].addressable_shards) == N
-
-
 @pytest.mark.repo
 def test_both_scripts_of_the_docs_train_alike():
     text = (Path(__file__).parents[1] / "docs" / "jax.md").read_text(encoding="utf-8")

@@ -337,18 +337,6 @@ def test_a_take_that_another_threads_apply_completes(home, call_threads, kind, n
     assert contents(heads[2].result()) == [wanted(5.0)]
 
 
-def test_every_waiting_take_may_fail(home, call_threads, kind):
-    acc = kind.make(F16, device=home)
-    heads = [call_threads.waiting(gr.take_grads, [acc], 1) for _ in range(3)]
-    with failing_at(home, 2, ["_launch"], times=9):  # after the launch of the apply itself
-        assert gr.apply_grads([acc], [kind.value(2.0, F16)]) is True
-    for head in heads:
-        assert head.is_done
-        with pytest.raises(InjectedError):
-            head.result()
-    assert contents(gr.take_grads([acc], 1, timeout=0)) == [[kind.result(2.0)] * 3]
-
-
 @pytest.mark.parametrize("method", ["_launch", "_allocate"])
 def test_a_take_that_a_timeout_completes(home, call_threads, method):
     """The next consumer gets the error, not the one whose timeout expired."""

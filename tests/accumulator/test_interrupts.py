@@ -1,7 +1,5 @@
 """Ctrl-C at the worst moments: counts stay right, and no take or lock remains."""
 
-import random
-import signal
 import threading
 
 import pytest
@@ -51,45 +49,6 @@ def test_two_ctrl_c_at_once_leave_no_take_behind(own, num_accumulators, monkeypa
         assert gr.apply_grads(accs, [[place]] * num_accumulators, place - 1)
         assert gr.take_grads(accs, 1, timeout=0) == [[place]] * num_accumulators
     assert len(raised) > 50
-
-
-@pytest.mark.parametrize(
-    ("seed", "count"),
-    [(0, 100), *[pytest.param(seed, 300, marks=pytest.mark.exhaustive) for seed in range(1, 11)]],
-)
-def test_two_real_ctrl_c_within_microseconds(own, seed, count):
-    accs = [gr.ConditionalAccumulator("float32", device=own) for _ in range(2)]
-    moments, fired = random.Random(seed), []
-
-    def fire(*_):
-        fired.append(True)
-        if len(fired) == 1:
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 4e-5))
-        ctrl_c()
-
-    def interrupted_take(waited_for):
-        fired.clear()
-        try:
-            try:
-                # Again after 10 ms: CPython may start to wait before it handles a signal.
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 3e-4), 1e-2)
-                gr.take_grads(waited_for, 1)
-            except KeyboardInterrupt:
-                while len(fired) == 1:  # the second one comes here or came in the call
-                    pass
-        except KeyboardInterrupt:
-            pass
-
-    before = signal.signal(signal.SIGALRM, fire)
-    try:
-        for step in range(count):
-            interrupted_take(accs[: 1 + step % 2])
-            assert len(fired) == 2
-            assert gr.apply_grads(accs, [[step], [-step]], step)
-            assert gr.take_grads(accs, 1, timeout=0) == [[step], [-step]]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_calls_do_not_wait_for_a_take_whose_call_has_ended(own):

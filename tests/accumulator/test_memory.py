@@ -74,25 +74,3 @@ def test_many_cycles(num):
 
         assert check_steady(mesh, cycle, num, 300) == dense.global_step == rows.global_step
         assert len(mesh.devices[0].freed) < 10
-
-
-@pytest.mark.parametrize(("algorithm", "peers"), [("nccl", True), ("hierarchical_copy", False)])
-def test_cycles_over_a_mesh(algorithm, peers):
-    """From all replicas and from one, alone and together; in float16, whose takes allocate."""
-    with gr.open_mesh([0, 0, 1], backend="sim", peer_access=peers) as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm)
-        accumulators = [
-            gr.ConditionalAccumulator(dtype, device=home, cross_device_ops=ops)
-            for dtype, home in (("float16", mesh), ("float32", mesh), ("float16", mesh.devices[1]))
-        ]
-        grads = [gr.PerReplica([np.ones(9, acc.dtype)] * len(mesh), mesh) for acc in accumulators]
-
-        def cycle(step):
-            gr.apply_grads(accumulators, grads, 2 * step)
-            gr.take_grads(accumulators, 3)
-            with gr.replica(step % len(mesh)):
-                for acc in accumulators:
-                    acc.apply_grad(np.ones(9, acc.dtype), 2 * step + 1)
-                    acc.take_grad(1)
-
-        check_steady(mesh, cycle, 350, 150)

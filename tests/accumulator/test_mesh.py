@@ -153,17 +153,6 @@ def test_a_gradient_from_outside_the_part_is_read_by_its_first_device(mesh):
         check_mirrored(acc.take_grad(2), part, np.full(2, 3, "float32"))
 
 
-def test_half_precision_is_transferred_in_float32_and_rounded_once(accumulator, mesh):
-    acc = accumulator("float16", reduction_type="SUM")
-    acc.apply_grad(np.array([2048, 60000], "float16"))
-    for _ in range(2):
-        with gr.replica(1):
-            acc.apply_grad(np.array([1, 60000], "float16"))
-    acc.apply_grad(np.array([0, -60000], "float16"))
-    acc.apply_grad(np.array([0, -60000], "float16"))
-    check_mirrored(acc.take_grad(5), mesh, np.array([2050, 60000], "float16"))
-
-
 def test_sparse_accumulators_filled_together_share_launches(mesh):
     """Each is merged alone, and divided by its own rule in the same launches."""
     kinds = ["per_row", "per_row", "per_gradient", "per_row", "per_gradient"]

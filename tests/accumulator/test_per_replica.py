@@ -36,36 +36,6 @@ def test_one_device_takes_the_replicas_of_a_mesh(mesh, dtype):
     assert bits(acc.take_grad(2 * len(mesh))) == expected([arrays], dtype)
 
 
-def test_over_a_mesh_each_replica_is_added_on_its_own_device(mesh):
-    """In any order, on some of the devices; nothing is copied."""
-    acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
-    values = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
-    everyone, some = mesh.devices[::-1], mesh.devices[:0:-2]
-    with mesh.journal() as journal:
-        for devices in (everyone, some):
-            arrays = [values[mesh.devices.index(device)] for device in devices]
-            acc.apply_grad(gr.PerReplica(arrays, devices=devices))
-    assert journal.copies == 0
-    assert counters(acc) == [(len(mesh) + len(some), 0, 0)]
-    totals = [total.numpy() for total in acc.accumulator_ref.totals]
-    for device, total, value in zip(mesh.devices, totals, values, strict=True):
-        assert (total == value * (2 if device in some else 1)).all()
-
-
-def test_replicas_from_outside_a_part_are_added_on_its_first_device(mesh):
-    part = mesh[1:]
-    acc = gr.ConditionalAccumulator("float32", device=part, reduction_type="SUM")
-    arrays = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
-    with mesh.journal() as journal:
-        acc.apply_grad(put(mesh.devices, arrays))
-    assert journal.copies == num_copied(mesh.devices[1], mesh.devices[:1])
-    totals = [total.numpy() for total in acc.accumulator_ref.totals]
-    assert same(totals[0], arrays[0] + arrays[1])
-    assert all(map(same, totals[1:], arrays[2:]))
-    taken = acc.take_grad(len(mesh))
-    assert all(same(buffer.numpy(), sum(arrays)) for buffer in taken.buffers)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("given", FLOATS, ids=str)
 def test_cast_has_the_bits_of_one_arrival_after_the_other(device, dtype, given):

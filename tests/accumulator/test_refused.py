@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from accumulator.kinds import Dense, Sparse, bits, counters, slices
+from accumulator.kinds import Dense, Sparse, bits, counters
 
 import gradreduce as gr
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
@@ -203,16 +203,3 @@ def test_wrong_indices(sparse, indices, error):
         with pytest.raises(error, match=r"^indices"):
             acc.apply_grad(indices, [[1.0]], None, step)
     assert counters(acc) == [(0, 0, 0)]
-
-
-def test_one_gradient_that_does_not_fit_rejects_the_whole_call(accumulator, sparse, device):
-    accumulators = [accumulator(), sparse("float32", (4, 1)), sparse()]
-    good = [ones(1, 1), slices([3], 1), slices([9], 1)]
-    gr.apply_grads(accumulators, good)
-    with device.mesh.journal() as journal:
-        for place, wrong in [(0, ones(2, 1)), (1, slices([4], 1)), (2, rows(0, [1, 2]))]:
-            grads = [*good[:place], wrong, *good[place + 1 :]]
-            with pytest.raises(InvalidArgumentError, match=rf"^grads\[{place}\], for "):
-                gr.apply_grads(accumulators, grads)
-    assert journal.records == []
-    assert counters(*accumulators) == [(1, 0, 0)] * 3

@@ -1,4 +1,4 @@
-"""Ownership of gradients and results, the launches of a cycle, and closing."""
+"""Ownership of gradients and results, and closing."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,6 @@ from support.exact_data import FLOATS
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CancelledError
-
-ONE = np.ones(1, "float32")
-
 
 # -- whose memory ---------------------------------------------------------------------------------
 
@@ -71,25 +68,6 @@ def test_the_array_type_is_that_of_the_first_gradient_since_the_last_take(home, 
         assert {type(each) for each in arrays(taken)} == {wanted}
         if wanted is gr.Buffer:
             assert arrays(taken)[0].device is device
-
-
-# -- launches -------------------------------------------------------------------------------------
-
-
-def steps(journal):
-    return [(record.kind, record.name, record.num_rows) for record in journal.records]
-
-
-def test_a_gradient_is_moved_to_the_accumulators_device():
-    """A host array is uploaded there; a Buffer is copied. A mean of one is not divided."""
-    with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:
-        acc = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
-        for step, (grad, num_copies) in enumerate([([1.0], 0), (mesh.devices[1].put(ONE), 1)]):
-            with mesh.journal() as journal, gr.replica(1):
-                acc.apply_grad(grad, step)
-                assert acc.take_grad(1, output_type="numpy").tolist() == [1.0]
-            assert (journal.copies, journal.launches) == (num_copies, 1)
-            assert steps(journal)[-1] == ("launch", "add_n", 1)
 
 
 # -- the end --------------------------------------------------------------------------------------

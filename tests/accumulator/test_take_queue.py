@@ -133,37 +133,6 @@ def test_a_take_that_completes_at_its_timeout_returns_its_gradient(accumulator, 
     assert take.result().tolist() == [2.0]
 
 
-# -- close ----------------------------------------------------------------------------------------
-
-
-def test_close_races_with_applies_and_takes(accumulator, call_threads):
-    """In any order, no take waits forever and none returns a result after the close."""
-    for _ in range(50):
-        acc = accumulator(reduction_type="SUM")
-        start = threading.Barrier(3)
-
-        def apply(acc=acc, start=start):
-            start.wait(30)
-            return sum(acc.apply_grad([1.0], step) for step in range(20))
-
-        def take(acc=acc, start=start):
-            start.wait(30)
-            return [float(acc.take_grad(1)[0]) for _ in range(20)]
-
-        calls = [call_threads.start(apply), call_threads.start(take)]
-        start.wait(30)
-        acc.close()
-        for call in calls:
-            try:
-                call.result()
-            except CancelledError:
-                continue
-        with pytest.raises(CancelledError):
-            acc.num_accumulated()
-        assert not acc.accumulator_ref.queue
-        assert acc.accumulator_ref.totals == [None]
-
-
 # -- several accumulators -------------------------------------------------------------------------
 
 

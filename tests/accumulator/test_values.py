@@ -1,9 +1,8 @@
 """What takes return, of both kinds, on a device and over a mesh, bit by bit."""
 
-import numpy as np
 import pytest
 from accumulator.kinds import MEANS, Dense, Sparse, bits, counters, expected, options_of
-from support.exact_data import FLOATS, exact_data, random_data
+from support.exact_data import FLOATS, exact_data
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
@@ -21,29 +20,6 @@ def test_a_take_includes_all_that_arrived_in_order(device, kind, dtype, mean):
         (taken,) = gr.take_grads([acc], 1)
         assert bits(taken) == expected([grads], dtype, mean)
         assert counters(acc) == [(0, turn + 1, 0)]
-
-
-def rows_of(seed, num_rows, end, width, dtype):
-    indices = np.random.default_rng(seed).integers(0, end, num_rows)
-    return gr.IndexedSlices(random_data((num_rows, width), dtype, seed=seed), indices)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "grads"),
-    [
-        (Dense, "bfloat16", lambda: [Dense.random(k, "bfloat16", (2**18 + 13,)) for k in range(3)]),
-        (Sparse, "float16", lambda: [rows_of(k, 2, 1000, 3, "float16") for k in range(200)]),
-        (Sparse, "float32", lambda: [rows_of(k, 1200, 1500, 256, "float32") for k in range(3)]),
-    ],
-    ids=["large array", "many rows", "large rows"],
-)
-def test_large_gradients_and_many(device, kind, dtype, grads):
-    """On several threads; more than are counted together; rows that outgrow their memory."""
-    acc, given = kind.make(dtype, device=device), grads()
-    for grad in given:
-        gr.apply_grads([acc], [grad])
-    (taken,) = gr.take_grads([acc], 1)
-    assert bits(taken) == expected([given], acc.dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -1,8 +1,6 @@
 """PerReplica, Mirrored and gr.replica: the device of each array, and a thread's replica."""
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -173,24 +171,6 @@ def test_replicas_nest_and_end():
         with pytest.raises(ValueError, match="must be a non-negative integer"), gr.replica(index):
             pass
         assert current_replica() is None
-
-
-def test_threads_have_replicas_of_their_own(mesh):
-    value = gr.Mirrored(arrays(), mesh)
-    together, seen = threading.Barrier(3, timeout=60), {}
-
-    def work(index):
-        seen[index] = [current_replica()]
-        with gr.replica(index):
-            together.wait()  # all threads are inside now
-            seen[index].append(value.get()[0])
-            together.wait()
-        seen[index].append(current_replica())
-
-    with gr.replica(2), ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3), timeout=60))
-        assert current_replica() == 2
-    assert seen == {index: [None, index, None] for index in range(3)}
 
 
 @BOTH

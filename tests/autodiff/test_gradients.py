@@ -67,22 +67,6 @@ def test_replicas_read_their_own_copies(mesh, v):
     assert v.numpy().tolist() == [1 - 2.0, 2 - 4.0, 3 - 6.0]
 
 
-def test_terms_of_several_replicas_in_one_loss_are_added_on_the_first_device(mesh, v):
-    def loss():
-        total = 0.0
-        for replica in (2, 0, 2):
-            with gr.replica(replica):
-                total = total + np.sum(v * (replica + 1.0))
-        return total
-
-    for method in (ADD_N, TREE, ACCUMULATE_N):
-        with mesh.journal() as journal:
-            (found,) = gradients(loss, aggregation_method=method)
-        assert found.tolist() == [7.0, 7.0, 7.0]
-        copied = [record.device for record in journal.records if record.kind == "copy"]
-        assert len(copied) == journal.copies <= 1
-
-
 # -- what a loss may do ---------------------------------------------------------------------------
 
 

@@ -178,16 +178,6 @@ def test_candidates_take_turns_and_a_warm_up_does_not_count(clock):
     assert taken == {"ours": [3.0, 5.0], "theirs": [4.0, 6.0]}
 
 
-def test_a_copy_by_one_thread_is_by_one(clock):
-    copy = clock.HostCopy(64, 1)
-    assert len(copy._parts) == 1
-    copy()
-    target, source = copy._parts[0]
-    assert target.nbytes == source.nbytes == 32
-    assert (target == source).all()
-    assert len(set(source)) == source.size
-
-
 @pytest.mark.parametrize("adds", [False, True])
 def test_numpy_in_blocks_does_a_step(load, adds):
     rate, sizes, model = np.float32(0.1), (3, 100_000), load("measure.model_steps")
@@ -203,17 +193,6 @@ def test_numpy_in_blocks_does_a_step(load, adds):
         assert (updated == value - rate * gradient).all()
         assert len(sums) == adds
         assert all((total == gradient).all() for total in summed)
-
-
-def test_the_variables_are_as_large_as_is_said(load):
-    sizes = load("measure.model_steps").sizes_of(16_000_000, 50)
-    assert (sum(sizes), len(sizes), min(sizes) > 0) == (16_000_000, 50, True)
-    assert len(set(sizes)) > 40
-
-
-def test_resnet_50_has_its_161_gradients(load):
-    sizes = [np.prod(shape) for shape in load("measure.operands").resnet50()]
-    assert (len(sizes), sum(sizes)) == (161, 25_557_032)
 
 
 # Wrong results ------------------------------------------------------------------------------------
@@ -234,16 +213,6 @@ def test_a_step_that_does_not_change_all_elements_is_refused(load, name):
         step = bench.Step(*made) if name == "optim" else bench.Worker(made[0], made[2], [8], 100)
         with pytest.raises(AssertionError, match="frozen: not every element"):
             model.check_updates("frozen", [step.updated()])
-
-
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
-def test_a_step_changes_every_element_of_the_patterns_in_use(load, rule):
-    """No update is lost in rounding, because larger variables repeat these elements."""
-    bench, model = load("bench_optim"), load("measure.model_steps")
-    size = load("measure.operands").PATTERN_SIZE
-    with gr.open_mesh(1, backend="sim") as mesh:
-        step = bench.Step(model.RULES[rule][0], [size], mesh.devices[0])
-        model.check_updates(rule, [step.updated()])
 
 
 def test_a_result_that_is_not_the_mean_is_refused(load):

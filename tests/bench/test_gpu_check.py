@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -249,17 +248,3 @@ def test_without_a_gpu_it_says_so(tmp_path):
         assert set(record) == KEYS
         assert (record["status"], record["gpu"], record["results"]) == ("skipped", "none", [])
         assert "none of that here" in record["reason"]
-
-
-def test_every_benchmark_takes_the_flags(tmp_path, monkeypatch, capsys):
-    scripts = sorted((ROOT / "bench").glob("bench_*.py"))
-    assert scripts
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    for script in scripts:
-        monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-        with pytest.raises(SystemExit) as stopped:
-            runpy.run_path(str(script), run_name="__main__")
-        text = capsys.readouterr().out
-        assert stopped.value.code == 0, script.name
-        assert "--json" in text, script.name
-        assert "--quick" in text, script.name

@@ -220,21 +220,6 @@ def test_the_commands_of_the_readme_run_all_steps_in_ten_minutes_each(tools):
     assert sorted(ran) == list(STEPS)
 
 
-def test_every_file_that_first_names_is_there(tools, complete_setting):
-    asked = [check for checks in steps_of(tools, complete_setting).values() for check in checks]
-    words = [word for check in asked for word in check.command]
-    tests = [word for word in words if word.startswith("tests/")]
-    assert len(tests) > 10
-    assert [path for path in tests if not (ROOT / path).is_file()] == []
-    functions = [word.split(":") for word in words if re.match(r"gpu_check\.\w+:", word)]
-    assert len(functions) > 10
-    for module, name in functions:
-        source = (ROOT / f"bench/{module.replace('.', '/')}.py").read_text("utf-8")
-        assert f"\ndef {name}(quick: bool" in source
-    scripts = [check.name for check in asked if check.name.startswith("bench_")]
-    assert [name for name in scripts if not (ROOT / "bench" / name).is_file()] == []
-
-
 def test_the_other_sections_have_the_names_of_what_first_has_run(tools, complete_setting):
     """Otherwise they would run again."""
     first = {check.name for asked in steps_of(tools, complete_setting).values() for check in asked}
@@ -370,11 +355,6 @@ def test_each_launch_is_one_of_the_kernel_of_its_name(tools):
             assert [record.name for record in journal.of("launch")] == [name]
 
 
-def test_collected_files_are_counted(tools):
-    text = "tests/a.py: 3\ntests/b/c.py: 12\n\n15/99 tests collected (84 deselected) in 0.5s\n"
-    assert tools.sections.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
-
-
 @pytest.mark.parametrize(("version", "shares"), [(22809, False), (23000, True), (None, False)])
 def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, version, shares):
     def answer(check):
@@ -393,16 +373,6 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, 
     assert "a process for each of 2 ranks" in named
     commands = [item for item in asked if isinstance(item, tools.section.Check)]
     assert sum(item.seconds for item in commands) <= 480
-
-
-def test_the_sanitizer_runs_small_sets_of_tests(tools, complete_setting):
-    asked = run_checks(tools, tools.sections.sanitize, complete_setting, passing(tools))
-    assert [item.name for item in asked] == ["memcheck", "initcheck", "racecheck"]
-    assert sum(check.seconds for check in asked) <= complete_setting.limit
-    for check in asked:
-        assert check.skips["Device not supported"]
-        keyword = check.command[check.command.index("-k") + 1]
-        assert keyword.startswith("float32 and ")
 
 
 def test_memory_without_a_pool_has_what_our_device_asks_of_a_pool():

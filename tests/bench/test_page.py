@@ -1,4 +1,4 @@
-"""The pages of benchmarks are those of the committed figures, and reports can be compared."""
+"""The pages of benchmarks are those of the committed figures."""
 
 import json
 from types import SimpleNamespace
@@ -13,11 +13,10 @@ pytestmark = pytest.mark.repo
 def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_scaling
-    import compare
     import page
     import record
 
-    return SimpleNamespace(compare=compare, page=page, record=record, bench_scaling=bench_scaling)
+    return SimpleNamespace(page=page, record=record, bench_scaling=bench_scaling)
 
 
 def report(**milliseconds: float) -> dict:
@@ -34,19 +33,6 @@ def test_the_pages_are_those_of_the_figures_and_every_floor_is_met(tools):
     for sweep in tools.page.SWEEPS:
         picture = tools.page.PAGE.with_name(tools.page.PICTURE.format(sweep))
         assert "<svg" in picture.read_text(encoding="utf-8")
-
-
-def test_the_page_starts_with_ten_lines_and_the_pictures(tools):
-    """A line about each benchmark, in which no figure is missing."""
-    lines = tools.page.PAGE.read_text(encoding="utf-8").splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("- "))
-    assert start < 5
-    summary = lines[start : lines.index("", start)]
-    assert len(summary) == len(tools.page.names()) == 10
-    assert all(line.startswith("- **") for line in summary)
-    assert tools.page.NOT_MEASURED not in "".join(summary)
-    pictures = [line for line in lines[start + 10 :] if line]
-    assert all(line.startswith("![") for line in pictures[: len(tools.page.SWEEPS)])
 
 
 def test_every_decision_is_about_a_floor_that_has_another_bound_now(tools):
@@ -114,43 +100,6 @@ def test_a_missed_floor_fails_the_check(tools, one_report, mebibytes, holds):
         tools.page.main(["--check"])
     assert str(stopped.value) == (
         "missed floors: ops: numpy: MiB besides the output: meet them, or change them by a Decision"
-    )
-
-
-def compared(tools, tmp_path, capsys, old: dict, new: dict) -> tuple[object, list[str]]:
-    """The exit status of a comparison, and the lines that it prints."""
-    for name, each in (("old", old), ("new", new)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(each), encoding="utf-8")
-    status = None
-    try:
-        tools.compare.main([str(tmp_path / "old.json"), str(tmp_path / "new.json")])
-    except SystemExit as stopped:
-        status = stopped.code
-    return status, capsys.readouterr().out.splitlines()
-
-
-def test_times_are_compared_as_multiples_of_the_copy(tools, tmp_path, capsys):
-    old = report(copy=1, gradreduce_numpy=2, torch=1)
-    slow_machine = report(copy=3, gradreduce_numpy=6, torch=99)
-    assert compared(tools, tmp_path, capsys, old, slow_machine) == (
-        None,
-        ["  1.00           2 ->          2 of the copy sum: gradreduce numpy"],
-    )
-    status, (line,) = compared(tools, tmp_path, capsys, old, report(copy=1, gradreduce_numpy=2.5))
-    assert status == "1 slower by more than 1.1 times"
-    assert line.startswith("  1.25")
-    assert line.endswith("SLOWER")
-
-
-def test_what_only_one_report_has_is_named(tools, tmp_path, capsys):
-    new = report(copy=1, gradreduce_compiled=1)
-    status, lines = compared(tools, tmp_path, capsys, report(gradreduce_numpy=1), new)
-    assert (status, lines) == (
-        None,
-        [
-            "only in the old report: sum, gradreduce numpy, seconds",
-            "only in the new report: sum, gradreduce compiled, of the copy",
-        ],
     )
 
 

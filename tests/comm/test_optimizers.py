@@ -2,24 +2,10 @@
 
 import numpy as np
 import pytest
-from support.thread_group import run_processes, run_replicas
+from support.thread_group import run_replicas
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
-
-
-def test_minimize_averages_over_the_processes():
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            v = gr.Variable(np.zeros(2), "v", dtype="float32", device=mesh)
-            optimizer = gr.GradientDescentOptimizer(1.0)
-            found = []
-            for _ in range(2):
-                optimizer.minimize(lambda: np.sum(v * (group.rank + 1.0)))
-                found.append(v.numpy().tolist())
-        return found
-
-    assert run_processes(2, work) == [[[-1.5] * 2, [-3.0] * 2]] * 2
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -246,15 +246,3 @@ def test_no_boolean_is_an_integer(mesh, wrong):
         lambda: gr.IndexedSlices(np.ones((1, 2)), [0], [wrong, 2]),
         lambda: gr.HierarchicalCopyAllReduce(wrong),
     )])  # fmt: skip
-
-
-def test_the_closed_one_of_many_accumulators_is_named(mesh):
-    accs = [gr.ConditionalAccumulator("float32", device=mesh, name=f"q/a{i}") for i in range(9)]
-    accs[7].close()
-    for call in (
-        lambda: gr.apply_grads(accs, [ONES] * 9),
-        lambda: gr.apply_grads(accs, [ONES] * 9, -1),
-        lambda: gr.take_grads(accs, 1),
-    ):
-        with pytest.raises(gr.errors.CancelledError, match=r"^the accumulator 'a7' was closed$"):
-            call()

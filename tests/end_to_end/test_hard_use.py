@@ -17,24 +17,6 @@ from gradreduce.errors import brief
 DEADLINE = 60.0
 
 
-def test_no_addition_of_several_threads_is_lost():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable(np.zeros(50_000, np.float32), device=mesh)
-        ones = np.ones(50_000, np.float32)
-        sgd = gr.GradientDescentOptimizer(1.0)
-
-        def add():
-            for _ in range(10):
-                variable.assign_add(ones)
-                sgd.apply_gradients([(ones, variable)])
-                variable.assign_add(ones)
-
-        in_threads(*[add] * 6)
-        for replica in range(2):
-            with gr.replica(replica):
-                assert (variable.numpy() == 60).all()
-
-
 def test_one_piece_of_work_at_a_time_in_a_queue():
     scheduler = Scheduler()
     started, ran, ran_elsewhere = threading.Event(), threading.Event(), threading.Event()

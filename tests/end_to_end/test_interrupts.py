@@ -340,22 +340,6 @@ def test_a_handler_saves_a_checkpoint(implementation, firsts):
     training.mesh.close()
 
 
-@pytest.mark.exhaustive
-def test_a_handler_of_real_signals_saves_a_thousand_times():
-    """Signals also come inside C calls that wait."""
-    training, moments = Training(), random.Random(0)
-    before = signal.signal(signal.SIGALRM, lambda *_: training.save())
-    try:
-        while training.saved < 1000:
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 3e-3))
-            training.step()
-            training.check()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    training.mesh.close()
-
-
 @pytest.mark.parametrize(
     "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 )

@@ -34,20 +34,6 @@ def notebook(tmp_path, monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(names=names, run=run, folder=tmp_path)
 
 
-def test_it_has_no_outputs_and_the_format_4_5():
-    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
-    assert set(NOTEBOOK["metadata"]) == {"kernelspec", "language_info"}
-    identities = [cell["id"] for cell in NOTEBOOK["cells"]]
-    assert len(set(identities)) == len(identities)
-    assert all(re.fullmatch(r"[\w-]{1,64}", each) for each in identities)
-    for cell in NOTEBOOK["cells"]:
-        keys = {"cell_type", "id", "metadata", "source"}
-        if cell["cell_type"] == "code":
-            keys |= {"execution_count", "outputs"}
-            assert (cell["outputs"], cell["execution_count"]) == ([], None)
-        assert (set(cell), cell["metadata"]) == (keys, {})
-
-
 @pytest.mark.host
 @pytest.mark.slow
 def test_its_cells_run_on_the_fake_and_leave_one_file(notebook, capsys):

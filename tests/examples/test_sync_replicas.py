@@ -106,30 +106,6 @@ def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, fl
     assert len(history.losses) == STEPS
 
 
-@pytest.mark.parametrize("workers", [1, 4, 5])
-def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
-    script, digits, monkeypatch, workers
-):
-    # A quick worker may draw the token of a slow one. Here each waits until all have theirs.
-    line = threading.Barrier(workers)
-    draw = script.SyncReplicas.next_step
-
-    def in_step(sync):
-        token = draw(sync)
-        line.wait(ALLOWED_S)
-        return token
-
-    monkeypatch.setattr(script.SyncReplicas, "next_step", in_step)
-    flags = ("--workers", str(workers), "--replicas-to-aggregate", str(workers))
-    history = train(script, digits, *flags)
-    sources = [batches(script, digits, worker) for worker in range(workers)]
-    updates = [[[next(source)] for source in sources] for _ in range(STEPS)]
-    assert all(map(np.array_equal, history.weights.values(), plain(script, updates)))
-    assert history.num_dropped == 0
-    for worker in history.gradients:
-        assert [each.local_step for each in worker] == list(range(STEPS))
-
-
 # The straggler -----------------------------------------------------------------------------------
 
 
@@ -239,14 +215,3 @@ def test_the_plain_command_reaches_the_goal(early):
     assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 0
     assert is_picture(early.folder / "sync_replicas.png")
-
-
-def test_flags_that_are_not_given_follow_from_the_others(script):
-    for flags, wanted in {
-        (): (5, 4, 1),
-        ("--workers", "1"): (1, 1, 0),
-        ("--replicas-to-aggregate", "5"): (5, 5, 0),
-        ("--replicas-to-aggregate", "2"): (5, 2, 1),
-    }.items():
-        options = options_of(script, *flags)
-        assert (options.workers, options.replicas_to_aggregate, options.stragglers) == wanted

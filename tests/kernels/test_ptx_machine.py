@@ -1,4 +1,4 @@
-"""What runs PTX: values, and what it refuses."""
+"""What runs PTX refuses all that no kernel may do."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ START = """
 """
 
 
-def run(body: str) -> np.ndarray:
-    """Runs a body by four lanes; returns a buffer of 64 bytes.
+def run(body: str) -> None:
+    """Runs a body by four lanes on a buffer of 64 bytes.
 
     %rd1 is the address of the buffer, %r1 the lane's number, and %rd3 the address of its word.
     """
@@ -23,39 +23,6 @@ def run(body: str) -> np.ndarray:
     address = memory.add(np.zeros(64, np.uint8), writes=True)
     entry = parsed(".param .u64 p", START + body + "ret;")
     Machine(entry).run(memory, [np.array([address]).view(np.uint8)], 1, 4, most=1000)
-    return memory.content(address).view(np.uint32)
-
-
-# Bodies -> the first words of the buffer after them.
-COMPUTED = {
-    # Lanes take their own branches and meet again: once more than the lane's number says.
-    """mov.u32 %r2, 0; mov.u32 %r3, 0;
-       $L: add.s32 %r2, %r2, 10;  // a comment
-       setp.lt.u32 %p1, %r3, %r1; add.s32 %r3, %r3, 1; @%p1 bra $L;
-       add.s32 %r2, %r2, 1; st.global.u32 [%rd3], %r2;""": [11, 21, 31, 41],
-    # A scope has its own registers; parts are packed.
-    """mov.b32 {%rs1, %rs2}, 131073; mov.b32 %r2, {%rs2, %rs1};
-       {.reg .pred p; setp.ne.s32 p, %r1, 0; @!p mov.u32 %r2, 7;}
-       {.reg .b32 p; mov.u32 p, 5; add.s32 %r2, %r2, p;}
-       st.u32 [%rd3], %r2;""": [12, 65543, 65543, 65543],
-    # A value that was not loaded may be left unused.
-    """setp.ne.s32 %p1, %r1, 0; @%p1 ld.u32 %r2, [%rd3]; add.s32 %r2, %r2, 7;
-       selp.b32 %r3, %r2, 5, %p1; st.u32 [%rd3], %r3;""": [5, 7, 7, 7],
-    # Bits that were not written may be masked and dropped.
-    """and.b32 %r3, %r2, -65536; and.b32 %r3, %r3, 65535; st.u32 [%rd3], %r3;
-       mov.b64 %rd4, {%r1, %r2}; mov.b64 {%r4, _}, %rd4; st.u32 [%rd3+16], %r4;""":
-        [0] * 4 + [0, 1, 2, 3],
-    # Wider registers are filled and cut: -128 + 128 + 0xff80.
-    """mov.u32 %r2, 0x1ff80; st.u8 [%rd3], %r2; ld.s8 %r3, [%rd3]; ld.u8 %r4, [%rd3];
-       cvt.s16.s8 %rs1, %r2; cvt.u32.u16 %r5, %rs1;
-       add.s32 %r3, %r3, %r4; add.s32 %r3, %r3, %r5; st.u32 [%rd3], %r3;""": [0xFF80] * 4,
-}  # fmt: skip
-
-
-def test_a_body_computes():
-    for body, words in COMPUTED.items():
-        assert run(body)[: len(words)].tolist() == words, body
-    assert len({*run("st.u32 [%rd3], %r2;")[:4].tolist()}) == 4, "what nothing wrote is random"
 
 
 REFUSED = {

@@ -8,15 +8,15 @@ import pytest
 
 import gradreduce.ops
 from gradreduce.device.run.kernel import kernels_folder
-from gradreduce.device.run.table import INLINE_WORDS, TABLE
-from gradreduce.ops import KERNELS, RULES, RuleKernel
+from gradreduce.ops import KERNELS, RuleKernel
 
 KERNELS_FOLDER = kernels_folder()
 OPS = Path(gradreduce.ops.__file__).parent
 TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
 HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
-HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "reference", "source"]
+
+
 ENTRY = re.compile(
     r"template <(?P<template>(?:template <typename> class Rule, )?[^>]*)>\s*"
     r"__global__ void (?:__launch_bounds__\(.*?\) )?"
@@ -61,18 +61,6 @@ def test_every_entry_has_a_kernel_and_the_other_way_round():
     assert sorted(used) == sorted((stem, entry["name"]) for stem, entry in ENTRIES)
 
 
-def test_every_rule_has_a_struct_and_the_other_way_round():
-    """The members of the struct are the scalars, and the number of slots agrees."""
-    text = (KERNELS_FOLDER / "rules.cuh").read_text(encoding="utf-8")
-    structs = re.findall(
-        r"struct (\w+) \{\s*static constexpr int SLOTS = (\d+);\s*Acc (.*?);", text
-    )
-    assert len(structs) == text.count("struct ")
-    assert {name: (int(slots), members) for name, slots, members in structs} == {
-        rule.struct: (len(rule.slots), ", ".join(rule.scalars)) for rule in RULES.values()
-    }
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
     if isinstance(kernel, RuleKernel):
@@ -87,24 +75,6 @@ def test_the_constant_and_the_reference_have_the_names_of_the_entry(kernel):
     assert any(callable(getattr(gradreduce.ops, name, None)) for name in names)
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_header_says_what_must_be_known(stem):
-    """At most 14 lines: a formula for each entry, then the keys, then the one include."""
-    lines = text_of(stem).splitlines()
-    end = next(place for place, line in enumerate(lines) if not line.startswith("//"))
-    header = [line.removeprefix("// ") for line in lines[:end]]
-    assert len(header) <= 14
-    header_file = "rules.cuh" if stem == "update" else "common.cuh"
-    assert lines[end] == f'#include "{header_file}"'
-    keys = [line.split()[0] for line in header if line.split()[0] in HEADER_KEYS]
-    assert keys == HEADER_KEYS
-    formulas = header[: header.index(next(line for line in header if line.startswith("order")))]
-    assert [line.split(":")[0] for line in formulas] == [
-        entry["name"] for owner, entry in ENTRIES if owner == stem
-    ]
-    assert f"src/gradreduce/ops/{stem}.py" in next(line for line in header if "reference" in line)
-
-
 @pytest.mark.parametrize("path", sorted(KERNELS_FOLDER.glob("*.cu*")), ids=lambda path: path.name)
 def test_no_cuda_header_and_nothing_that_threads_share(path):
     text = path.read_text(encoding="utf-8")
@@ -112,21 +82,3 @@ def test_no_cuda_header_and_nothing_that_threads_share(path):
     wanted = ['"rules.cuh"' if path.stem == "update" else '"common.cuh"']
     assert included == HEADERS.get(path.name, wanted)
     assert not re.search(r"__shared__|__syncthreads|__shfl|atomic[A-Z]|curand|cuda_fp16", text)
-
-
-def test_the_folder_holds_kernels_and_their_headers():
-    names = {path.name for path in KERNELS_FOLDER.iterdir()}
-    assert names == {*HEADERS, *(f"{stem}.cu" for stem in STEMS)}
-
-
-def test_the_table_is_one_struct_in_both_languages():
-    """Byte for byte; the host build asserts the offsets of these names too."""
-    text = (KERNELS_FOLDER / "common.cuh").read_text(encoding="utf-8")
-    body = re.search(r"struct Table \{(.*?)\};", text, re.DOTALL)[1]
-    fields = re.findall(r"(const i64\*|i64) (\w+)(?:\[(\d+)\])?;", body)
-    assert len(fields) == body.count(";")
-    assert [name for _, name, _ in fields] == list(TABLE.names)
-    assert [int(count or 1) for _, _, count in fields] == [1] * 6 + [INLINE_WORDS]
-    offsets = [TABLE.fields[name][1] for name in TABLE.names]
-    assert offsets == [8 * place for place in range(7)]
-    assert TABLE.itemsize == 8 * (6 + INLINE_WORDS)

@@ -68,43 +68,11 @@ def resolve(
     )  # fmt: skip
 
 
-def test_the_combinations_of_the_documents_are_found():
-    assert combinations_in('`".[cuda13,torch]"`, gradreduce[ray] [a](b), x.[0]') == {
-        ("cuda13", "torch"), ("ray",), ("0",),
-    }  # fmt: skip
-    assert {("cuda13", "torch"), ("cli", "cuda13", "examples", "test")} <= documented()
-    assert largest({("a",), ("a", "b"), ("b", "c"), ("c",)}) == [("a", "b"), ("b", "c")]
-    assert images() == [
-        (("cuda12", "test"), ["jax[cuda12]"]), (("cuda13", "test"), ["torch", "jax[cuda13]"]),
-    ]  # fmt: skip
-
-
 def test_documents_name_extras_that_exist_and_no_pair_that_cannot_be_installed():
     for extras in documented():
         assert set(extras) <= set(EXTRAS), extras
         assert not {"cuda12", "cuda13"} <= set(extras), extras
         assert not {"cuda12", "torch"} <= set(extras), extras
-
-
-def test_the_classifiers_are_those_of_the_bound_and_of_the_hosted_ci():
-    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}." in text_of(ROOT / "README.md")
-    (matrix,) = re.findall(r"python: (\[.*\])", text_of(ROOT / ".github/workflows/ci.yml"))
-    tested = re.findall(r'"(.*?)"', matrix)
-    assert {PYTHONS[0], "3.12", PYTHONS[-1]} <= set(tested) <= set(PYTHONS)
-
-
-def test_the_hint_that_names_an_extra_stands_in_one_place():
-    """``errors.install_hint`` names the package index and the clone."""
-    sources = sorted((ROOT / "src").rglob("*.py"))
-    assert [path.name for path in sources if "gradreduce[" in text_of(path)] == ["errors.py"]
-    named = {
-        extra
-        for path in sources
-        for extra in re.findall(r"install_hint\(['\"](\w+)['\"]\)", text_of(path))
-    }
-    assert {"cli", "cuda13", "jax", "mpi", "ray", "torch"} == named
-    assert named <= set(EXTRAS)
 
 
 CASES = [(extras, []) for extras in largest(documented())] + images()

@@ -43,17 +43,6 @@ def test_every_page_is_in_a_table_of_contents():
     assert sorted([*listed, ROOT / "docs/index.md"]) == SITE
 
 
-def test_the_first_pages_lead_to_the_others():
-    text = text_of(ROOT / "README.md")
-    guides = tables_of_contents()["Guides"]
-    assert len(guides) > 5
-    assert [page.name for page in guides if f"(docs/{page.name})" not in text] == []
-    text = text_of(ROOT / "docs/index.md")
-    names = [page.relative_to(ROOT / "docs").as_posix() for page in SITE]
-    inside = [name for name in names if not name.startswith(("api/", "project/"))]
-    assert [name for name in inside if f"({name})" not in text] == ["index.md"]
-
-
 # --- links and names of files ---------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,59 +107,11 @@ def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
     )
 
 
-def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
-    text = marked(["host", "nvrtc"])
-    with monkeypatch.context() as patch:
-        patch.setattr(skips, "find_compiler", lambda wheel: None)
-        patch.setenv("PATH", "")
-        absent = suite(text)
-    assert absent.ret == pytest.ExitCode.OK
-    absent.assert_outcomes(skipped=2)
-    absent.stdout.fnmatch_lines(["allowed skips: host 1, nvrtc 1"])
-    absent.stdout.fnmatch_lines_random(["*host: no g++ on PATH", "*nvrtc: no *libnvrtc.so.12 of *"])
-
-    monkeypatch.setattr(skips, "find_compiler", Path)
-    monkeypatch.setattr(skips.shutil, "which", lambda name: f"/usr/bin/{name}")
-    suite(text).assert_outcomes(passed=2)
-
-
-def test_nvrtc_is_found_in_the_wheels_folder_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
-    library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
-    library.parent.mkdir(parents=True)
-    sys.path_importer_cache.pop(str(tmp_path), None)  # the cache says that the folder is empty
-    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
-    library.touch()
-    assert skips.find_compiler("nvidia-cuda-nvrtc") == library
-
-
 def marked(marks: Sequence[str]) -> str:
     """A suite with a test for each mark."""
     return "\n".join(
         f"@pytest.mark.{mark}\ndef test_{number}(): pass" for number, mark in enumerate(marks)
     )
-
-
-def test_figures_of_another_version_are_not_compared(suite, monkeypatch):
-    monkeypatch.setattr(skips, "find_compiler", Path)
-    monkeypatch.setattr(skips.importlib.metadata, "version", lambda wheel: "12.9.86")
-    wheels = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvrtc-cu12==12.9.41"]
-    result = suite(marked([f"nvrtc({wheel!r})" for wheel in wheels]))
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*nvrtc: the figures are of *==12.9.41, not of 12.9.86"])
-
-
-def test_several_gpus_are_a_number_of_at_least_two(suite):
-    result = suite(marked(["multi_gpu(2)", "multi_gpu(3)"]), "--require-gpu", gpus=(2, ""))
-    assert result.ret == pytest.ExitCode.OK  # too few GPUs for a test is a skip too
-    result.assert_outcomes(passed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*multi_gpu: 2 CUDA devices, 3 needed"])
-    wrong = ["multi_gpu", "multi_gpu(1)", "multi_gpu(2, 3)", "multi_gpu('2')"]
-    result = suite(marked(wrong), gpus=(8, ""))
-    result.assert_outcomes(errors=len(wrong))
-    result.stdout.fnmatch_lines(["*multi_gpu takes one int of at least 2, got *"])
 
 
 @pytest.fixture

@@ -211,18 +211,6 @@ def test_what_cannot_be_a_hook_of_ddp_is_refused(mesh):
             gr.torch.comm_hook(ops, **options)
 
 
-def test_bfloat16_parameters_are_averaged_in_float32():
-    def work(mesh, hook):
-        net = torch.nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
-        x = (256.0, 1.0, 1.0)[mesh.process_index]  # 256 + 1 is 256 in bfloat16
-        ddp = make_ddp(hook, net)
-        ddp(torch.full((1, 3), x, dtype=torch.bfloat16)).backward()
-        return net.weight.grad.float().numpy()
-
-    for gradient in with_hook(3, work):
-        assert (gradient == np.float32(86)).all()
-
-
 def group_of(size):
     return SimpleNamespace(size=lambda: size)
 

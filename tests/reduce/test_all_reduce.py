@@ -1,22 +1,15 @@
 """all_reduce: results have the structure of the gradients; all are reduced in one batch."""
 
-import threading
-
 import numpy as np
 import pytest
-from support.exact_data import exact_data, random_data, same
+from support.exact_data import exact_data, same
 from support.meshes import (
     MeshCase,
-    check_mirrored,
-    expected_of,
     hierarchical_sum,
     launches_of,
-    per_replica,
-    placement_of,
     refused,
     unchanged,
 )
-from support.threads import in_threads
 
 import gradreduce as gr
 from gradreduce.reduce.algorithms import ALGORITHMS
@@ -149,56 +142,3 @@ def test_a_value_in_another_memory_order_has_parts_of_its_own_shape(numpy_mesh):
     into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
     ops.broadcast(arrays[0], numpy_mesh, out=into)
     assert all((each == arrays[0]).all() for each in (copy.primary, *into))
-
-
-# -- reduce and batch_reduce -----------------------------------------------------------------------
-
-
-BATCH = [((40, 500), "float32"), ((), "float16"), ((0, 4), "float32"), ((2, 2), "complex64"),
-         ((9,), "float64"), ((4,), "float16"), ((), "float32")]  # fmt: skip
-
-
-def random_arrays(count, seed=0):
-    """``[tensor][replica]``."""
-    return [
-        [random_data(shape, dtype, seed=seed + 100 * place + replica) for replica in range(count)]
-        for place, (shape, dtype) in enumerate(BATCH)
-    ]
-
-
-def pairs(values):
-    return [(value, value) for value in values]
-
-
-def test_values_of_several_parts_of_a_mesh_in_one_batch(numpy_mesh):
-    count = len(numpy_mesh)
-    parts = [numpy_mesh[:1], numpy_mesh, numpy_mesh[-1:], numpy_mesh[count // 2 :]]
-    values = [per_replica(part, lambda replica: np.ones(2, np.float32)) for part in parts]
-    for algorithm in ALGORITHMS:
-        results = gr.AllReduceCrossDeviceOps(algorithm).batch_reduce(SUM, pairs(values))
-        for part, result in zip(parts, results, strict=True):
-            assert result.devices == part.devices
-            check_mirrored(result, np.full(2, len(part), np.float32))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_threads_share_a_mesh(numpy_mesh, algorithm):
-    """Each thread makes its own calls, and calls a prepared step that all share."""
-    ops, count = gr.AllReduceCrossDeviceOps(algorithm, 2), len(numpy_mesh)
-    together = threading.Barrier(4, timeout=60)
-    ours = [gr.PerReplica(replicas, numpy_mesh) for replicas in random_arrays(count)]
-    shared = ops.prepare(MEAN, pairs(ours), output_type="buffer")
-
-    def work(seed):
-        arrays = random_arrays(count, 10_000 * seed)
-        values = [gr.PerReplica(replicas, numpy_mesh) for replicas in arrays]
-        sums = [expected_of(algorithm, each, placement_of(numpy_mesh), count) for each in arrays]
-        together.wait()
-        for _ in range(5):
-            shared()
-            for result, wanted in zip(ops.batch_reduce(MEAN, pairs(values)), sums, strict=True):
-                check_mirrored(result, wanted)
-
-    in_threads(*[lambda seed=seed: work(seed) for seed in range(1, 5)])
-    for result, wanted in zip(shared.results, ops.batch_reduce(MEAN, pairs(ours)), strict=True):
-        check_mirrored(result, wanted.buffers[0].numpy())

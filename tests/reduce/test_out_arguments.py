@@ -13,21 +13,6 @@ from gradreduce.reduce import pipeline
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
-@pytest.mark.parametrize("num_packs", [1, 3])
-def test_a_flat_buffer_is_reduced_in_place_by_the_sums_alone(num_packs):
-    with MeshCase((0, 1)).open() as opened:
-        flat = opened.flat_buffer([(40,), (3,), (20,)], "float32")
-        for row in flat.views:
-            for view in row:
-                view.device.upload(np.full(view.shape, 3, np.float32), out=view)
-        ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=opened)
-        with opened.journal() as journal:
-            assert ops.all_reduce(flat.views, SUM, out=flat.views) is flat.views
-        assert {record.name for record in journal.records} == {"all_sum"}
-        assert all((view.numpy() == 6).all() for row in flat.views for view in row)
-        assert all(not buffer.numpy()[43].any() for buffer in flat.buffers)  # the gap
-
-
 def test_memory_between_two_outs_is_not_written():
     """The outs are laid out like a pack, but the memory between them is not written."""
     with MeshCase((0, 1)).open() as opened:

@@ -47,14 +47,6 @@ def flat_columns(mesh, shapes):
     return flat, [list(replicas) for replicas in zip(*flat.views, strict=True)]
 
 
-def test_gaps_between_packed_tensors_are_zeros(numpy_mesh):
-    buffers = [[device.empty((size,), "float32") for device in numpy_mesh] for size in (3, 6, 1)]
-    for flat in check_packed(numpy_mesh, buffers, len(numpy_mesh.by_physical))[0].inputs:
-        content = flat.numpy()
-        assert content.size == 16
-        assert not content[[3, 10, 11, 13, 14, 15]].any()
-
-
 def test_a_flat_buffer_is_recognized_by_its_first_tensors_and_by_part_of_a_mesh(numpy_mesh):
     views = numpy_mesh[-1:].flat_buffer([(3,), (), (0, 4), (5, 7), (16,)], "float32").views
     _, journal = packed_of(numpy_mesh, [[view] for view in views[0][:4]])

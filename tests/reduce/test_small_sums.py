@@ -111,22 +111,6 @@ def test_the_launch_is_that_of_the_replica(mesh):
         gr.add_n([np.ones(3), np.ones(3)])
 
 
-@pytest.mark.parametrize(
-    ("terms", "error"),
-    [
-        ([np.ones(3), np.ones(4)], ValueError),
-        ([np.ones(3), np.ones(3, np.float32)], TypeError),
-        ([np.ones(3, bool), np.ones(3, bool)], TypeError),
-        ([np.ones(3), "x"], TypeError),
-        ([np.ones(3), None], ValueError),
-    ],
-)
-def test_invalid_terms_raise_the_usual_errors(mesh, terms, error):
-    with mesh.journal() as journal, pytest.raises(error):
-        gr.add_n(terms)
-    assert journal.launches == 0
-
-
 def test_overflow_and_nan_do_not_warn(mesh, fast_path):
     terms = [np.array([3e38, np.inf, np.nan], np.float32), np.array([3e38, -np.inf, 1], np.float32)]
     with warnings.catch_warnings():

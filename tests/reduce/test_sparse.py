@@ -122,21 +122,6 @@ def test_sparse_and_dense_replicas_make_a_dense_sum(numpy_mesh, ops):
         check_mirrored(found, hierarchical_sum(wanted, len(wanted)))
 
 
-def test_all_reduce_takes_them_in_its_nests(mesh):
-    grads = [
-        {"w": exact_data(4, "float32", seed=replica), "table": slices_of(replica)}
-        for replica in range(3)
-    ]
-    for coalesce in (False, True):
-        made = gr.all_reduce(grads, SUM, mesh=mesh, coalesce=coalesce)
-        tables = [entry["table"] for entry in made]
-        assert all(isinstance(table, gr.IndexedSlices) for table in tables)
-        assert all(isinstance(table.values, np.ndarray) for table in tables)
-        assert all(same(table.values, tables[0].values) for table in tables)
-        assert len(tables[0].indices) == (len(set(tables[0].indices.tolist())) if coalesce else 6)
-        assert same(made[2]["w"], hierarchical_sum([grad["w"] for grad in grads]))
-
-
 @pytest.mark.parametrize("dense_shape", [None, (-1, 3), (ROWS, 3)])
 def test_the_dense_shape_is_that_of_the_first_replica(mesh, dense_shape):
     parts = [slices_of(0, dense_shape=dense_shape), slices_of(1), slices_of(2, dense_shape=None)]

@@ -181,19 +181,6 @@ def test_the_array_type_is_that_of_the_first_term(mesh):
     assert isinstance(gr.add_n([on_device], output_type="numpy"), np.ndarray)
 
 
-def test_results_share_no_memory_and_inputs_are_not_written():
-    one, other = slices_of([1, 2]), slices_of([3], seed=1)
-    for term in (one, other):
-        term.values.flags.writeable = False
-    joined = gr.aggregate([one, other])
-    joined.values[...] = 7
-    gr.add_n([one])[...] = 7
-    gr.add_n([one, other])[...] = 7
-    assert same(one.values, exact_data((2, WIDTH), "float32"))
-    assert same(other.values, exact_data((1, WIDTH), "float32", seed=1))
-    assert one.indices.tolist() == [1, 2]
-
-
 # -- what does not fit ----------------------------------------------------------------------------
 
 

@@ -70,20 +70,6 @@ def test_the_peak_number_of_live_buffers(mesh, monkeypatch, method, count, dtype
         assert live.peak == count + 1  # the counter works
 
 
-def test_a_term_is_dropped_before_the_next_is_made(mesh):
-    alive: list[weakref.ref] = []
-
-    def terms():
-        for value in arrays(9):
-            assert [term() for term in alive[1:]] == [None] * len(alive[1:])
-            term = mesh.devices[0].upload(value)
-            alive.append(weakref.ref(term))
-            yield term
-            del term
-
-    gr.aggregate(terms(), ACCUMULATE_N)
-
-
 def test_a_failing_iterable_leaves_everything_as_it_was(mesh, method):
     values = arrays(4)
     copies = [value.copy() for value in values]

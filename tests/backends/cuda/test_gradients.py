@@ -34,29 +34,6 @@ def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus, cupy):
                         np.testing.assert_allclose(left, right, 1e-9, 1e-11, err_msg=said)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_training_on_a_gpu_follows_the_host(gpus, seed, cupy):
-    gpus(seed)
-
-    def trained(backend, library):
-        rng = np.random.default_rng(2)
-        with gr.open_mesh([0], backend=backend) as mesh:
-            table = gr.Variable(rng.normal(size=(6, 4)), device=mesh)
-            weights = gr.Variable(rng.normal(size=(4, 3)), device=mesh)
-            labels = library(np.array([0, 2, 1, 1]))
-
-            def loss():
-                hidden = np.tanh(gr.embedding_lookup(table, [0, 5, 5, 2]) + np.mean(table * 0.5))
-                return np.mean(gr.autodiff.softmax_cross_entropy(hidden @ weights, labels))
-
-            for method in gr.AggregationMethod:
-                DESCENT.minimize(loss, aggregation_method=method)
-            return [table.numpy(), weights.numpy()]
-
-    for left, right in zip(trained("cuda", cupy.asarray), trained("sim", np.asarray), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("method", gr.AggregationMethod)
 def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method, cupy):
     """A call that orders its results with it makes rows dense before the sum is queued."""
@@ -132,27 +109,6 @@ def test_terms_of_several_gpus_are_added_on_the_first_device(gpus, method, cupy)
         ((found, _),) = DESCENT.compute_gradients(loss, aggregation_method=method)
         assert found.device.id == 1
         assert found.get().tolist() == [12.0, 24.0, 36.0]
-
-
-@pytest.mark.multi_gpu(2)
-def test_agn_differentiates_each_replica_on_its_own_gpu(gpus, cupy):
-    """Whichever GPU is current."""
-    gpus(4)
-    start, current = np.arange(7, dtype=np.float32), []
-    with gr.open_mesh([0, 1, 1, 0], backend="cuda") as mesh:
-        getter = gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh))
-        var = gr.get_variable("v", start, custom_getter=getter)
-        optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, 1)
-        data = gr.PerReplica([np.full(7, place + 1.0, "float32") for place in range(4)], mesh)
-
-        def loss():
-            current.append(cupy.cuda.Device().id)
-            return np.sum(np.square(var * data.get()) / 2)
-
-        assert optimizer.minimize(loss) is True
-        assert current == [0, 1, 1, 0]
-        for copy in var.buffers:
-            np.testing.assert_allclose(copy.numpy(), start * (1 - 30 / 4), rtol=1e-5)
 
 
 class Halved(gr.Optimizer):

@@ -15,7 +15,6 @@ import gradreduce as gr
 from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh, as_dtype
-from gradreduce.reduce.algorithms import ALGORITHMS
 
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 pytestmark = [] if FAKE else [pytest.mark.jax]
@@ -102,37 +101,6 @@ def test_what_jax_still_computes_is_waited_for_and_waits(mesh, put):
         assert kind_of(total) == "jax"
         assert total.devices() == first.devices()
         assert same(np.asarray(total + first), filled(7 * turn + 3))
-
-
-def test_an_all_reduce_over_logical_devices(mesh, put):
-    rows = [[exact_data((50, 3), "float32", seed=10 * d + t) for t in range(5)] for d in range(3)]
-    grads = [
-        [put(values, device) for values in row]
-        for row, device in zip(rows, mesh.devices, strict=True)
-    ]
-    for algorithm in ALGORITHMS:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-        for row, device in zip(ops.all_reduce(grads, gr.ReduceOp.SUM), mesh.devices, strict=True):
-            for place, array in enumerate(row):
-                assert [each.id for each in array.devices()] == [device.physical]
-                assert same(np.asarray(array), sum(row[place] for row in rows))
-
-
-def test_steps_and_accumulators_take_gradients_and_return_arrays(mesh, put):
-    device = mesh.devices[2]
-    variable = gr.Variable(put(filled(1), device), device=device)
-    optimizer = gr.GradientDescentOptimizer(0.5)
-    accumulator = gr.ConditionalAccumulator("float32", device=device)
-    seen = []
-    for step in range(3):
-        gradient = put(filled(step), device)
-        accumulator.apply_grad(gradient)
-        optimizer.apply_gradients([(gradient + gradient, variable)])
-        seen.append(variable.read("jax"))  # later steps do not change it
-    seen.append(accumulator.take_grad(3))
-    for array, value in zip(seen, (1, 0, -2, 1), strict=True):
-        assert kind_of(array) == "jax"
-        assert same(np.asarray(array), filled(value))
 
 
 def test_arrays_that_are_dropped_while_we_read_them(mesh, put):

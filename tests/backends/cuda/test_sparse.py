@@ -57,29 +57,6 @@ def test_the_host_waits_for_indices_on_a_gpu_and_for_nothing_else(seed, gpus, wa
             assert wanted.any(axis=1).sum() == len(found)
 
 
-def test_stale_and_refused_gradients_make_no_cuda_call(gpus, waits):
-    machine = gpus(0)
-    with gr.open_mesh([0, 0], backend="cuda") as mesh:
-        acc = gr.SparseConditionalAccumulator("float32", (9, 2), device=mesh)
-        acc.apply_grad([1], np.ones((1, 2), "float32"))
-        acc.set_global_step(1)
-
-        def stale():
-            values = np.ones((2, 2), "float32")
-            assert acc.apply_grad([1, 3], values) is False
-            slices = gr.IndexedSlices(values, [1, 3])
-            assert acc.apply_indexed_slices_grad(slices) is False
-
-        def refused():
-            for indices, values in (([1, 9], np.ones((2, 2), "float32")), ([1], [[1.0]])):
-                with pytest.raises(gr.errors.InvalidArgumentError):
-                    acc.apply_grad(indices, values, None, 1)
-
-        assert waits(machine, stale) == (0, {})
-        assert waits(machine, refused) == (0, {})
-        assert (acc.num_accumulated(), acc.num_dropped) == (1, 2)
-
-
 def test_the_host_waits_for_the_indices_of_rows_once(gpus, waits):
     """``coalesce`` and ``to_dense`` use what it has read."""
     machine, values = gpus(5), random_data((6, 5), "float32")

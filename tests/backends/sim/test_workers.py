@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
-from support.exact_data import random_data, same
+from support.exact_data import random_data
 from support.threads import in_threads
 
 from gradreduce.backends import open_mesh
@@ -92,25 +91,6 @@ def test_rows_that_are_not_elementwise_are_not_split():
     assert sorted(seen) == [[[5] * 3], [[LARGE] * 3], [[LARGE] * 3]]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "size"),
-    [("numpy", 5 * BLOCK_SIZE), pytest.param("compiled", LARGE, marks=pytest.mark.host)],
-)
-def test_the_bits_are_those_of_one_thread(implementation, size):
-    results = []
-    for num_threads in (1, 3):
-        with opened(num_threads, implementation) as device:
-            rows = operands(device, size, num_rows=2)
-            device.launch(ADD_N, PAIR, rows, (2,))
-            results.append([row[0].numpy() for row in rows])
-            del rows  # a closed mesh would keep their memory
-    for alone, spread in zip(*results, strict=True):
-        assert same(alone, spread)
-    terms = [random_data((size,), "float32", seed=seed) for seed in range(2)]
-    with np.errstate(all="ignore"):
-        assert same(results[0][0], terms[0] + terms[1])
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["the caller", "a worker", "everywhere"])
 def test_a_failure_comes_when_no_job_runs(where, error):
@@ -145,15 +125,6 @@ def test_a_failure_comes_when_no_job_runs(where, error):
     # The threads still work.
     in_threads(lambda: workers.run([partial(threading.Barrier(3).wait, TIMEOUT)] * 3))
     workers.close()
-
-
-def test_several_callers_share_the_threads():
-    with opened(2) as device, ThreadPoolExecutor(4) as pool:
-        all_rows = [operands(device, LARGE) for _ in range(4)]
-        launch = partial(device.launch, ADD_N, PAIR)
-        list(pool.map(launch, all_rows, [(2,)] * 4, timeout=2 * TIMEOUT))
-        first = all_rows[0][0][0].numpy()
-        assert all(same(rows[0][0].numpy(), first) for rows in all_rows)
 
 
 @pytest.mark.parametrize(
