@@ -1,6 +1,6 @@
 """``cupy.cuda.nccl``: communicators, and the rules of their groups.
 
-Several processes are threads, each with one rank: they meet by the id, and send and receive.
+Several processes are threads, each with its ranks: they meet by the id.
 Adds in the accumulate type in the order of the ranks and rounds once, like the simulated
 collective; NCCL promises no order. A call that would hang or mix up data is a fault.
 """
@@ -36,7 +36,7 @@ available = True
 UNIQUE_ID_BYTES = 128
 # From NCCL 2.30 on it lets two ranks share a GPU.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-_REDUCTIONS = ("allReduce", "reduce")
+_REDUCTIONS = ("allReduce", "reduce", "reduceScatter")
 
 # Like CuPy 14.2, which has no names for ncclInProgress (7) and later ones.
 _RESULTS = {
@@ -64,6 +64,7 @@ class Library:
         init_result: the result of initialisations.
         made: all communicators of this machine.
         waiting: ranks that have come, by number of ranks and id.
+        inside: the threads that have an open group for a GPU.
     """
 
     version: int = 23203
@@ -73,6 +74,7 @@ class Library:
     init_result: int = 0
     made: list[NcclCommunicator] = field(default_factory=list)
     waiting: dict[tuple, list[NcclCommunicator]] = field(default_factory=dict)
+    inside: dict[int, set[int]] = field(default_factory=dict)
 
 
 library = Library()
@@ -135,6 +137,27 @@ class _Message:
         self.data: bytes | None = None
 
 
+class _Round:
+    """One collective of a clique that spans processes, which name their ranks' parts in turn.
+
+    Attributes:
+        arrived: for each rank a call that passes when its stream comes to the collective.
+        asked: the parts of the ranks that are named.
+        sources: what the streams of the ranks have read.
+    """
+
+    def __init__(self, machine: Machine, num_ranks: int) -> None:
+        self.asked: dict[int, _Request] = {}
+        self.sources: dict[int, np.ndarray] = {}
+        self.arrived = []
+        for rank in range(num_ranks):
+            queue = Queue(-1, -1, f"rank {rank} of another process")
+            call = Call(queue, 0, machine.number, {}, "a rank of another process")
+            queue.waiting.append(call)
+            machine.stuck.add(queue)  # before the other process names its part
+            self.arrived.append(call)
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0
@@ -192,6 +215,7 @@ def groupEnd():
     failed, inits, asked, aborted = _local.failed, _local.inits, _local.asked, _local.aborted
     parts = _local.parts
     _local.__init__()
+    _leave_group([one.comm._gpu for one in (*asked, *parts)])
     if failed:
         raise NcclError(failed)
     if aborted:
@@ -200,7 +224,8 @@ def groupEnd():
         _bootstrap(inits)
     if asked:
         with current().entered() as machine:
-            _run_group(machine, asked)
+            _run_group(machine, [one for one in asked if not one.comm.spans])
+            _run_across(machine, [one for one in asked if one.comm.spans])
     if parts:
         _connect(parts)
         with current().entered() as machine:
@@ -248,11 +273,19 @@ class NcclCommunicator:
         self._held: list[Call] = []  # waits of its collectives, which an abort ends
         self._connected: set[int] = set()  # ranks with which it has exchanged
         self._messages: dict[int, list[_Message]] = {}  # to each rank, named by one side
+        self._process = threading.get_ident()  # initialised with the other ranks of its process
+        self.rounds: dict[int, _Round] = {}  # of its clique, by number; in the first rank's
+        self._num_rounds = 0
         library.made.append(self)
         machine.at_end.append(self._unaborted)
 
     def size(self):
         return len(self._clique)
+
+    @property
+    def spans(self) -> bool:
+        """Whether the clique has ranks in other processes."""
+        return len({comm._process for comm in self._clique}) > 1
 
     def check_async_error(self):
         with self._machine.entered(needs_context=False):
@@ -292,6 +325,9 @@ class NcclCommunicator:
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         self._request("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
 
+    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
+        self._request("reduceScatter", (sendbuf, recvbuf), recvcount, datatype, op, stream)
+
     def send(self, sendbuf, count, datatype, peer, stream):
         self._pair("send", sendbuf, count, datatype, peer, stream)
 
@@ -310,6 +346,7 @@ class NcclCommunicator:
             if not _local.depth:
                 machine.fail(f"NCCL: {name} outside a group waits for the other process's")
             nbytes = count * np.dtype(_DTYPES[datatype]).itemsize
+            self._enter_group()
             _local.parts.append(_Part(self, name == "send", address, nbytes, peer, queue))
 
     def _checked_queue(self, machine: Machine, name: str, stream: int) -> Queue:
@@ -319,6 +356,13 @@ class NcclCommunicator:
         if getDevice() != self._gpu:
             machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
         return queue
+
+    def _enter_group(self) -> None:
+        library.inside.setdefault(self._gpu, set()).add(threading.get_ident())
+
+    def _own_ranks(self) -> list[NcclCommunicator]:
+        """The ranks of its process."""
+        return [comm for comm in self._clique if comm._process == self._process]
 
     def _end(self, how: str) -> None:
         with self._machine.lock:
@@ -350,6 +394,9 @@ class NcclCommunicator:
             asked = _Request(self, name, *buffers, count, datatype, extra, queue, root)
             if _local.depth:
                 _local.asked.append(asked)
+                self._enter_group()
+            elif self.spans and len(self._own_ranks()) == 1:  # as PyTorch's
+                _run_across(machine, [asked])
             elif len(self._clique) > 1:
                 machine.fail(f"NCCL: {name} of one of {self.size()} ranks outside a group hangs")
             else:
@@ -489,6 +536,87 @@ def _write(machine: Machine, part: _Part, message: _Message, call: Call) -> None
     if part.comm._ended != "abort" and message.data is not None:
         machine.check(call, [(part.address, part.address + part.nbytes, WRITE)])
         ctypes.memmove(part.address, message.data, part.nbytes)
+
+
+def _leave_group(gpus: list[int]) -> None:
+    """Two groups in two threads may come to the GPUs of a process in different orders."""
+    machine, own = current(), threading.get_ident()
+    with machine.lock:
+        for gpu in set(gpus):
+            threads = library.inside.get(gpu, set())
+            if threads - {own}:
+                machine.faults.append(f"NCCL: two threads have a group for GPU {gpu}")
+            threads.discard(own)
+
+
+def _run_across(machine: Machine, asked: list[_Request]) -> None:
+    """The n-th collectives of all ranks belong together; a rank waits until all streams come."""
+    own: dict[int, list[NcclCommunicator]] = {}
+    for one in asked:
+        own.setdefault(id(one.comm._clique), []).append(one.comm)
+    for comms in own.values():
+        counts = [comms.count(comm) for comm in comms[0]._own_ranks()]
+        if len(set(counts)) != 1:
+            machine.fail(f"NCCL: a rank is left out: calls of each rank {counts}")
+    rounds = [_named(machine, one) for one in asked]
+    for one, the_round in zip(asked, rounds, strict=True):  # all read before any writes
+        work = partial(_read, machine, one, the_round)
+        begin = machine.submit(one.queue, f"nccl {one.name}", work)
+        arrived = the_round.arrived[one.comm._rank]
+        arrived.blocker = begin
+        machine.stuck.discard(arrived.queue)
+    for one, the_round in zip(asked, rounds, strict=True):
+        held = [machine.wait(one.queue, each) for each in the_round.arrived]
+        one.comm._held += [waiting for waiting in held if waiting is not None]
+        machine.submit(one.queue, f"nccl {one.name}", partial(_result_of, machine, one, the_round))
+
+
+def _named(machine: Machine, one: _Request) -> _Round:
+    """Adds a rank's part to its collective."""
+    comm = one.comm
+    rounds = comm._clique[0].rounds
+    the_round = rounds.setdefault(comm._num_rounds, _Round(machine, comm.size()))
+    the_round.asked[comm._rank] = one
+    if len({each.agrees for each in the_round.asked.values()}) != 1:
+        machine.fail(f"NCCL: ranks disagree: {[each.agrees for each in the_round.asked.values()]}")
+    if len(the_round.asked) == comm.size():
+        machine.count(f"{one.name} of all processes")
+        del rounds[comm._num_rounds]
+    comm._num_rounds += 1
+    return the_round
+
+
+def _read(machine: Machine, one: _Request, the_round: _Round, call: Call) -> None:
+    the_round.arrived[one.comm._rank].passed = True
+    if _reads(one) and one.comm._ended != "abort":
+        dtype = np.dtype(_DTYPES[one.datatype])
+        count = one.count * (one.comm.size() if one.name == "reduceScatter" else 1)
+        _check_place(machine, call, one, one.send, count * dtype.itemsize, READ)
+        the_round.sources[one.comm._rank] = _array(one.send, count, dtype).copy()
+
+
+def _result_of(machine: Machine, one: _Request, the_round: _Round, call: Call) -> None:
+    num_ranks = one.comm.size()
+    sources = [the_round.sources.get(rank) for rank in range(num_ranks)]
+    is_whole = all(source is not None for source in sources) or one.name == "broadcast"
+    if not _writes(one) or one.comm._ended == "abort" or not is_whole:
+        return
+    result = _result(one.name, sources, one.extra)
+    if one.name == "reduceScatter":
+        result = result[one.comm._rank * one.count :][: one.count]
+    dtype = np.dtype(_DTYPES[one.datatype])
+    _check_place(machine, call, one, one.recv, result.size * dtype.itemsize, WRITE)
+    with np.errstate(all="ignore"):
+        _array(one.recv, result.size, dtype)[...] = result
+
+
+def _check_place(
+    machine: Machine, call: Call, one: _Request, start: int, nbytes: int, how: int
+) -> None:
+    slot = machine.heap.find(start)
+    if slot is not None and slot.place != one.comm._gpu:
+        machine.fail(f"NCCL: {one.name}: rank {one.comm._rank} has a buffer elsewhere")
+    machine.check(call, [(start, start + nbytes, how)], peers_matter=False)
 
 
 def _run_group(machine: Machine, asked: list[_Request]) -> None:

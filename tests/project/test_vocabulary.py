@@ -46,7 +46,7 @@ RETIRED_IN_NAMES = {
 ALLOWED = {
     "gather": "all_gather _all_gather",  # the collective, and by index
     "scatter": "reduce_scatter ReduceScatter",  # the collective
-    "gathered": "_is_gathered gathered",
+    "gathered": "gathered",
     "pull": "optim/agn/* ray/*",  # of AGN
     "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",

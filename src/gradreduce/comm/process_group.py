@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import proxy
 from zlib import crc32
 
-from gradreduce.device import Message, Parcel, Processes, check_running
+from gradreduce.device import CollectiveCall, Message, Parcel, Processes, check_running
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 
 from .description import KNOWN_CALLS, Description, describe_difference, digest_of, summary
@@ -55,11 +55,12 @@ class ProcessGroup(Processes):
     """The processes of a mesh, seen from one of them.
 
     Attributes:
-        rank, size, timeout, counts, move_on_gpu: see ``Processes``.
+        rank, size, timeout, counts, move_on_gpu, collective: see ``Processes``.
         confirmed: the number of the last call that ``look`` has found equal in all processes.
         sends_host_memory: whether ``exchange`` works.
         gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
-            communicator of this mesh; ``"group"``: by ``exchange_on_gpu``.
+            communicator of this mesh; ``"group"``: by ``exchange_on_gpu`` and
+            ``queue_collectives``.
         rounds: which rounds of reductions this process has computed or dropped.
     """
 
@@ -126,6 +127,19 @@ class ProcessGroup(Processes):
             receives: buffers to receive into, which are overwritten.
             gpu: the number of the GPU.
             stream: the handle of the stream that runs the exchange.
+
+        Raises:
+            CollectiveError: the library reports an error.
+        """
+        raise NotImplementedError
+
+    def queue_collectives(self, calls: Sequence[CollectiveCall], gpu: int, stream: int) -> None:
+        """Queues collectives; only where ``gpu_library`` is ``"group"``.
+
+        Args:
+            calls: the calls, each with one buffer of this process, on one queue.
+            gpu: the number of the GPU.
+            stream: the handle of the stream that runs them.
 
         Raises:
             CollectiveError: the library reports an error.

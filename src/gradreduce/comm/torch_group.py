@@ -10,8 +10,8 @@ import os
 import re
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradreduce.device import Buffer, Message, Parcel, inside_library
+from gradreduce.device import ELEMENT_OF, Buffer, CollectiveCall, Message, Parcel, inside_library
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 from .description import digest_of
@@ -133,18 +133,36 @@ class TorchGroup(ProcessGroup):
         Our stream is made PyTorch's current one, for which its NCCL stream waits. ``wait`` without
         a timeout makes the current stream wait for NCCL's, not the host.
         """
-        device = torch.device("cuda", gpu)
 
         def tensors_of(parcels: Sequence[Parcel]) -> list[tuple[int, torch.Tensor]]:
-            arrays = [(rank, _as_cuda_array(buffer)) for rank, buffer in parcels]
-            return [(rank, torch.as_tensor(array, device=device)) for rank, array in arrays]
+            return [(rank, _as_tensor_of(buffer, gpu)) for rank, buffer in parcels]
 
-        try:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-                for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
-                    work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(f"torch.distributed: {error}") from error
+        with _on_stream(gpu, stream):
+            for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
+                work.wait()
+
+    def queue_collectives(self, calls: Sequence[CollectiveCall], gpu: int, stream: int) -> None:
+        """See ``ProcessGroup.queue_collectives``; see also ``exchange_on_gpu``."""
+        with _on_stream(gpu, stream):
+            for work in [self._start(call, gpu) for call in calls]:
+                work.wait()
+
+    def _start(self, call: CollectiveCall, gpu: int) -> Any:
+        """Starts a collective of this process's only rank; returns its work."""
+        (source,), (out,) = call.inputs, call.outputs
+        is_sum = call.name in ("all_reduce", "reduce", "reduce_scatter")
+        read, written = [_as_tensor_of(each, gpu, as_bytes=not is_sum) for each in (source, out)]
+        options: dict[str, Any] = {"group": self._group, "async_op": True}
+        if call.name == "all_gather":
+            return dist.all_gather_into_tensor(written, read, **options)
+        if call.name == "reduce_scatter":
+            return dist.reduce_scatter_tensor(written, read, **options)
+        if out.address != source.address:  # PyTorch's others are in place
+            written.copy_(read)
+        if call.root is None:
+            return dist.all_reduce(written, **options)
+        run = dist.broadcast if call.name == "broadcast" else dist.reduce
+        return run(written, self._global_ranks[call.root], **options)
 
     def start_batch(
         self,
@@ -385,11 +403,39 @@ def _wait_for_bytes(
         _wait(sends, end, [])
 
 
-def _as_cuda_array(buffer: Buffer) -> Any:
-    """Returns an object that PyTorch reads as bytes of GPU memory, without a copy."""
+@contextmanager
+def _on_stream(gpu: int, stream: int) -> Iterator[None]:
+    """Context manager: makes our stream PyTorch's current one.
+
+    Raises:
+        CollectiveError: PyTorch has raised an error.
+    """
+    try:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, torch.device("cuda", gpu))):
+            yield
+    except RuntimeError as error:
+        raise CollectiveError(f"torch.distributed: {error}") from error
+
+
+# element -> PyTorch's dtype for a sum; its NCCL knows no unsigned integers above 8 bits
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "uint8": torch.uint8,
+    "uint32": torch.int32,
+    "uint64": torch.int64,
+}
+
+
+def _as_tensor_of(buffer: Buffer, gpu: int, *, as_bytes: bool = True) -> torch.Tensor:
+    """Returns a flat tensor on GPU memory, without a copy: bytes, or elements that can be added."""
     data = (buffer.address, False)  # not read-only
     interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
-    return SimpleNamespace(__cuda_array_interface__=interface)
+    array = SimpleNamespace(__cuda_array_interface__=interface)
+    tensor = torch.as_tensor(array, device=torch.device("cuda", gpu))
+    return tensor if as_bytes else tensor.view(_DTYPES[ELEMENT_OF[buffer.dtype].name])
 
 
 def _without_advice(error: RuntimeError) -> str:

@@ -30,7 +30,6 @@ from gradreduce.device import (
     DeferInterrupts,
     Device,
     DeviceQueue,
-    GpuMove,
     HostMove,
     Kernel,
     Mark,
@@ -39,6 +38,7 @@ from gradreduce.device import (
     Queue,
     Row,
     Stream,
+    StreamCall,
     Tables,
     Template,
     User,
@@ -200,14 +200,9 @@ class CudaDevice(Device):
         for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
             self.upload(array, out=buffer, queue=queue)
 
-    def _exchange_on_gpu(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
-    ) -> None:
-        def command() -> None:
-            with self.gpu:
-                move(sends, receives, self.physical, self._stream(queue).ptr)
-
-        self._order(command, self._parcels(sends, receives, queue))
+    def _call_on_stream(self, queue: Queue, call: StreamCall) -> None:
+        with self.gpu:
+            call(self.physical, self._stream(queue).ptr)
 
     def _hardware_name(self) -> str:
         found = uuid_of(self.physical)
