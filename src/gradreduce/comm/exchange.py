@@ -214,6 +214,11 @@ class PendingExchange(PendingCall):
         is_known = self.dropped or self._group.confirmed >= self._number
         return super().is_resolved and is_known
 
+    @property
+    def waits_for_others(self) -> bool:
+        """See ``PendingCall``."""
+        return not super().is_resolved
+
     def failure(self) -> str | None:
         """See ``PendingCall``."""
         reason = self._group.look()

@@ -63,8 +63,14 @@ class Processes(ABC):
         """Tells the other processes why the mesh of this process has failed."""
 
     @abstractmethod
-    def describe_late(self, seconds: float) -> str | None:
-        """Describes processes that have not made this one's last call; None if all have."""
+    def describe_late(self, seconds: float, *, asks: bool = False) -> str | None:
+        """Describes processes that have not made this one's last call; None if all have.
+
+        Args:
+            seconds: for how long this process has waited.
+            asks: whether to describe those that have made it but do not answer now; may take a
+                second.
+        """
 
     @abstractmethod
     def flight_record(self) -> dict[str, Any]:

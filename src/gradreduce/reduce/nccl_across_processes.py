@@ -86,35 +86,107 @@ class NcclAcrossProcesses(Algorithm):
             pass  # at once: its memory is that of one stage
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
-        """See ``Algorithm.reduce_scatter``; one reduce for each job, all in one group call."""
+        """See ``Algorithm.reduce_scatter``; all jobs are in one group call.
+
+        NCCL's reduce-scatter if the shares of all ranks are equal, else a reduce for each job.
+        """
         rest = [job for job in jobs if cannot_add(job.inputs[0].dtype)]
         if rest:
             self._exchange.reduce_scatter(rest)
         added = [job for job in jobs if not cannot_add(job.inputs[0].dtype)]
-        sources = self._fold(added)
-        totals = [self._total_of_owner(job) for job in added]
+        sources, totals = self._fold(added), [self._total_of_owner(job) for job in added]
+        rounds = self._rounds([(self._rank_of(job), job.inputs[0]) for job in added])
+        joined = [self._joined_inputs(sources, totals, each) for each in rounds or ()]
         with self._collective.group():
+            for outs, wholes in joined:
+                self._collective.reduce_scatter(outs, wholes)
             for job, of_job, total in zip(added, sources, totals, strict=True):
-                self._collective.reduce(total, of_job, self._rank_of(job))
+                if rounds is None:
+                    self._collective.reduce(total, of_job, self._rank_of(job))
         for job, total in zip(added, totals, strict=True):
             if total is not None:
                 self._finish(job, total)
 
+    def _joined_inputs(
+        self,
+        sources: Sequence[Sequence[Buffer]],
+        totals: Sequence[Buffer | None],
+        jobs: Sequence[int],
+    ) -> tuple[list[Buffer], list[Buffer]]:
+        """Returns outputs and inputs of a reduce-scatter of these jobs, one of each rank."""
+        outs = [total for job in jobs if (total := totals[job]) is not None]
+        wholes = []
+        for place, rank in enumerate(self._ranks.values()):
+            parts = [sources[job][place] for job in jobs]
+            whole = _as_one(parts)
+            if whole is None:
+                whole, pieces = _new_whole(parts, rank.device)
+                ops.pack_to_rows(list(zip(pieces, parts, strict=True)), rank.device)
+            wholes.append(whole)
+        return outs, wholes
+
     def all_gather(self, jobs: Sequence[Job]) -> None:
-        """See ``Algorithm.all_gather``; one broadcast for each job, all in one group call."""
+        """See ``Algorithm.all_gather``; all jobs are in one group call.
+
+        NCCL's all-gather if the shares of all ranks are equal, else a broadcast for each job.
+        """
         for job in jobs:
             for source in job.inputs:
                 rank = self._ranks[self._rank_of(job)]
                 _copy([(job.outs[rank.here[0]], source)], rank.device)
+        received = [[job.outs[rank.here[0]] for rank in self._ranks.values()] for job in jobs]
+        rounds = self._rounds([(self._rank_of(job), job.outs[0]) for job in jobs])
+        joined = [self._joined_outs(received, each) for each in rounds or ()]
         with self._collective.group():
-            for job in jobs:
-                received = [job.outs[rank.here[0]] for rank in self._ranks.values()]
-                self._collective.broadcast(received, self._rank_of(job))
-        for rank in self._ranks.values():
+            for wholes, own, _ in joined:
+                self._collective.all_gather(wholes, own)
+            for job, of_ranks in zip(jobs, received, strict=True):
+                if rounds is None:
+                    self._collective.broadcast(of_ranks, self._rank_of(job))
+        for place, rank in enumerate(self._ranks.values()):
+            for _, _, copies in joined:
+                _copy(copies[place], rank.device)
             first, *others = rank.here
             pairs = [(job.outs[index], job.outs[first]) for job in jobs for index in others]
             _copy(pairs, rank.device)
             self._copy_apart([job.outs for job in jobs], rank)
+
+    def _joined_outs(
+        self, received: Sequence[Sequence[Buffer]], jobs: Sequence[int]
+    ) -> tuple[list[Buffer], list[Buffer], list[list[tuple[Buffer, Buffer]]]]:
+        """Returns outputs and inputs of an all-gather of these jobs, one of each rank.
+
+        The third result is for each rank the copies (to, from) to make afterwards.
+        """
+        wholes, own, copies = [], [], []
+        for place, (number, rank) in enumerate(self._ranks.items()):
+            parts = [received[job][place] for job in jobs]
+            whole, pieces = _as_one(parts), parts
+            if whole is None:
+                whole, pieces = _new_whole(parts, rank.device)
+            wholes.append(whole)
+            own.append(parts[number])
+            copies.append(list(zip(parts, pieces, strict=True)))
+        return wholes, own, copies
+
+    def _rounds(self, shares: Sequence[tuple[int, Buffer]]) -> list[tuple[int, ...]] | None:
+        """Divides jobs into rounds that have one job of each rank, all of one size and dtype.
+
+        All processes decide the same.
+
+        Args:
+            shares: for each job the rank of its owner, and a buffer of its size and dtype.
+
+        Returns:
+            The indices of the jobs of each round; None if the shares of the ranks differ.
+        """
+        of_ranks: list[list[int]] = [[] for _ in range(self._numbers.size)]
+        for index, (rank, _) in enumerate(shares):
+            of_ranks[rank].append(index)
+        kinds = [[(shares[i][1].size, shares[i][1].dtype) for i in each] for each in of_ranks]
+        if any([each != kinds[0] for each in kinds]):
+            return None
+        return list(zip(*of_ranks, strict=True))
 
     def _rank_of(self, job: Job) -> int:
         """Returns the rank of a job's owner."""
@@ -197,6 +269,23 @@ def _sums_on(device: Device, jobs: Sequence[Job], indices: Sequence[int]) -> Seq
     sums = [_like(each, device) for each in firsts]
     fold(jobs, sums, indices)
     return sums
+
+
+def _as_one(parts: Sequence[Buffer]) -> Buffer | None:
+    """Returns equal parts as one Buffer, if they follow each other in memory; else None."""
+    first = parts[0]
+    for index, part in enumerate(parts):
+        if part.block is not first.block or part.offset != first.offset + index * first.nbytes:
+            return None
+    return Buffer(first.block, first.offset, (len(parts) * first.size,), first.dtype)
+
+
+def _new_whole(parts: Sequence[Buffer], device: Device) -> tuple[Buffer, list[Buffer]]:
+    """Returns new memory for equal parts together, and the place of each part in it."""
+    first, count = parts[0], len(parts)
+    whole = device.empty((count * first.size,), first.dtype)
+    starts = range(0, whole.size, first.size)
+    return whole, whole.parts([*starts], [first.size] * count)
 
 
 def _copy(pairs: Sequence[tuple[Buffer, Buffer]], device: Device) -> None:

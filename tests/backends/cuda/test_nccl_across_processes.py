@@ -1,6 +1,11 @@
 """NCCL's own collectives over processes, which are threads in these tests."""
 
+import json
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -8,12 +13,14 @@ import numpy as np
 import pytest
 from fake_cupy import distributed, nccl
 from fake_cupy.machine import Machine
-from support.thread_group import run_processes
+from support.thread_group import SharedQueues, ThreadGroup, run_processes
 
 import gradreduce as gr
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.comm.process_group import ProcessGroup
 from gradreduce.device import Mesh
+from gradreduce.errors import CollectiveError, InvalidArgumentError
+from gradreduce.reduce import pipeline
 
 pytestmark = pytest.mark.fake_cupy
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -109,3 +116,291 @@ def test_sums_and_means_of_all_dtypes_are_numpys(here, places, library):
                     assert op is MEAN or array.dtype == of_all[0].dtype
                     assert (array.astype(wanted.dtype) == wanted).all(), dtype
     assert here.counts.get("init") == 1
+
+
+@pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_shares_and_copies_of_one_process_are_numpys(here, places, library):
+    """Shares are equal on meshes whose processes have as many replicas on each GPU."""
+    count, last = number_of(places), len(places) - 1
+    shapes = [(3 * count, 5), (16 * count,)]
+    terms = [[terms_of(places, shape, dtype) for shape in shapes] for dtype in ("float32", "int16")]
+    terms = [column for row in terms for column in row]
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(1, mesh=mesh)
+        pairs = list(zip(mesh, replicas, strict=True))
+        grads = [[device.upload(column[r]) for column in terms] for device, r in pairs]
+        with mesh.journal() as journal:
+            shares = ops.reduce_scatter(grads, SUM)
+            wholes = ops.all_gather(shares)
+            first = mesh[len(mesh) - 1].upload(terms[0][replicas[-1]])
+            copied = [ops.broadcast(first, mesh, process=each) for each in (0, last)]
+        names = {record.name for record in journal.of("collective")}
+        found = [[[b.numpy() for b in row] for row in rows] for rows in (shares, wholes)]
+        copies = [[b.numpy() for b in each.buffers] for each in copied]
+        return names, journal.of("exchange"), *found, copies
+
+    ends = [sum(map(len, places[: rank + 1])) for rank in range(len(places))]
+    by_replica = 0
+    equal = len({len(each) for each in places}) == 1 and (library != "ours" or even(places))
+    for names, exchanges, shares, wholes, copies in run_all(library, places, work):
+        assert names == (
+            {"reduce_scatter", "all_gather", "broadcast"} if equal else {"reduce", "broadcast"}
+        )
+        assert exchanges, "NCCL cannot add int16"
+        for share, whole in zip(shares, wholes, strict=True):
+            for column, part, again in zip(terms, share, whole, strict=True):
+                total = sum_of(column, SUM).reshape(count, -1)
+                assert part.dtype == again.dtype == column[0].dtype
+                assert (part.ravel() == total[by_replica]).all()
+                assert (again.ravel() == total.ravel()).all()
+            by_replica += 1
+        for process, of_devices in zip((0, last), copies, strict=True):
+            assert all((each == terms[0][ends[process] - 1]).all() for each in of_devices)
+
+
+def even(places: list[list[int]]) -> bool:
+    """Whether each GPU has as many replicas."""
+    every = [gpu for each in places for gpu in each]
+    return len({every.count(gpu) for gpu in every}) == 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("shard", [False, True])
+def test_steps_train_as_one_process_does(here, library, shard):
+    """Gradients are whole numbers, so that no order of additions changes their sums."""
+    places = PLACES["uneven"]
+
+    def trained(mesh, replicas):
+        variables = [gr.Variable(np.ones(n), f"v{n}", dtype="float32", device=mesh)
+                     for n in (5, 3000)]  # fmt: skip
+        ops = gr.NcclAllReduce(mesh=mesh)
+        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=shard)
+        random = np.random.default_rng(0)
+        for _ in range(3):
+            rows = random.integers(0, 9, (number_of(places), 3005)).astype(np.float32)
+            step([[[rows[r, :5]], [rows[r, 5:]]] for r in replicas])
+        return [[each.numpy() for each in v.buffers] for v in variables], step.state_dict()
+
+    with gr.open_mesh(number_of(places), backend="sim") as alone:
+        wanted, state = trained(alone, range(number_of(places)))
+    for variables, saved in run_all(library, places, trained):
+        np.testing.assert_equal(saved, state)
+        for (first, *_), replicas in zip(wanted, variables, strict=True):
+            assert all((each == first).all() for each in replicas)
+
+
+def test_a_stage_is_packed_while_the_one_before_it_is_added(here, monkeypatch):
+    monkeypatch.setattr(pipeline, "STAGE_BYTES", 1)
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(3, mesh=mesh)
+        values = [on_devices(mesh, [np.ones(64, np.float32)] * len(mesh)) for _ in range(3)]
+        with mesh.journal() as journal:
+            ops.batch_reduce(MEAN, [(value, value) for value in values])
+        steps = [(each.phase, str(each.label)[:6]) for each in journal.records
+                 if each.kind in ("launch", "collective") and each.device == 0]  # fmt: skip
+        assert {each.queue for each in journal.of("collective")} == {"transfer"}
+        return [*dict.fromkeys(steps)]
+
+    one, two = run_all("ours", [[0], [1, 1]], work)
+    begins = [("pack", "pack 1"), ("all-reduce", "pack 1"), ("pack", "pack 2")]
+    assert one[:3] == two[:3] == begins
+
+
+def test_a_plan_counts_the_bytes_of_a_ring(here):
+    places, size = PLACES["uneven"], 70_000
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(1, mesh=mesh)
+        value = on_devices(mesh, [np.ones(size, np.float32)] * len(mesh))
+        plan = ops.plan(SUM, [(value, value)])
+        with mesh.journal() as journal:
+            ops.batch_reduce(SUM, [(value, value)])
+        assert (plan.launches, plan.bytes) == (journal.launches, journal.bytes)
+        return plan
+
+    for plan, gpus in zip(run_all("ours", places, work), places, strict=True):
+        assert plan.ring_bytes == 2 * 5 * 4 * size // 6  # of six GPUs
+        assert plan.sent == {gpu: plan.ring_bytes for gpu in sorted(set(gpus))}
+        assert (plan.exchanges, plan.collectives) == (0, len(set(gpus)))
+        assert {pack.crossing for pack in plan.packs} == {"collective"}
+
+
+def test_all_gpus_of_a_process_are_in_one_group(here):
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(4, mesh=mesh)
+        values = [on_devices(mesh, [np.ones(64, np.float32)] * len(mesh)) for _ in range(2)]
+        before = here.counts.get("groupEnd", 0)
+        ops.batch_reduce(SUM, [(value, value) for value in values])
+        mesh.synchronize()
+        return before
+
+    groups: list[int] = []
+    end = nccl.groupEnd
+
+    def counted():
+        groups.append(len(nccl._local.asked))
+        end()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["cupy.cuda.nccl"], "groupEnd", counted)
+        run_all("ours", [[0, 1], [2, 3, 4]], work)
+    assert sorted(each for each in groups if each > 3) == [8, 12]  # 4 packs on each GPU
+
+
+def test_processes_that_reduce_other_tensors_raise_before_a_launch(here):
+    def work(group):
+        mesh = gr.open_mesh([[0], [1, 2]][group.rank], backend="cuda", process_group=group)
+        ops = gr.NcclAllReduce(mesh=mesh)
+        value = on_devices(mesh, [np.full(4 + group.rank, 2.0)] * len(mesh))
+        with mesh.journal() as journal, pytest.raises(InvalidArgumentError) as caught:
+            ops.batch_reduce(SUM, [(value, value)])
+        assert not journal.launches
+        assert not journal.of("collective")
+        mesh.close()
+        return str(caught.value)
+
+    for said in run_processes(2, work, gpu_library="nccl"):
+        assert "the processes reduce different tensors: tensor 0 is float64[" in said
+
+
+def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two reductions that each process has made once, of as many bytes."""
+    ops = gr.NcclAllReduce(mesh=mesh)
+    calls = []
+    for sizes in ((6, 5), (5, 6)):
+        values = [on_devices(mesh, [np.ones(size, np.float32)] * len(mesh)) for size in sizes]
+        pairs = [(value, value) for value in values]
+        ops.batch_reduce(SUM, pairs)
+        calls.append(lambda pairs=pairs, **options: ops.batch_reduce(SUM, pairs, **options))
+    mesh.synchronize()
+    return calls[0], calls[1]
+
+
+def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
+    """NCCL adds them anyway, because they have equal numbers of bytes."""
+    end = time.monotonic() + 10
+
+    def work(mesh, replicas):
+        calls = two_calls(mesh)
+        with pytest.raises(CollectiveError) as caught:
+            while time.monotonic() < end:
+                calls[replicas[0] > 0]()
+                mesh.synchronize()
+        return str(caught.value)
+
+    for said in run_all("ours", [[0], [1, 2]], work):
+        assert "the processes reduce different tensors: tensor 0 is float32[" in said
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_process_that_does_not_come_is_named_and_the_record_shows_the_call(
+    here, library, monkeypatch, tmp_path
+):
+    """Our communicators are aborted; PyTorch must end its own."""
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+    over, places = threading.Event(), [[0, 1], [2], [3, 3]]
+
+    def work(mesh, replicas):
+        call, _ = two_calls(mesh)
+        if replicas[0] == 2:
+            assert over.wait(10)
+            return ""
+        with pytest.raises(CollectiveError) as caught:
+            call(deadline=0.3)
+            mesh.synchronize()
+        met.wait(10)
+        over.set()
+        return str(caught.value)
+
+    met = threading.Barrier(2)
+    said, _, other = run_all(library, places, work)
+    for text in (said, other):
+        assert "process 1 of 3 has not come to call 2 (reduction, tensors: float32[6], " in text
+        assert "end the processes and start them again" in text
+    for path in (*tmp_path.glob("*.rank0.json"), *tmp_path.glob("*.rank2.json")):
+        entries = json.loads(path.read_text())["entries"]
+        last = [each for each in entries if each["kind"] == "collective"][-1]
+        assert (last["done"], last["tensors"]) == (False, "pack 1 of 1 (tensors 0 to 1)")
+    assert len([*tmp_path.iterdir()]) >= 2
+    for each in nccl.library.made if library != "ours" else ():
+        each.abort()  # like PyTorch's watchdog
+    assert nccl.until(lambda: {each._ended for each in nccl.library.made} == {"abort"})
+
+
+def end_silently(mesh: Mesh, machine: Machine) -> None:
+    """From now on no thread of this process posts anything, and its GPU does nothing."""
+    group = mesh.mesh_state.processes
+    group.look = lambda: None
+    group.tell_failure = group.tell_end = lambda *arguments: None
+    machine.stall(mesh[0])
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_process_that_ends_inside_a_collective_is_named_by_all(here, prepared):
+    deadline, met, ended = 0.5, threading.Barrier(3), threading.Barrier(3)
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(mesh=mesh)
+        value = on_devices(mesh, [np.ones(5, np.float32)] * len(mesh))
+        step = ops.prepare(SUM, [(value, value)])
+        call = step if prepared else partial(ops.batch_reduce, SUM, [(value, value)])
+        call()
+        mesh.synchronize()
+        if replicas[0] == 1:
+            end_silently(mesh, here)
+            call()
+            met.wait(10)
+            ended.wait(10)
+            mesh.mesh_state.fail("it has ended")
+            return "", 0.0
+        met.wait(10)
+        start = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            call(deadline=deadline)
+            mesh.synchronize()
+        seconds = time.monotonic() - start
+        ended.wait(10)
+        return str(caught.value), seconds
+
+    try:
+        (one, first), _, (two, second) = run_all("ours", [[0], [1], [2]], work)
+    finally:
+        here.resume()
+    assert max(first, second) < deadline + 2
+    for said in (one, two):
+        assert "process 1 of 3 has come to call " in said
+        assert "but has given no sign of life since" in said
+
+
+def test_groups_of_two_meshes_do_not_interleave(here):
+    """Else one GPU may come to the group of one mesh first, another GPU to that of the other."""
+    places, count = [[0, 1], [2, 3]], 20
+
+    def run(group):
+        open_one = partial(gr.open_mesh, places[group.rank], backend="cuda")
+        one, other = open_one(process_group=group), open_one(process_group=others[group.rank])
+        sums = []
+
+        def reduce(mesh):
+            ops = gr.NcclAllReduce(mesh=mesh)
+            value = on_devices(mesh, [np.ones(5, np.float32)] * 2)
+            for _ in range(count):
+                total = ops.reduce(SUM, value, value)
+            sums.extend(each.numpy().tolist() for each in total.buffers)
+
+        threads = [threading.Thread(target=reduce, args=(mesh,)) for mesh in (one, other)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        one.close()
+        other.close()
+        return sums
+
+    post = SharedQueues()
+    others = [ThreadGroup(post, rank, 2, gpu_library="nccl") for rank in range(2)]
+    assert run_processes(2, run, gpu_library="nccl") == [[[4.0] * 5] * 4] * 2
