@@ -24,7 +24,8 @@ from . import nccl
 from .arrays import memcpyAsync
 from .surface import Device, Event, Stream, eventRecord, streamWaitEvent
 
-_OURS = "gradreduce.comm.torch_group"  # imports them
+# These import them.
+_OURS = [f"gradreduce.comm.{name}" for name in ("torch_group", "torch_on_gpu", "opening_order")]
 
 
 # PyTorch's signed integers are NCCL's unsigned ones in the fake: their sums have the same bits.
@@ -117,6 +118,8 @@ class ProcessGroup:
         config: its backends: ``"cpu:gloo,cuda:nccl"``.
         global_ranks: of its processes.
     """
+
+    group_name = "0"
 
     def __init__(self, config: str, store: Store, rank: int, global_ranks: Sequence[int]) -> None:
         self.config = config
@@ -264,13 +267,13 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     return _queued(group, async_op, "broadcast", *arguments, group.global_ranks.index(src))
 
 
-def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+def all_gather_single(output_tensor, input_tensor, group=None, async_op=False):
     assert output_tensor.nbytes == input_tensor.nbytes * len(group.global_ranks)
     arguments = input_tensor.address, output_tensor.address, input_tensor.numel()
     return _queued(group, async_op, "allGather", *arguments, input_tensor.dtype)
 
 
-def reduce_scatter_tensor(output, input, op=0, group=None, async_op=False):
+def reduce_scatter_single(output, input, op=0, group=None, async_op=False):
     assert input.nbytes == output.nbytes * len(group.global_ranks)
     arguments = input.address, output.address, output.numel(), output.dtype, op
     return _queued(group, async_op, "reduceScatter", *arguments)
@@ -313,6 +316,16 @@ def make_world(store: Store, rank: int, size: int) -> None:
     _world.clear()
 
 
+@contextmanager
+def default_group(store: Store, size: int) -> Iterator[None]:
+    """Context manager: there is a default group, of all processes."""
+    _world[:] = [ProcessGroup("gloo", store, 0, range(size))]
+    try:
+        yield
+    finally:
+        _world.clear()
+
+
 def _backend_config(group):
     config = group.config
     return config if ":" in config else f"cpu:{config},cuda:{config}"
@@ -336,8 +349,8 @@ def installed() -> Iterator[None]:
     vars(distributed).update(
         ProcessGroup=ProcessGroup, PrefixStore=Store, P2POp=P2POp, isend=isend, irecv=irecv,
         batch_isend_irecv=batch_isend_irecv, all_reduce=all_reduce, reduce=reduce,
-        broadcast=broadcast, all_gather_into_tensor=all_gather_into_tensor,
-        reduce_scatter_tensor=reduce_scatter_tensor, init_process_group=init_process_group,
+        broadcast=broadcast, all_gather_single=all_gather_single,
+        reduce_scatter_single=reduce_scatter_single, init_process_group=init_process_group,
         destroy_process_group=destroy_process_group, group=_Groups(),
         get_backend_config=_backend_config,
         get_rank=lambda group: group.rank,
@@ -347,7 +360,7 @@ def installed() -> Iterator[None]:
         is_nccl_available=lambda: True,
         rendezvous=lambda url, timeout: iter(_address),
     )  # fmt: skip
-    replaced = {"torch": torch, "torch.distributed": distributed, _OURS: None}
+    replaced = {"torch": torch, "torch.distributed": distributed, **dict.fromkeys(_OURS)}
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules.update({name: module for name, module in replaced.items() if module})
     try:

@@ -10,12 +10,11 @@ import os
 import re
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -23,11 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradreduce.device import ELEMENT_OF, Buffer, CollectiveCall, Message, Parcel, inside_library
+from gradreduce.device import CollectiveCall, Message, Parcel, inside_library
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 from .description import digest_of
+from .opening_order import Opening
 from .process_group import ProcessError, ProcessGroup
+from .torch_on_gpu import on_stream, start_collective, tensor_of
 
 # The first tag: far from the tags of user code.
 _FIRST_TAG = 1 << 28
@@ -64,7 +65,8 @@ class TorchGroup(ProcessGroup):
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         self._group = group
         store = group.get_group_store()
-        name = _new_name(store, self.rank, self.size, timeout)
+        with Opening(group, self._global_ranks, self.rank) as opening:
+            name = _new_name(store, self.rank, self.size, timeout, opening.check)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
         self._kept_notice: tuple[str, str] | None = None
@@ -135,34 +137,18 @@ class TorchGroup(ProcessGroup):
         """
 
         def tensors_of(parcels: Sequence[Parcel]) -> list[tuple[int, torch.Tensor]]:
-            return [(rank, _as_tensor_of(buffer, gpu)) for rank, buffer in parcels]
+            return [(rank, tensor_of(buffer, gpu)) for rank, buffer in parcels]
 
-        with _on_stream(gpu, stream):
+        with on_stream(gpu, stream):
             for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
                 work.wait()
 
     def queue_collectives(self, calls: Sequence[CollectiveCall], gpu: int, stream: int) -> None:
         """See ``ProcessGroup.queue_collectives``; see also ``exchange_on_gpu``."""
-        with _on_stream(gpu, stream):
-            for work in [self._start(call, gpu) for call in calls]:
+        arguments = self._group, self._global_ranks, gpu
+        with on_stream(gpu, stream):
+            for work in [start_collective(call, *arguments) for call in calls]:
                 work.wait()
-
-    def _start(self, call: CollectiveCall, gpu: int) -> Any:
-        """Starts a collective of this process's only rank; returns its work."""
-        (source,), (out,) = call.inputs, call.outputs
-        is_sum = call.name in ("all_reduce", "reduce", "reduce_scatter")
-        read, written = [_as_tensor_of(each, gpu, as_bytes=not is_sum) for each in (source, out)]
-        options: dict[str, Any] = {"group": self._group, "async_op": True}
-        if call.name == "all_gather":
-            return dist.all_gather_into_tensor(written, read, **options)
-        if call.name == "reduce_scatter":
-            return dist.reduce_scatter_tensor(written, read, **options)
-        if out.address != source.address:  # PyTorch's others are in place
-            written.copy_(read)
-        if call.root is None:
-            return dist.all_reduce(written, **options)
-        run = dist.broadcast if call.name == "broadcast" else dist.reduce
-        return run(written, self._global_ranks[call.root], **options)
 
     def start_batch(
         self,
@@ -403,41 +389,6 @@ def _wait_for_bytes(
         _wait(sends, end, [])
 
 
-@contextmanager
-def _on_stream(gpu: int, stream: int) -> Iterator[None]:
-    """Context manager: makes our stream PyTorch's current one.
-
-    Raises:
-        CollectiveError: PyTorch has raised an error.
-    """
-    try:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, torch.device("cuda", gpu))):
-            yield
-    except RuntimeError as error:
-        raise CollectiveError(f"torch.distributed: {error}") from error
-
-
-# element -> PyTorch's dtype for a sum; its NCCL knows no unsigned integers above 8 bits
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "uint8": torch.uint8,
-    "uint32": torch.int32,
-    "uint64": torch.int64,
-}
-
-
-def _as_tensor_of(buffer: Buffer, gpu: int, *, as_bytes: bool = True) -> torch.Tensor:
-    """Returns a flat tensor on GPU memory, without a copy: bytes, or elements that can be added."""
-    data = (buffer.address, False)  # not read-only
-    interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
-    array = SimpleNamespace(__cuda_array_interface__=interface)
-    tensor = torch.as_tensor(array, device=torch.device("cuda", gpu))
-    return tensor if as_bytes else tensor.view(_DTYPES[ELEMENT_OF[buffer.dtype].name])
-
-
 def _without_advice(error: RuntimeError) -> str:
     """Returns the first sentence of a gloo error, without its source line."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
@@ -533,21 +484,25 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
         raise
 
 
-def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
+def _new_name(
+    store: Any, rank: int, size: int, timeout: float, check: Callable[[], None] = lambda: None
+) -> str:
     """Like ``_agree_on_name``; also raises if the process of the store is stopped."""
-    call = partial(_agree_on_name, store, rank, size, timeout)
+    call = partial(_agree_on_name, store, rank, size, timeout, check)
     return str(_call(call, timeout + _STORE_SECONDS))
 
 
-def _agree_on_name(store: Any, rank: int, size: int, timeout: float) -> str:
+def _agree_on_name(
+    store: Any, rank: int, size: int, timeout: float, check: Callable[[], None]
+) -> str:
     """Returns a name (hexadecimal digits) on which all processes agree, new in each call.
 
     A store may contain values of earlier processes: torchrun restarts processes with the same
     store. So each process writes a random number, process 0 writes the list of all numbers, and the
-    list is valid when every process has found its number in it.
+    list is valid when every process has found its number in it. ``check`` is called meanwhile.
 
     Raises:
-        CollectiveError: some processes have not come within ``timeout``.
+        CollectiveError: some processes have not come within ``timeout``; or what ``check`` raises.
     """
     here = [f"gradreduce/here/{other}" for other in range(size)]
     everyone = "gradreduce/here"
@@ -576,6 +531,7 @@ def _agree_on_name(store: Any, rank: int, size: int, timeout: float) -> str:
             keys = [f"{names[-1]}/{other}" for other in range(size)] if names else here
             # If all processes were here, process 0 is missing: it did not write the list.
             raise CollectiveError(_not_come(size, timeout, _absent(store, keys) or [0]))
+        check()
         time.sleep(_OPEN_SECONDS)
 
 

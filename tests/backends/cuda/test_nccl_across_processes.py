@@ -404,3 +404,29 @@ def test_groups_of_two_meshes_do_not_interleave(here):
     post = SharedQueues()
     others = [ThreadGroup(post, rank, 2, gpu_library="nccl") for rank in range(2)]
     assert run_processes(2, run, gpu_library="nccl") == [[[4.0] * 5] * 4] * 2
+
+
+def test_meshes_that_are_opened_in_different_orders_are_named_before_nccl_starts(here):
+    """Each process would wait for the other until its timeout."""
+    world = distributed.Store()
+    stores = [distributed.Store("one", world), distributed.Store("two", world)]
+
+    def work(of_thread):
+        rank = of_thread.rank
+        groups = [distributed.ProcessGroup("cpu:gloo,cuda:nccl", s, rank, [0, 1]) for s in stores]
+        for name, group in enumerate(groups, 1):
+            group.group_name = f"{name}"
+        mine, *_ = groups if rank == 0 else reversed(groups)
+        with pytest.raises(CollectiveError) as caught:
+            gr.open_mesh([rank], backend="cuda", process_group=mine, timeout=60)
+        return str(caught.value)
+
+    with distributed.installed(), distributed.default_group(world, 2):
+        found = run_processes(2, work)
+    for rank, said in enumerate(found):
+        assert said == (
+            f"the processes open meshes in different orders: process {rank} over the group "
+            f"'{rank + 1}' of processes 0 1, process {1 - rank} over the group '{2 - rank}' of "
+            "processes 0 1"
+        )
+    assert "init" not in here.counts
