@@ -19,7 +19,7 @@ from gradreduce.errors import CollectiveError
 
 # For how long another process must wait in another group: one that has just gone on may still have
 # its note in the store.
-_PATIENCE_SECONDS = 1.0
+_SURE_SECONDS = 1.0
 # Rank in the default group -> the groups over which threads of this process open meshes.
 _opening: dict[int, list[str]] = defaultdict(list)
 _lock = Lock()
@@ -75,7 +75,7 @@ class Opening:
         for other in self._others if self._store is not None else ():
             for name in self._wrong(other):
                 now = time.monotonic()
-                if now - self._since.setdefault((other, name), now) >= _PATIENCE_SECONDS:
+                if now - self._since.setdefault((other, name), now) >= _SURE_SECONDS:
                     raise CollectiveError(
                         f"the processes open meshes in different orders: process {self._own} over "
                         f"the group {self._name}, process {other} over the group {name}"
