@@ -78,6 +78,7 @@ class SkipLedger:
             "gpu": self._lacks_gpu,
             "multi_gpu": self._lacks_gpus,
             "nccl": self._lacks_nccl,
+            "libnccl": self._lacks_libnccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
             **dict.fromkeys(LIBRARIES, self._lacks_library),
@@ -104,18 +105,24 @@ class SkipLedger:
         return f"{count} CUDA devices, {mark.args[0]} needed" + (f" ({why})" if why else "")
 
     def _lacks_nccl(self, mark: pytest.Mark) -> str | None:
-        lacking = self._lacks_gpu(mark)
+        lacking = self._lacks_gpu(mark) or self._lacks_libnccl(mark)
         if lacking:
             return lacking
-        # CuPy imports this module with a warning, not an error, where libnccl is missing.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from cupy.cuda import nccl
-        if not nccl.available:
-            return "CuPy finds no libnccl"
+        from cupy.cuda import nccl
+
         if mark.args and nccl.get_version() < mark.args[0]:
             return TooOld(f"NCCL {nccl.get_version()}, {mark.args[0]} needed")
         return None
+
+    def _lacks_libnccl(self, mark: pytest.Mark) -> str | None:
+        # CuPy imports this module with a warning, not an error, where libnccl is missing.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                from cupy.cuda import nccl
+            except ImportError:
+                return "cupy is not installed"
+        return None if nccl.available else "CuPy finds no libnccl"
 
     def _lacks_compiler(self, mark: pytest.Mark) -> str | None:
         return None if shutil.which("g++") else "no g++ on PATH"
