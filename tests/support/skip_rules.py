@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,14 @@ class TooOld(str):
     """The reason of a need that an older version leaves unmet: a skip also where it is required."""
 
     __slots__ = ()
+
+
+def _nccl() -> Any:
+    """CuPy's module, which it imports with a warning, not an error, where libnccl is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from cupy.cuda import nccl
+    return nccl
 
 
 class SkipLedger:
@@ -106,23 +115,18 @@ class SkipLedger:
 
     def _lacks_nccl(self, mark: pytest.Mark) -> str | None:
         lacking = self._lacks_gpu(mark) or self._lacks_libnccl(mark)
-        if lacking:
+        if lacking or not mark.args:
             return lacking
-        from cupy.cuda import nccl
-
-        if mark.args and nccl.get_version() < mark.args[0]:
-            return TooOld(f"NCCL {nccl.get_version()}, {mark.args[0]} needed")
+        version = _nccl().get_version()
+        if version < mark.args[0]:
+            return TooOld(f"NCCL {version}, {mark.args[0]} needed")
         return None
 
     def _lacks_libnccl(self, mark: pytest.Mark) -> str | None:
-        # CuPy imports this module with a warning, not an error, where libnccl is missing.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                from cupy.cuda import nccl
-            except ImportError:
-                return "cupy is not installed"
-        return None if nccl.available else "CuPy finds no libnccl"
+        try:
+            return None if _nccl().available else "CuPy finds no libnccl"
+        except ImportError:
+            return "cupy is not installed"
 
     def _lacks_compiler(self, mark: pytest.Mark) -> str | None:
         return None if shutil.which("g++") else "no g++ on PATH"
