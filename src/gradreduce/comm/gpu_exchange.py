@@ -81,7 +81,7 @@ def choose_gpu_library(
             f"process_group= sends only GPU memory, but {obstacle}: make it with "
             "'cpu:gloo,cuda:nccl', or pass one of gloo"
         )
-    if group.gpu_library != "host" and not mesh.mesh_state.shares_host_memory and group.rank == 0:
+    if not mesh.mesh_state.shares_host_memory and group.size > 1 and group.rank == 0:
         log_warning(
             "gradreduce", "GPUs of several processes exchange through host memory: %s", obstacle
         )
