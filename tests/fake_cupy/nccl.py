@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from .collectives import DTYPES, REDUCTIONS, Request, Round, run
 from .machine import READ, WRITE, Call, Machine, Queue, current
 from .surface import check_addresses, getDevice, queue_of, setDevice
 
@@ -27,16 +26,11 @@ CONSTANTS = {
     "NCCL_SUM": 0, "NCCL_UINT8": 1, "NCCL_UINT32": 3, "NCCL_UINT64": 5, "NCCL_FLOAT16": 6,
     "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8, "NCCL_BFLOAT16": 9,
 }  # fmt: skip
-_DTYPES = {
-    1: "uint8", 3: "uint32", 5: "uint64", 6: "float16", 7: "float32", 8: "float64",
-    9: ml_dtypes.bfloat16,
-}  # fmt: skip
 globals().update(CONSTANTS)
 available = True
 UNIQUE_ID_BYTES = 128
 # From NCCL 2.30 on it lets two ranks share a GPU.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-_REDUCTIONS = ("allReduce", "reduce", "reduceScatter")
 
 # Like CuPy 14.2, which has no names for ncclInProgress (7) and later ones.
 _RESULTS = {
@@ -89,25 +83,6 @@ class NcclError(RuntimeError):
 
 
 @dataclass
-class _Request:
-    """One rank's part of a collective."""
-
-    comm: NcclCommunicator
-    name: str
-    send: int
-    recv: int
-    count: int
-    datatype: int
-    extra: int  # operation, or root of a broadcast
-    queue: Queue
-    root: int = 0  # of a reduce
-
-    @property
-    def agrees(self) -> tuple:
-        return (self.name, self.count, self.datatype, self.extra, self.root)
-
-
-@dataclass
 class _Part:
     """One side of a message: a rank's send or receive."""
 
@@ -137,33 +112,12 @@ class _Message:
         self.data: bytes | None = None
 
 
-class _Round:
-    """One collective of a clique that spans processes, which name their ranks' parts in turn.
-
-    Attributes:
-        arrived: for each rank a call that passes when its stream comes to the collective.
-        asked: the parts of the ranks that are named.
-        sources: what the streams of the ranks have read.
-    """
-
-    def __init__(self, machine: Machine, num_ranks: int) -> None:
-        self.asked: dict[int, _Request] = {}
-        self.sources: dict[int, np.ndarray] = {}
-        self.arrived = []
-        for rank in range(num_ranks):
-            queue = Queue(-1, -1, f"rank {rank} of another process")
-            call = Call(queue, 0, machine.number, {}, "a rank of another process")
-            queue.waiting.append(call)
-            machine.stuck.add(queue)  # before the other process names its part
-            self.arrived.append(call)
-
-
 class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.failed = 0  # result of the first call inside that failed
         self.inits: list[NcclCommunicator] = []
-        self.asked: list[_Request] = []
+        self.asked: list[Request] = []
         self.parts: list[_Part] = []
         self.aborted: list[NcclCommunicator] = []
 
@@ -224,8 +178,7 @@ def groupEnd():
         _bootstrap(inits)
     if asked:
         with current().entered() as machine:
-            _run_group(machine, [one for one in asked if not one.comm.spans])
-            _run_across(machine, [one for one in asked if one.comm.spans])
+            run(machine, asked)
     if parts:
         _connect(parts)
         with current().entered() as machine:
@@ -274,18 +227,13 @@ class NcclCommunicator:
         self._connected: set[int] = set()  # ranks with which it has exchanged
         self._messages: dict[int, list[_Message]] = {}  # to each rank, named by one side
         self._process = threading.get_ident()  # initialised with the other ranks of its process
-        self.rounds: dict[int, _Round] = {}  # of its clique, by number; in the first rank's
-        self._num_rounds = 0
+        self.rounds: dict[int, Round] = {}  # of its clique, by number, if it is the first rank
+        self.num_rounds = 0
         library.made.append(self)
         machine.at_end.append(self._unaborted)
 
     def size(self):
         return len(self._clique)
-
-    @property
-    def spans(self) -> bool:
-        """Whether the clique has ranks in other processes."""
-        return len({comm._process for comm in self._clique}) > 1
 
     def check_async_error(self):
         with self._machine.entered(needs_context=False):
@@ -341,11 +289,11 @@ class NcclCommunicator:
         with current().entered() as machine:
             self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
-            if datatype not in _DTYPES or not 0 <= peer < self.size():
+            if datatype not in DTYPES or not 0 <= peer < self.size():
                 raise _refused()
             if not _local.depth:
                 machine.fail(f"NCCL: {name} outside a group waits for the other process's")
-            nbytes = count * np.dtype(_DTYPES[datatype]).itemsize
+            nbytes = count * np.dtype(DTYPES[datatype]).itemsize
             self._enter_group()
             _local.parts.append(_Part(self, name == "send", address, nbytes, peer, queue))
 
@@ -360,7 +308,7 @@ class NcclCommunicator:
     def _enter_group(self) -> None:
         library.inside.setdefault(self._gpu, set()).add(threading.get_ident())
 
-    def _own_ranks(self) -> list[NcclCommunicator]:
+    def own_ranks(self) -> list[NcclCommunicator]:
         """The ranks of its process."""
         return [comm for comm in self._clique if comm._process == self._process]
 
@@ -389,18 +337,16 @@ class NcclCommunicator:
         with self._machine.entered() as machine:
             self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
-            if datatype not in _DTYPES or (name in _REDUCTIONS and extra != CONSTANTS["NCCL_SUM"]):
+            if datatype not in DTYPES or (name in REDUCTIONS and extra != CONSTANTS["NCCL_SUM"]):
                 raise _refused()
-            asked = _Request(self, name, *buffers, count, datatype, extra, queue, root)
+            asked = Request(self, name, *buffers, count, datatype, extra, queue, root)
             if _local.depth:
                 _local.asked.append(asked)
                 self._enter_group()
-            elif self.spans and len(self._own_ranks()) == 1:  # as PyTorch's
-                _run_across(machine, [asked])
-            elif len(self._clique) > 1:
+            elif len(self.own_ranks()) > 1:  # PyTorch's has one rank in each process
                 machine.fail(f"NCCL: {name} of one of {self.size()} ranks outside a group hangs")
             else:
-                _run_group(machine, [asked])
+                run(machine, [asked])
 
 
 def _bootstrap(inits: list[NcclCommunicator]) -> None:
@@ -547,162 +493,3 @@ def _leave_group(gpus: list[int]) -> None:
             if threads - {own}:
                 machine.faults.append(f"NCCL: two threads have a group for GPU {gpu}")
             threads.discard(own)
-
-
-def _run_across(machine: Machine, asked: list[_Request]) -> None:
-    """The n-th collectives of all ranks belong together; a rank waits until all streams come."""
-    own: dict[int, list[NcclCommunicator]] = {}
-    for one in asked:
-        own.setdefault(id(one.comm._clique), []).append(one.comm)
-    for comms in own.values():
-        counts = [comms.count(comm) for comm in comms[0]._own_ranks()]
-        if len(set(counts)) != 1:
-            machine.fail(f"NCCL: a rank is left out: calls of each rank {counts}")
-    rounds = [_named(machine, one) for one in asked]
-    for one, the_round in zip(asked, rounds, strict=True):  # all read before any writes
-        work = partial(_read, machine, one, the_round)
-        begin = machine.submit(one.queue, f"nccl {one.name}", work)
-        arrived = the_round.arrived[one.comm._rank]
-        arrived.blocker = begin
-        machine.stuck.discard(arrived.queue)
-    for one, the_round in zip(asked, rounds, strict=True):
-        held = [machine.wait(one.queue, each) for each in the_round.arrived]
-        one.comm._held += [waiting for waiting in held if waiting is not None]
-        machine.submit(one.queue, f"nccl {one.name}", partial(_result_of, machine, one, the_round))
-
-
-def _named(machine: Machine, one: _Request) -> _Round:
-    """Adds a rank's part to its collective."""
-    comm = one.comm
-    rounds = comm._clique[0].rounds
-    the_round = rounds.setdefault(comm._num_rounds, _Round(machine, comm.size()))
-    the_round.asked[comm._rank] = one
-    if len({each.agrees for each in the_round.asked.values()}) != 1:
-        machine.fail(f"NCCL: ranks disagree: {[each.agrees for each in the_round.asked.values()]}")
-    if len(the_round.asked) == comm.size():
-        machine.count(f"{one.name} of all processes")
-        del rounds[comm._num_rounds]
-    comm._num_rounds += 1
-    return the_round
-
-
-def _read(machine: Machine, one: _Request, the_round: _Round, call: Call) -> None:
-    the_round.arrived[one.comm._rank].passed = True
-    if _reads(one) and one.comm._ended != "abort":
-        dtype = np.dtype(_DTYPES[one.datatype])
-        count = one.count * (one.comm.size() if one.name == "reduceScatter" else 1)
-        _check_place(machine, call, one, one.send, count * dtype.itemsize, READ)
-        the_round.sources[one.comm._rank] = _array(one.send, count, dtype).copy()
-
-
-def _result_of(machine: Machine, one: _Request, the_round: _Round, call: Call) -> None:
-    num_ranks = one.comm.size()
-    sources = [the_round.sources.get(rank) for rank in range(num_ranks)]
-    is_whole = all(source is not None for source in sources) or one.name == "broadcast"
-    if not _writes(one) or one.comm._ended == "abort" or not is_whole:
-        return
-    result = _result(one.name, sources, one.extra)
-    if one.name == "reduceScatter":
-        result = result[one.comm._rank * one.count :][: one.count]
-    dtype = np.dtype(_DTYPES[one.datatype])
-    _check_place(machine, call, one, one.recv, result.size * dtype.itemsize, WRITE)
-    with np.errstate(all="ignore"):
-        _array(one.recv, result.size, dtype)[...] = result
-
-
-def _check_place(
-    machine: Machine, call: Call, one: _Request, start: int, nbytes: int, how: int
-) -> None:
-    slot = machine.heap.find(start)
-    if slot is not None and slot.place != one.comm._gpu:
-        machine.fail(f"NCCL: {one.name}: rank {one.comm._rank} has a buffer elsewhere")
-    machine.check(call, [(start, start + nbytes, how)], peers_matter=False)
-
-
-def _run_group(machine: Machine, asked: list[_Request]) -> None:
-    """Runs each rank's calls in order; the n-th calls of all ranks belong together."""
-    by_clique: dict[int, dict[int, list[_Request]]] = {}
-    for one in asked:
-        ranks = by_clique.setdefault(id(one.comm._clique), {})
-        ranks.setdefault(one.comm._rank, []).append(one)
-    rounds = []
-    for ranks in by_clique.values():
-        clique = next(iter(ranks.values()))[0].comm._clique
-        numbers = [len(ranks.get(rank, [])) for rank in range(len(clique))]
-        if len(set(numbers)) != 1:
-            machine.fail(f"NCCL: a rank is left out: calls of each rank {numbers}")
-        for turn in range(numbers[0]):
-            rounds.append([ranks[rank][turn] for rank in range(len(clique))])
-    for parts in rounds:
-        if len({one.agrees for one in parts}) != 1:
-            machine.fail(f"NCCL: the ranks disagree: {[one.agrees for one in parts]}")
-    _synchronize_streams(machine, rounds)
-
-
-def _synchronize_streams(machine: Machine, rounds: list[list[_Request]]) -> None:
-    """All streams of a group synchronize, the work runs, and all continue after it."""
-    queues = list(dict.fromkeys(one.queue for parts in rounds for one in parts))
-    if not queues:
-        return
-    arrivals = [machine.submit(queue, "nccl begins") for queue in queues]
-    held = [machine.wait(queues[0], arrival) for arrival in arrivals]
-    call = None
-    for parts in rounds:
-        machine.count(parts[0].name)
-        call = machine.submit(queues[0], f"nccl {parts[0].name}", _work(machine, parts))
-    held += [machine.wait(queue, call) for queue in queues[1:]]
-    for one in {id(one.comm): one for parts in rounds for one in parts}.values():
-        one.comm._held += [waiting for waiting in held if waiting is not None]
-
-
-def _work(machine: Machine, parts: list[_Request]) -> Any:
-    dtype = np.dtype(_DTYPES[parts[0].datatype])
-    count, name = parts[0].count, parts[0].name
-    factor = len(parts) if name == "allGather" else 1
-    nbytes = count * dtype.itemsize
-
-    def work(call: Call) -> None:
-        if any(one.comm._ended == "abort" for one in parts):
-            return
-        for one in parts:
-            accesses = [(one.send, one.send + nbytes, READ)] if _reads(one) else []
-            if _writes(one):
-                accesses.append((one.recv, one.recv + nbytes * factor, WRITE))
-            for start, _, _ in accesses:
-                slot = machine.heap.find(start)
-                if slot is not None and slot.place != one.comm._gpu:
-                    machine.fail(f"NCCL: {name}: rank {one.comm._rank} has a buffer elsewhere")
-            machine.check(call, accesses, peers_matter=False)
-        sources = [_array(one.send, count, dtype).copy() if _reads(one) else None for one in parts]
-        result = _result(name, sources, parts[0].extra)
-        with np.errstate(all="ignore"):
-            for one in filter(_writes, parts):
-                _array(one.recv, count * factor, dtype)[...] = result
-
-    return work
-
-
-def _reads(one: _Request) -> bool:
-    return one.name != "broadcast" or one.comm._rank == one.extra
-
-
-def _writes(one: _Request) -> bool:
-    return one.name != "reduce" or one.comm._rank == one.root
-
-
-def _result(name: str, sources: list, extra: int) -> np.ndarray:
-    if name == "broadcast":
-        return sources[extra]
-    if name == "allGather":
-        return np.concatenate(sources)
-    wide = np.float32 if sources[0].dtype.itemsize == 2 else sources[0].dtype
-    total = sources[0].astype(wide)
-    with np.errstate(all="ignore"):
-        for source in sources[1:]:
-            total = total + source.astype(wide)
-    return total
-
-
-def _array(address: int, size: int, dtype: np.dtype) -> np.ndarray:
-    raw = (ctypes.c_ubyte * (size * dtype.itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype)
