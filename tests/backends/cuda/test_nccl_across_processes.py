@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "uint8", "in
 PLACES = {
     "one GPU each": [[0], [1]],
     "replicas share a GPU": [[0, 0], [1], [2, 2, 2]],
+    "two replicas on each GPU": [[0, 0], [1, 1]],
     "two GPUs each": [[0, 1], [2, 3]],
     "uneven": [[0, 1, 0], [2], [3, 4, 5]],
     "four processes": [[0], [1, 2], [3, 3], [4, 5, 6, 4]],
@@ -360,7 +362,7 @@ def test_a_process_that_ends_inside_a_collective_is_named_by_all(here, prepared)
         met.wait(10)
         start = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
-            call(deadline=deadline)
+            call(deadline=deadline if replicas[0] == 0 else None)  # the other one only answers
             mesh.synchronize()
         seconds = time.monotonic() - start
         ended.wait(10)
@@ -376,34 +378,70 @@ def test_a_process_that_ends_inside_a_collective_is_named_by_all(here, prepared)
         assert "but has given no sign of life since" in said
 
 
-def test_groups_of_two_meshes_do_not_interleave(here):
+def test_the_timeout_of_the_mesh_ends_a_collective(here):
+    """Also without a deadline: the call returns, and a later one raises."""
+    over = threading.Event()
+
+    def work(mesh, replicas):
+        call, _ = two_calls(mesh)
+        if replicas[0]:
+            assert over.wait(20)
+            return
+        mesh.mesh_state.processes.timeout = 0.3
+        call()
+        has_failed = nccl.until(lambda: mesh.mesh_state.reason)
+        over.set()
+        assert has_failed
+        with pytest.raises(CollectiveError, match=r"0\.3 s for pack 1 .*process 1 of 2 has"):
+            call()
+
+    run_all("ours", [[0, 1], [2]], work)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_tensor_that_is_not_packed_is_read_where_it_is(here, library):
+    def work(mesh, replicas):
+        value = on_devices(mesh, [np.full(5, r + 1.0) for r in replicas])
+        total = gr.NcclAllReduce(0, mesh=mesh).reduce(SUM, value, value)
+        found = [[each.numpy().tolist() for each in of] for of in (value.buffers, total.buffers)]
+        return found
+
+    found = run_all(library, [[0], [1, 1], [2, 3]], work)
+    inputs = [each for given, _ in found for each in given]
+    assert inputs == [[replica + 1.0] * 5 for replica in range(5)]
+    assert [each for _, totals in found for each in totals] == [[15.0] * 5] * 5
+
+
+def end_late(end: Callable[[], None] = nccl.groupEnd) -> None:
+    """Ends a group after another thread had time to open one for the same GPU."""
+    for _ in range(100 if nccl._local.asked else 0):
+        if any(len(threads) > 1 for threads in nccl.library.inside.values()):
+            break
+        threading.Event().wait(1e-3)
+    end()
+
+
+def test_groups_of_two_meshes_do_not_interleave(here, monkeypatch):
     """Else one GPU may come to the group of one mesh first, another GPU to that of the other."""
-    places, count = [[0, 1], [2, 3]], 20
+    places, post = [[0, 1], [2, 3]], SharedQueues()
+    others = [ThreadGroup(post, rank, 2, gpu_library="nccl") for rank in range(2)]
+
+    def reduced(mesh):
+        ops, value = gr.NcclAllReduce(mesh=mesh), on_devices(mesh, [np.ones(5, np.float32)] * 2)
+        totals = [ops.reduce(SUM, value, value) for _ in range(3)]
+        return [each.numpy().tolist() for each in totals[-1].buffers]
 
     def run(group):
         open_one = partial(gr.open_mesh, places[group.rank], backend="cuda")
-        one, other = open_one(process_group=group), open_one(process_group=others[group.rank])
-        sums = []
-
-        def reduce(mesh):
-            ops = gr.NcclAllReduce(mesh=mesh)
-            value = on_devices(mesh, [np.ones(5, np.float32)] * 2)
-            for _ in range(count):
-                total = ops.reduce(SUM, value, value)
-            sums.extend(each.numpy().tolist() for each in total.buffers)
-
-        threads = [threading.Thread(target=reduce, args=(mesh,)) for mesh in (one, other)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(60)
-        one.close()
-        other.close()
+        meshes = [open_one(process_group=each) for each in (group, others[group.rank])]
+        with ThreadPoolExecutor(2) as pool:
+            sums = list(pool.map(reduced, meshes, timeout=60))
+        for mesh in meshes:
+            mesh.close()
         return sums
 
-    post = SharedQueues()
-    others = [ThreadGroup(post, rank, 2, gpu_library="nccl") for rank in range(2)]
-    assert run_processes(2, run, gpu_library="nccl") == [[[4.0] * 5] * 4] * 2
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "groupEnd", end_late)
+    assert run_processes(2, run, gpu_library="nccl") == [[[[4.0] * 5] * 2] * 2] * 2
 
 
 def test_meshes_that_are_opened_in_different_orders_are_named_before_nccl_starts(here):
