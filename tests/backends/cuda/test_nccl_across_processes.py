@@ -25,7 +25,8 @@ from gradreduce.reduce import pipeline
 
 pytestmark = pytest.mark.fake_cupy
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "uint8", "int32", "int64")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "uint8", "int16", "int32",
+          "int64")  # fmt: skip
 # The GPU of each replica, by process: 2 to 4 processes, 1 to 3 GPUs of each, uneven replicas.
 PLACES = {
     "one GPU each": [[0], [1]],
@@ -106,7 +107,9 @@ def test_sums_and_means_of_all_dtypes_are_numpys(here, places, library):
             step = ops.prepare(SUM, pairs)
             plays = [step(), step(), ops.batch_reduce(MEAN, pairs)]
         kinds = {record.kind for record in journal.records}
-        assert not kinds & {"exchange", "upload", "download", "sync"}
+        assert not kinds & {"upload", "download", "sync"}
+        exchanged = {record.nbytes for record in journal.of("exchange")}
+        assert max(exchanged) <= 2 * 2_011 * len(mesh) * len(places), "NCCL cannot add int16"
         assert {record.name for record in journal.of("collective")} == {"all_reduce"}
         return [[[b.numpy() for b in total.buffers] for total in play] for play in plays]
 
@@ -167,6 +170,25 @@ def even(places: list[list[int]]) -> bool:
     """Whether each GPU has as many replicas."""
     every = [gpu for each in places for gpu in each]
     return len({every.count(gpu) for gpu in every}) == 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_wire_dtype_halves_the_bytes(here, library):
+    places = PLACES["uneven"]
+    terms = terms_of(places, (100,), "float32")
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(1, mesh=mesh, wire_dtype="bfloat16")
+        value = on_devices(mesh, [terms[r] for r in replicas])
+        with mesh.journal() as journal:
+            mean = ops.reduce(MEAN, value, value)
+        assert {record.nbytes for record in journal.of("collective")} == {208}  # with a gap
+        return [each.numpy() for each in mean.buffers]
+
+    for means in run_all(library, places, work):
+        for each in means:
+            assert each.dtype == "float32"
+            assert (each == sum_of(terms, MEAN)).all()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
