@@ -165,9 +165,9 @@ class Collective(ABC):
         place = self._place("reduce", root, sources)
         self._check("reduce", sources, [] if output is None else [output])
         outputs = [*sources]
-        for here, each in enumerate([] if output is None else [output], place):
-            self._check_outputs("reduce", [each], [sources[here]], sources[here].size)
-            outputs[here] = each
+        if output is not None:
+            self._check_outputs("reduce", [output], [sources[place]], sources[place].size)
+            outputs[place] = output
         self._call(CollectiveCall("reduce", sources, outputs, root, queue))
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
