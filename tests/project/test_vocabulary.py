@@ -45,7 +45,7 @@ RETIRED_IN_NAMES = {
 # for all names of the files whose path begins so.
 ALLOWED = {
     "gather": "all_gather _all_gather",  # the collective, and by index
-    "scatter": "reduce_scatter ReduceScatter",  # the collective
+    "scatter": "reduce_scatter _reduce_scatter ReduceScatter",  # the collective
     "gathered": "gathered",
     "pull": "optim/agn/* ray/*",  # of AGN
     "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum

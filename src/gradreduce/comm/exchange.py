@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 from gradreduce.device import (
     Device,
@@ -113,8 +112,7 @@ def _exchange_on_gpu(
         return
     with watched([device], label):
         for batch in batches(group.rank, group.size, outgoing, incoming):
-            command = partial(device._call_on_stream, queue, partial(move, *batch))
-            device._order(command, device._parcels(*batch, queue))
+            device._exchange_on_gpu(*batch, queue, move)
 
 
 @contextmanager

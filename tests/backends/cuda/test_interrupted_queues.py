@@ -84,9 +84,7 @@ class SubmittedWork:
         self.device.upload(ONES, out=self.near, queue="transfer")
 
     def exchange(self):
-        parcels = [], [(0, self.near)]
-        command = partial(self.device._call_on_stream, "transfer", partial(receive, *parcels))
-        self.device._order(command, self.device._parcels(*parcels, "transfer"))
+        self.device._exchange_on_gpu([], [(0, self.near)], "transfer", receive)
 
     def check(self):
         """Overwrites the results on the other GPU."""

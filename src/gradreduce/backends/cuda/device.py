@@ -30,6 +30,7 @@ from gradreduce.device import (
     DeferInterrupts,
     Device,
     DeviceQueue,
+    GpuMove,
     HostMove,
     Kernel,
     Mark,
@@ -199,6 +200,12 @@ class CudaDevice(Device):
         move(outgoing, [(rank, bytes_of(array)) for rank, array in incoming])
         for (_, buffer), (_, array) in zip(receives, incoming, strict=True):
             self.upload(array, out=buffer, queue=queue)
+
+    def _exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
+    ) -> None:
+        command = partial(self._call_on_stream, queue, partial(move, sends, receives))
+        self._order(command, self._parcels(sends, receives, queue))
 
     def _call_on_stream(self, queue: Queue, call: StreamCall) -> None:
         with self.gpu:

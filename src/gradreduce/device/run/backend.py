@@ -15,7 +15,7 @@ import numpy as np
 
 from gradreduce.device.log.op_log import QUEUES
 from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
-from gradreduce.device.processes import HostMove, Parcel, StreamCall
+from gradreduce.device.processes import GpuMove, HostMove, Parcel, StreamCall
 from gradreduce.errors import DeviceMismatchError
 
 from .commands import Command, CommandList
@@ -182,6 +182,12 @@ class Backend(ABC):
         raise DeviceMismatchError(
             f"stream={handle_of(stream):#x} was passed, but {self} has no streams: pass None"
         )
+
+    def _exchange_on_gpu(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
+    ) -> None:
+        """Queues an exchange of GPU memory by ``_order``; the host does not wait."""
+        raise NotImplementedError("simulated devices have no streams")
 
     def _call_on_stream(self, queue: Queue, call: StreamCall) -> None:
         """Calls ``call(GPU, handle of the queue's stream)`` with the GPU current."""
