@@ -3,8 +3,8 @@
 #
 #     bench/gpu_check.sh [--fake] [--limit SECONDS] [SECTION[:PART]...]
 #
-# Sections: first, tests, nccl, example, bench, sanitize; all of them by default. first has eight
-# steps, each of less than ten minutes: first:1 to first:8. Each section, and each step, leaves one
+# Sections: first, tests, nccl, example, bench, sanitize; all of them by default. first has nine
+# steps, each of less than ten minutes: first:1 to first:9. Each section, and each step, leaves one
 # JSON file in $OUT, or in bench/results. Nothing needs to be installed but what a GPU machine has:
 # CuPy, NumPy, ml_dtypes, pytest, hypothesis, click and rich. PYTHON names the interpreter (python3).
 set -euo pipefail

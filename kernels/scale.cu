@@ -65,7 +65,7 @@ template <typename A, typename B> struct wider<A, B, false> { typedef B type; };
 
 template <typename Out, typename In> struct Scale : Elementwise {
     static constexpr bool GROUPED = true, PADDED = true, STREAMED = true;
-    static constexpr int AHEAD = lanes_of<Out, In>::ahead;
+    static constexpr int AHEAD = (lanes_of<Out, In>::ahead + 1) / 2;  // more would spill the exact products
     typedef typename wider<typename accumulate<Out>::type, typename accumulate<In>::type>::type Acc;
     Out* out;
     const In* in;
@@ -96,7 +96,7 @@ template <typename Out, typename In> struct Scale : Elementwise {
 };
 
 template <typename Out, typename In>
-__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 3) scale(
+__global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 4) scale(
     TABLE_ARGUMENT table, double weight, double divisor) {
     elementwise<Scale<Out, In>, lanes_of<Out, In>::value>(table, weight, divisor);
 }

@@ -8,12 +8,22 @@ less than the limit of a section, so that no check uses the time of another.
 from functools import partial
 
 from .counters import counters
-from .section import Checks, function
-from .sections import OPS, apart, file, nccl_version, of_torch, one_rank, sanitizer, script
+from .section import Checks, function, needing, skipped
+from .sections import (
+    OPS,
+    apart,
+    file,
+    nccl_version,
+    of_torch,
+    one_rank,
+    over_processes,
+    sanitizer,
+    script,
+)
 from .setting import Setting
 
 FIRST = ("1-versions", "2-kernels", "3-arrays", "4-faults", "5-host-time", "6-counters",
-         "7-benchmarks", "8-libraries")  # fmt: skip
+         "7-benchmarks", "8-libraries", "9-processes")  # fmt: skip
 DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 
 
@@ -63,6 +73,12 @@ def first(setting: Setting) -> Checks:
             tests(f"{CUDA}jax.py", 70),
             of_torch(setting, "training by PyTorch", "torch_training:trained", 50),
             sanitizer(setting, "memcheck"),
+        ),
+        (
+            over_processes(setting),
+            skipped("PyTorch's group", "PyTorch does not know the fake GPU")
+            if setting.fake
+            else needing("torch", over_processes(setting, "torch")),
         ),
     )
     for check in steps[FIRST.index(setting.part)]:  # noqa: UP028  # a tuple takes no results

@@ -182,6 +182,13 @@ def apart(setting: Setting, num_ranks: int = 2) -> list[Check | Result]:
     return [check, skipped("a process for each rank", NO_OTHERS)] if setting.fake else [check]
 
 
+def over_processes(setting: Setting, library: str = "ours") -> Check:
+    """Runs two processes on one GPU; on the fake only one, which shows that the program works."""
+    count = 1 if setting.fake else 2
+    name = f"collectives of NCCL over {count} process{'es' * (count > 1)}, {library}"
+    return function(setting, name, "processes:together", RANKS_SECONDS, count, library)
+
+
 # -- sanitize --------------------------------------------------------------------------------------
 
 # It slows a launch many times, so that only small sets of tests end in time. Our kernels have no

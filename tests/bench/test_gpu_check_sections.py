@@ -285,7 +285,7 @@ def test_a_part_of_a_section_can_be_asked_for(tools, word, names):
         (["--limit", "0"], "0"),
         (["--limit", "long"], "long"),
         (["cuda"], "no section cuda"),
-        (["first:9"], "its steps are 1-versions"),
+        (["first:10"], "its steps are 1-versions"),
         (["tests:tests/none.py"], "tests/none.py"),
         (["bench:bench_none.py"], "bench_none.py"),
         (["nccl:version"], "section nccl has no part version"),

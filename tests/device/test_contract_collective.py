@@ -122,6 +122,29 @@ def test_half_precision_partial_sums_do_not_overflow(mesh):
     assert buffers[0].numpy() == np.float16(60000)
 
 
+def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(mesh):
+    terms = terms_of(FLOAT, NUM * SIZE)
+    inputs = on_each(mesh, terms)
+    outputs = [each.device.zeros((SIZE,), FLOAT) for each in inputs]
+    with mesh.journal() as journal:
+        mesh.collective.reduce_scatter(outputs, inputs)
+    parts = np.split(terms[0] + terms[1] + terms[2], NUM)
+    assert all(same(each.numpy(), part) for each, part in zip(outputs, parts, strict=True))
+    assert [(record.name, record.device, record.nbytes) for record in journal.records] == [
+        ("reduce_scatter", rank, terms[0].nbytes) for rank in range(NUM)
+    ]
+    places = [each.view(rank * SIZE, (SIZE,)) for rank, each in enumerate(inputs)]
+    mesh.collective.reduce_scatter(places, inputs)  # in place
+    assert all(same(each.numpy(), part) for each, part in zip(places, parts, strict=True))
+    for wrong in (
+        outputs[:2],
+        [*outputs[:2], outputs[0]],
+        [each.view(0, (1,)) for each in outputs],
+    ):
+        with refused(mesh, CollectiveError, "reduce_scatter"):
+            mesh.collective.reduce_scatter(wrong, inputs)
+
+
 @pytest.mark.parametrize("root", range(NUM))
 def test_reduce_gives_the_root_alone_the_sum(mesh, root):
     terms = terms_of(FLOAT)

@@ -21,9 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import nccl
+from .arrays import memcpyAsync
 from .surface import Device, Event, Stream, eventRecord, streamWaitEvent
 
-_OURS = "gradreduce.comm.torch_group"  # imports them
+# These import them.
+_OURS = [f"gradreduce.comm.{name}" for name in ("torch_group", "torch_on_gpu", "opening_order")]
+
+
+# PyTorch's signed integers are NCCL's unsigned ones in the fake: their sums have the same bits.
+DTYPES = {
+    "uint8": 1, "int32": 3, "int64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+_ITEMSIZES = {1: 1, 3: 4, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 
 
 class _Local(threading.local):
@@ -110,6 +119,8 @@ class ProcessGroup:
         global_ranks: of its processes.
     """
 
+    group_name = "0"
+
     def __init__(self, config: str, store: Store, rank: int, global_ranks: Sequence[int]) -> None:
         self.config = config
         self.global_ranks = tuple(global_ranks)
@@ -158,10 +169,23 @@ class ProcessGroup:
 
 
 class Tensor(NamedTuple):
-    """Bytes of GPU memory."""
+    """A flat tensor on GPU memory; PyTorch's NCCL dtypes by their numbers in NCCL."""
 
     address: int
     nbytes: int
+    dtype: int = nccl.CONSTANTS["NCCL_UINT8"]
+
+    def view(self, dtype: int) -> Tensor:
+        assert self.nbytes % _ITEMSIZES[dtype] == 0
+        return self._replace(dtype=dtype)
+
+    def numel(self) -> int:
+        return self.nbytes // _ITEMSIZES[self.dtype]
+
+    def copy_(self, source: Tensor) -> Tensor:
+        assert (self.nbytes, self.dtype) == (source.nbytes, source.dtype)
+        memcpyAsync(self.address, source.address, self.nbytes, 3, _local.stream)
+        return self
 
 
 class TorchDevice(NamedTuple):
@@ -208,11 +232,51 @@ def batch_isend_irecv(p2p_op_list):
     for each in p2p_op_list:
         call = {isend: communicator.send, irecv: communicator.recv}[each.op]
         peer = group.global_ranks.index(each.peer)
-        call(*each.tensor, nccl.CONSTANTS["NCCL_UINT8"], peer, stream.ptr)
+        call(*each.tensor[:2], nccl.CONSTANTS["NCCL_UINT8"], peer, stream.ptr)
     nccl.groupEnd()
     end = Event(disable_timing=True)
     eventRecord(end.ptr, stream.ptr)
     return [Work(end)]
+
+
+def _queued(group: ProcessGroup, async_op: bool, name: str, *arguments: int) -> Work:
+    """Queues a collective on the stream of the group's NCCL."""
+    assert async_op, "else the host may wait"
+    communicator, stream = group.nccl()
+    begin = Event(disable_timing=True)
+    eventRecord(begin.ptr, _local.stream)
+    stream.wait_event(begin)
+    getattr(communicator, name)(*arguments, stream.ptr)
+    end = Event(disable_timing=True)
+    eventRecord(end.ptr, stream.ptr)
+    return Work(end)
+
+
+def all_reduce(tensor, op=0, group=None, async_op=False):
+    arguments = tensor.address, tensor.address, tensor.numel(), tensor.dtype, op
+    return _queued(group, async_op, "allReduce", *arguments)
+
+
+def reduce(tensor, dst=None, op=0, group=None, async_op=False, group_dst=None):
+    arguments = tensor.address, tensor.address, tensor.numel(), tensor.dtype, op
+    return _queued(group, async_op, "reduce", *arguments, group.global_ranks.index(dst))
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    arguments = tensor.address, tensor.address, tensor.numel(), tensor.dtype
+    return _queued(group, async_op, "broadcast", *arguments, group.global_ranks.index(src))
+
+
+def all_gather_single(output_tensor, input_tensor, group=None, async_op=False):
+    assert output_tensor.nbytes == input_tensor.nbytes * len(group.global_ranks)
+    arguments = input_tensor.address, output_tensor.address, input_tensor.numel()
+    return _queued(group, async_op, "allGather", *arguments, input_tensor.dtype)
+
+
+def reduce_scatter_single(output, input, op=0, group=None, async_op=False):
+    assert input.nbytes == output.nbytes * len(group.global_ranks)
+    arguments = input.address, output.address, output.numel(), output.dtype, op
+    return _queued(group, async_op, "reduceScatter", *arguments)
 
 
 def as_tensor(data, dtype=None, device=None):
@@ -252,6 +316,16 @@ def make_world(store: Store, rank: int, size: int) -> None:
     _world.clear()
 
 
+@contextmanager
+def default_group(store: Store, size: int) -> Iterator[None]:
+    """Context manager: there is a default group, of all processes."""
+    _world[:] = [ProcessGroup("gloo", store, 0, range(size))]
+    try:
+        yield
+    finally:
+        _world.clear()
+
+
 def _backend_config(group):
     config = group.config
     return config if ":" in config else f"cpu:{config},cuda:{config}"
@@ -270,11 +344,13 @@ def installed() -> Iterator[None]:
     cuda = types.SimpleNamespace(stream=stream, ExternalStream=ExternalStream)
     vars(torch).update(
         distributed=distributed, cuda=cuda, as_tensor=as_tensor, device=TorchDevice, empty=np.empty,
-        from_numpy=np.asarray,
+        from_numpy=np.asarray, **DTYPES,
     )  # fmt: skip
     vars(distributed).update(
         ProcessGroup=ProcessGroup, PrefixStore=Store, P2POp=P2POp, isend=isend, irecv=irecv,
-        batch_isend_irecv=batch_isend_irecv, init_process_group=init_process_group,
+        batch_isend_irecv=batch_isend_irecv, all_reduce=all_reduce, reduce=reduce,
+        broadcast=broadcast, all_gather_single=all_gather_single,
+        reduce_scatter_single=reduce_scatter_single, init_process_group=init_process_group,
         destroy_process_group=destroy_process_group, group=_Groups(),
         get_backend_config=_backend_config,
         get_rank=lambda group: group.rank,
@@ -284,7 +360,7 @@ def installed() -> Iterator[None]:
         is_nccl_available=lambda: True,
         rendezvous=lambda url, timeout: iter(_address),
     )  # fmt: skip
-    replaced = {"torch": torch, "torch.distributed": distributed, _OURS: None}
+    replaced = {"torch": torch, "torch.distributed": distributed, **dict.fromkeys(_OURS)}
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules.update({name: module for name, module in replaced.items() if module})
     try:

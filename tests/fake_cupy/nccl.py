@@ -1,6 +1,6 @@
 """``cupy.cuda.nccl``: communicators, and the rules of their groups.
 
-Several processes are threads, each with one rank: they meet by the id, and send and receive.
+Several processes are threads, each with its ranks: they meet by the id.
 Adds in the accumulate type in the order of the ranks and rounds once, like the simulated
 collective; NCCL promises no order. A call that would hang or mix up data is a fault.
 """
@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from .collectives import DTYPES, REDUCTIONS, Request, Round, run
 from .machine import READ, WRITE, Call, Machine, Queue, current
 from .surface import check_addresses, getDevice, queue_of, setDevice
 
@@ -27,16 +26,11 @@ CONSTANTS = {
     "NCCL_SUM": 0, "NCCL_UINT8": 1, "NCCL_UINT32": 3, "NCCL_UINT64": 5, "NCCL_FLOAT16": 6,
     "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8, "NCCL_BFLOAT16": 9,
 }  # fmt: skip
-_DTYPES = {
-    1: "uint8", 3: "uint32", 5: "uint64", 6: "float16", 7: "float32", 8: "float64",
-    9: ml_dtypes.bfloat16,
-}  # fmt: skip
 globals().update(CONSTANTS)
 available = True
 UNIQUE_ID_BYTES = 128
 # From NCCL 2.30 on it lets two ranks share a GPU.
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-_REDUCTIONS = ("allReduce", "reduce")
 
 # Like CuPy 14.2, which has no names for ncclInProgress (7) and later ones.
 _RESULTS = {
@@ -64,6 +58,7 @@ class Library:
         init_result: the result of initialisations.
         made: all communicators of this machine.
         waiting: ranks that have come, by number of ranks and id.
+        inside: the threads that have an open group for a GPU.
     """
 
     version: int = 23203
@@ -73,6 +68,7 @@ class Library:
     init_result: int = 0
     made: list[NcclCommunicator] = field(default_factory=list)
     waiting: dict[tuple, list[NcclCommunicator]] = field(default_factory=dict)
+    inside: dict[int, set[int]] = field(default_factory=dict)
 
 
 library = Library()
@@ -84,25 +80,6 @@ class NcclError(RuntimeError):
     def __init__(self, status):
         super().__init__(_RESULTS[status])
         self.status = status
-
-
-@dataclass
-class _Request:
-    """One rank's part of a collective."""
-
-    comm: NcclCommunicator
-    name: str
-    send: int
-    recv: int
-    count: int
-    datatype: int
-    extra: int  # operation, or root of a broadcast
-    queue: Queue
-    root: int = 0  # of a reduce
-
-    @property
-    def agrees(self) -> tuple:
-        return (self.name, self.count, self.datatype, self.extra, self.root)
 
 
 @dataclass
@@ -140,7 +117,7 @@ class _Local(threading.local):
         self.depth = 0
         self.failed = 0  # result of the first call inside that failed
         self.inits: list[NcclCommunicator] = []
-        self.asked: list[_Request] = []
+        self.asked: list[Request] = []
         self.parts: list[_Part] = []
         self.aborted: list[NcclCommunicator] = []
 
@@ -192,6 +169,7 @@ def groupEnd():
     failed, inits, asked, aborted = _local.failed, _local.inits, _local.asked, _local.aborted
     parts = _local.parts
     _local.__init__()
+    _leave_group([one.comm._gpu for one in (*asked, *parts)])
     if failed:
         raise NcclError(failed)
     if aborted:
@@ -200,7 +178,7 @@ def groupEnd():
         _bootstrap(inits)
     if asked:
         with current().entered() as machine:
-            _run_group(machine, asked)
+            run(machine, asked)
     if parts:
         _connect(parts)
         with current().entered() as machine:
@@ -248,6 +226,9 @@ class NcclCommunicator:
         self._held: list[Call] = []  # waits of its collectives, which an abort ends
         self._connected: set[int] = set()  # ranks with which it has exchanged
         self._messages: dict[int, list[_Message]] = {}  # to each rank, named by one side
+        self._process = threading.get_ident()  # initialised with the other ranks of its process
+        self.rounds: dict[int, Round] = {}  # of its clique, by number, if it is the first rank
+        self.num_rounds = 0
         library.made.append(self)
         machine.at_end.append(self._unaborted)
 
@@ -292,6 +273,9 @@ class NcclCommunicator:
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         self._request("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
 
+    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
+        self._request("reduceScatter", (sendbuf, recvbuf), recvcount, datatype, op, stream)
+
     def send(self, sendbuf, count, datatype, peer, stream):
         self._pair("send", sendbuf, count, datatype, peer, stream)
 
@@ -305,11 +289,12 @@ class NcclCommunicator:
         with current().entered() as machine:
             self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
-            if datatype not in _DTYPES or not 0 <= peer < self.size():
+            if datatype not in DTYPES or not 0 <= peer < self.size():
                 raise _refused()
             if not _local.depth:
                 machine.fail(f"NCCL: {name} outside a group waits for the other process's")
-            nbytes = count * np.dtype(_DTYPES[datatype]).itemsize
+            nbytes = count * np.dtype(DTYPES[datatype]).itemsize
+            self._enter_group()
             _local.parts.append(_Part(self, name == "send", address, nbytes, peer, queue))
 
     def _checked_queue(self, machine: Machine, name: str, stream: int) -> Queue:
@@ -319,6 +304,13 @@ class NcclCommunicator:
         if getDevice() != self._gpu:
             machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
         return queue
+
+    def _enter_group(self) -> None:
+        library.inside.setdefault(self._gpu, set()).add(threading.get_ident())
+
+    def own_ranks(self) -> list[NcclCommunicator]:
+        """The ranks of its process."""
+        return [comm for comm in self._clique if comm._process == self._process]
 
     def _end(self, how: str) -> None:
         with self._machine.lock:
@@ -345,15 +337,16 @@ class NcclCommunicator:
         with self._machine.entered() as machine:
             self._check_usable(name)
             queue = self._checked_queue(machine, name, stream)
-            if datatype not in _DTYPES or (name in _REDUCTIONS and extra != CONSTANTS["NCCL_SUM"]):
+            if datatype not in DTYPES or (name in REDUCTIONS and extra != CONSTANTS["NCCL_SUM"]):
                 raise _refused()
-            asked = _Request(self, name, *buffers, count, datatype, extra, queue, root)
+            asked = Request(self, name, *buffers, count, datatype, extra, queue, root)
             if _local.depth:
                 _local.asked.append(asked)
-            elif len(self._clique) > 1:
+                self._enter_group()
+            elif len(self.own_ranks()) > 1:  # PyTorch's has one rank in each process
                 machine.fail(f"NCCL: {name} of one of {self.size()} ranks outside a group hangs")
             else:
-                _run_group(machine, [asked])
+                run(machine, [asked])
 
 
 def _bootstrap(inits: list[NcclCommunicator]) -> None:
@@ -491,90 +484,12 @@ def _write(machine: Machine, part: _Part, message: _Message, call: Call) -> None
         ctypes.memmove(part.address, message.data, part.nbytes)
 
 
-def _run_group(machine: Machine, asked: list[_Request]) -> None:
-    """Runs each rank's calls in order; the n-th calls of all ranks belong together."""
-    by_clique: dict[int, dict[int, list[_Request]]] = {}
-    for one in asked:
-        ranks = by_clique.setdefault(id(one.comm._clique), {})
-        ranks.setdefault(one.comm._rank, []).append(one)
-    rounds = []
-    for ranks in by_clique.values():
-        clique = next(iter(ranks.values()))[0].comm._clique
-        numbers = [len(ranks.get(rank, [])) for rank in range(len(clique))]
-        if len(set(numbers)) != 1:
-            machine.fail(f"NCCL: a rank is left out: calls of each rank {numbers}")
-        for turn in range(numbers[0]):
-            rounds.append([ranks[rank][turn] for rank in range(len(clique))])
-    for parts in rounds:
-        if len({one.agrees for one in parts}) != 1:
-            machine.fail(f"NCCL: the ranks disagree: {[one.agrees for one in parts]}")
-    _synchronize_streams(machine, rounds)
-
-
-def _synchronize_streams(machine: Machine, rounds: list[list[_Request]]) -> None:
-    """All streams of a group synchronize, the work runs, and all continue after it."""
-    queues = list(dict.fromkeys(one.queue for parts in rounds for one in parts))
-    if not queues:
-        return
-    arrivals = [machine.submit(queue, "nccl begins") for queue in queues]
-    held = [machine.wait(queues[0], arrival) for arrival in arrivals]
-    call = None
-    for parts in rounds:
-        machine.count(parts[0].name)
-        call = machine.submit(queues[0], f"nccl {parts[0].name}", _work(machine, parts))
-    held += [machine.wait(queue, call) for queue in queues[1:]]
-    for one in {id(one.comm): one for parts in rounds for one in parts}.values():
-        one.comm._held += [waiting for waiting in held if waiting is not None]
-
-
-def _work(machine: Machine, parts: list[_Request]) -> Any:
-    dtype = np.dtype(_DTYPES[parts[0].datatype])
-    count, name = parts[0].count, parts[0].name
-    factor = len(parts) if name == "allGather" else 1
-    nbytes = count * dtype.itemsize
-
-    def work(call: Call) -> None:
-        if any(one.comm._ended == "abort" for one in parts):
-            return
-        for one in parts:
-            accesses = [(one.send, one.send + nbytes, READ)] if _reads(one) else []
-            if _writes(one):
-                accesses.append((one.recv, one.recv + nbytes * factor, WRITE))
-            for start, _, _ in accesses:
-                slot = machine.heap.find(start)
-                if slot is not None and slot.place != one.comm._gpu:
-                    machine.fail(f"NCCL: {name}: rank {one.comm._rank} has a buffer elsewhere")
-            machine.check(call, accesses, peers_matter=False)
-        sources = [_array(one.send, count, dtype).copy() if _reads(one) else None for one in parts]
-        result = _result(name, sources, parts[0].extra)
-        with np.errstate(all="ignore"):
-            for one in filter(_writes, parts):
-                _array(one.recv, count * factor, dtype)[...] = result
-
-    return work
-
-
-def _reads(one: _Request) -> bool:
-    return one.name != "broadcast" or one.comm._rank == one.extra
-
-
-def _writes(one: _Request) -> bool:
-    return one.name != "reduce" or one.comm._rank == one.root
-
-
-def _result(name: str, sources: list, extra: int) -> np.ndarray:
-    if name == "broadcast":
-        return sources[extra]
-    if name == "allGather":
-        return np.concatenate(sources)
-    wide = np.float32 if sources[0].dtype.itemsize == 2 else sources[0].dtype
-    total = sources[0].astype(wide)
-    with np.errstate(all="ignore"):
-        for source in sources[1:]:
-            total = total + source.astype(wide)
-    return total
-
-
-def _array(address: int, size: int, dtype: np.dtype) -> np.ndarray:
-    raw = (ctypes.c_ubyte * (size * dtype.itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype)
+def _leave_group(gpus: list[int]) -> None:
+    """Two groups in two threads may come to the GPUs of a process in different orders."""
+    machine, own = current(), threading.get_ident()
+    with machine.lock:
+        for gpu in set(gpus):
+            threads = library.inside.get(gpu, set())
+            if threads - {own}:
+                machine.faults.append(f"NCCL: two threads have a group for GPU {gpu}")
+            threads.discard(own)

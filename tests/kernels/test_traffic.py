@@ -112,6 +112,8 @@ MOVED = {
         [WRITTEN] * 2 + [READ] * 3,
     ),
     "pack": (("float32", "bfloat16"), (0.5,), ["float32", "bfloat16"], [WRITTEN, READ]),
+    "scale": (("float32", "bfloat16"), (3.0, 0.5), ["float32", "bfloat16"], [WRITTEN, READ]),
+    "add_scaled": (("float32", "bfloat16"), (3.0,), ["float32", "bfloat16"], [BOTH, READ]),
     "divide": (("float32", "int8"), (3.0,), ["float32", "int8"], [WRITTEN, READ]),
     "distance_scale": (
         ("bfloat16",), (0.3,), [*["float32"] * 2, *["bfloat16"] * 2], [WRITTEN, READ, READ, READ]

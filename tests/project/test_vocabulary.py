@@ -31,8 +31,8 @@ RETIRED = {
 # for all names of the files whose path begins so.
 ALLOWED = {
     "gather": "all_gather _all_gather",  # the collective, and by index
-    "scatter": "reduce_scatter ReduceScatter",  # the collective
-    "gathered": "_is_gathered gathered",
+    "scatter": "reduce_scatter _reduce_scatter ReduceScatter",  # the collective
+    "gathered": "gathered",
     "pull": "optim/agn/* ray/*",  # of AGN
     "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",

@@ -16,8 +16,9 @@ FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what only the fake can run."""
-    left_out = [item for item in items if not FAKE and item.get_closest_marker("fake_cupy")]
+    """Deselects what only the fake, or only the real libnccl, can run."""
+    marker = "libnccl" if FAKE else "fake_cupy"
+    left_out = [item for item in items if item.get_closest_marker(marker)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

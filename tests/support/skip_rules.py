@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,14 @@ class TooOld(str):
     __slots__ = ()
 
 
+def _nccl() -> Any:
+    """CuPy's module, which it imports with a warning, not an error, where libnccl is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from cupy.cuda import nccl
+    return nccl
+
+
 class SkipLedger:
     """Skips tests whose requirement is missing, counts them, and fails the run for other skips.
 
@@ -78,6 +87,7 @@ class SkipLedger:
             "gpu": self._lacks_gpu,
             "multi_gpu": self._lacks_gpus,
             "nccl": self._lacks_nccl,
+            "libnccl": self._lacks_libnccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
             **dict.fromkeys(LIBRARIES, self._lacks_library),
@@ -104,18 +114,19 @@ class SkipLedger:
         return f"{count} CUDA devices, {mark.args[0]} needed" + (f" ({why})" if why else "")
 
     def _lacks_nccl(self, mark: pytest.Mark) -> str | None:
-        lacking = self._lacks_gpu(mark)
-        if lacking:
+        lacking = self._lacks_gpu(mark) or self._lacks_libnccl(mark)
+        if lacking or not mark.args:
             return lacking
-        # CuPy imports this module with a warning, not an error, where libnccl is missing.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from cupy.cuda import nccl
-        if not nccl.available:
-            return "CuPy finds no libnccl"
-        if mark.args and nccl.get_version() < mark.args[0]:
-            return TooOld(f"NCCL {nccl.get_version()}, {mark.args[0]} needed")
+        version = _nccl().get_version()
+        if version < mark.args[0]:
+            return TooOld(f"NCCL {version}, {mark.args[0]} needed")
         return None
+
+    def _lacks_libnccl(self, mark: pytest.Mark) -> str | None:
+        try:
+            return None if _nccl().available else "CuPy finds no libnccl"
+        except ImportError:
+            return "cupy is not installed"
 
     def _lacks_compiler(self, mark: pytest.Mark) -> str | None:
         return None if shutil.which("g++") else "no g++ on PATH"

@@ -87,7 +87,8 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             closes.
         process_group: instead of ``processes``, a ``torch.distributed`` group. GPU memory travels
             by its nccl backend if it has one, else through host memory.
-        communicator: instead of ``processes``, an mpi4py communicator. GPU memory travels by NCCL.
+        communicator: instead of ``processes``, an mpi4py communicator. GPU memory travels by NCCL,
+            which has a rank for each GPU of all processes.
         devices_per_process: instead of ``devices``, the number of logical devices of this process;
             on GPUs they share the GPU of its local rank. Without a launcher they are on the visible
             GPUs in turn.

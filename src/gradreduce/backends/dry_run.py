@@ -34,6 +34,7 @@ from gradreduce.device import (
     MeshState,
     Parcel,
     Queue,
+    Ranks,
     Row,
     Template,
     User,
@@ -52,6 +53,7 @@ class DryRunMesh:
         backend: the name of the backend.
         peer_access: the pairs of physical devices that have it.
         processes: the rank of this process, and the number of devices of each process.
+        ranks: the ranks of the library's collectives over the processes; None: it has none.
         compiles: see ``Device``; True for ``compile_ahead``.
 
     Attributes:
@@ -64,10 +66,14 @@ class DryRunMesh:
         kind: BackendKind,
         peer_access: bool | Set[tuple[int, int]],
         processes: tuple[int, tuple[int, ...]],
+        ranks: Ranks | None = None,
         *,
         compiles: bool = False,
     ) -> None:
-        mesh_state = MeshState(kind, LocalGroup(*processes), peer_access=peer_access)
+        group = LocalGroup(*processes)
+        mesh_state = MeshState(kind, group, peer_access=peer_access)
+        if ranks is not None:
+            group.collective = DryRunCollective(mesh_state, ranks)
         starts = count(1)
         self._devices = [
             DryRunDevice(mesh_state, index, physical, starts, compiles=compiles)
@@ -84,9 +90,10 @@ class DryRunMesh:
         group = whole.mesh_state.processes
         physical = [device.physical for device in whole.devices]
         peers = whole.mesh_state.peer_access
-        return cls(
-            physical, whole.mesh_state.kind, peers, (group.rank, group.counts), compiles=compiles
-        )
+        processes = group.rank, group.counts
+        ranks = None if group.collective is None else group.collective.ranks
+        kind = whole.mesh_state.kind
+        return cls(physical, kind, peers, processes, ranks, compiles=compiles)
 
     def devices_like(self, originals: Sequence[Device]) -> tuple[DryRunDevice, ...]:
         """Returns the dry-run copies of devices."""

@@ -16,7 +16,7 @@ from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.backends import CUDA, MOST
 from gradreduce.backends.dry_run import DryRunMesh
-from gradreduce.device import DType, as_dtype, group_by
+from gradreduce.device import DType, Ranks, as_dtype, group_by
 from gradreduce.errors import counted
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -133,7 +133,9 @@ def _plan_of(
     **settings: Any,
 ) -> ReducePlan:
     """Plans the part of one process; ``processes``: its rank, and the devices of each process."""
-    mesh = DryRunMesh(devices, CUDA, not no_peer_access, processes).mesh
+    rank, counts = processes
+    ranks = Ranks.of_gpus([devices] * len(counts), rank) if len(counts) > 1 else None
+    mesh = DryRunMesh(devices, CUDA, not no_peer_access, processes, ranks).mesh
     values = [
         PerReplica([device.empty(shape, dtype) for device in mesh], mesh, name=name or f"{index}")
         for index, (name, shape, dtype) in enumerate(tensors)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from gradreduce.device import Device, Label, MeshState, Message, Parcel, PendingCall, Queue
+from gradreduce.device import (
+    Device,
+    GpuMove,
+    Label,
+    MeshState,
+    Message,
+    Parcel,
+    PendingCall,
+    Queue,
+    to_local,
+)
 from gradreduce.errors import CollectiveError
 
 from .process_group import ProcessError, ProcessGroup, group_of
@@ -36,14 +46,32 @@ def exchange(
     mesh_state = device.mesh_state
     mesh_state.check_usable(device)
     group = group_of(device)
+    home = device.mesh.devices[0]
+    if group.move_on_gpu is not None and device.physical != home.physical:
+        _exchange_at_home(home, sends, receives, queue)
+        return
     label = mesh_state.thread.label
-    queued = _exchange_by_host if group.move_on_gpu is None else _exchange_on_gpu
+    move = group.move_on_gpu
 
     def command() -> None:
         with mesh_state.recording_commands(None):
-            queued(device, sends, receives, queue, label, group)
+            if move is None:
+                _exchange_by_host(device, sends, receives, queue, label, group)
+            else:
+                _exchange_on_gpu(device, sends, receives, queue, label, move)
 
     device._queue_exchange(command, sends, receives, queue)
+
+
+def _exchange_at_home(
+    home: Device, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue
+) -> None:
+    """Exchanges by copies on the first GPU of the mesh, by which the processes are connected."""
+    outgoing = [(rank, to_local(home, buffer)) for rank, buffer in sends]
+    incoming = [(rank, home.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
+    exchange(home, outgoing, incoming, queue)
+    for (_, buffer), (_, copy) in zip(receives, incoming, strict=True):
+        home.copy(buffer, copy, queue=queue)
 
 
 def _exchange_by_host(
@@ -75,18 +103,37 @@ def _exchange_on_gpu(
     receives: Sequence[Parcel],
     queue: Queue,
     label: Label | None,
-    group: ProcessGroup,
+    move: GpuMove,
 ) -> None:
-    mesh_state, move = device.mesh_state, group.move_on_gpu
+    group = group_of(device)
     outgoing = [parcel for parcel in sends if parcel[1].nbytes]
     incoming = [parcel for parcel in receives if parcel[1].nbytes]
-    if move is None or not (outgoing or incoming):
+    if not (outgoing or incoming):
         return
-    what = group.called if label is None else str(label)
-    pending = PendingExchange(what, seconds_of(mesh_state, group), device, group)
-    with _failing(mesh_state, group, label), mesh_state.enforce_deadline(pending):
+    with watched([device], label):
         for batch in batches(group.rank, group.size, outgoing, incoming):
             device._exchange_on_gpu(*batch, queue, move)
+
+
+@contextmanager
+def watched(devices: Sequence[Device], label: Label | None) -> Iterator[None]:
+    """Context manager: the work with other processes that is queued inside has a deadline.
+
+    The watchdog also checks that the other processes make the same calls.
+
+    Args:
+        devices: the devices whose queues get the work.
+        label: the packs of the work; None: those of the present call.
+
+    Raises:
+        CollectiveError: the work cannot be queued. The mesh has failed, and the other processes are
+            told.
+    """
+    mesh_state, group = devices[0].mesh_state, group_of(devices[0])
+    what = group.called if label is None else str(label)
+    pending = PendingExchange(what, seconds_of(mesh_state, group), devices, group)
+    with _failing(mesh_state, group, label), mesh_state.enforce_deadline(pending):
+        yield
 
 
 def batches(
@@ -140,19 +187,21 @@ def _failing(mesh_state: MeshState, group: ProcessGroup, label: Label | None) ->
 
 
 class PendingExchange(PendingCall):
-    """A pending exchange between GPUs.
+    """A pending exchange, or collective, between the GPUs of several processes.
 
     It is resolved when it is done and all processes are known to make the same calls.
 
     Args:
         what: the names of its tensors.
         seconds: the deadline.
-        device: the device whose queue runs it.
+        devices: the devices whose queues run it.
         group: the processes.
     """
 
-    def __init__(self, what: str, seconds: float, device: Device, group: ProcessGroup) -> None:
-        super().__init__(what, seconds, [device], device.mesh_state.generation)
+    def __init__(
+        self, what: str, seconds: float, devices: Sequence[Device], group: ProcessGroup
+    ) -> None:
+        super().__init__(what, seconds, devices, devices[0].mesh_state.generation)
         self._group = group
         call = group.last_call
         self._number = -1 if call is None else call.number
@@ -162,6 +211,11 @@ class PendingExchange(PendingCall):
         """See ``PendingCall``."""
         is_known = self.dropped or self._group.confirmed >= self._number
         return super().is_resolved and is_known
+
+    @property
+    def waits_for_others(self) -> bool:
+        """See ``PendingCall``."""
+        return not super().is_resolved
 
     def failure(self) -> str | None:
         """See ``PendingCall``."""

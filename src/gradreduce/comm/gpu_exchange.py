@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from gradreduce.device import GpuMove, Mesh, run_in_thread
+from gradreduce.device import CollectiveCall, Command, GpuMove, Mesh, Ranks, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, log_warning
 
+from .collective import ProcessCollective
 from .process_group import ProcessGroup
 from .replicas import Replicas
 
@@ -27,25 +29,29 @@ def describe_gpus(mesh: Mesh, group: ProcessGroup) -> dict[str, Any]:
     """Returns what other processes must know about this one's GPUs, as JSON values.
 
     Returns:
-        ``"gpus"``: the names of its GPUs; empty if NCCL is not used. If NCCL lets processes share a
-        GPU, a name contains the rank, so that no two are equal. ``"nccl"``: NCCL's version; 0 if
-        the mesh makes no communicator.
+        ``"gpus"``: the names of the GPUs that have a rank; empty if NCCL is not used. If NCCL lets
+        processes share a GPU, a name contains the rank of the process, so that no two are equal.
+        ``"places"``: for each device the index of the GPU whose rank it shares. ``"nccl"``: NCCL's
+        version; 0 if the mesh makes no communicator.
     """
     if mesh.mesh_state.shares_host_memory or group.gpu_library == "host":
-        return {"gpus": [], "nccl": 0}
+        return {"gpus": [], "places": [], "nccl": 0}
     gpus = list(dict.fromkeys(device._hardware_name() for device in mesh.devices))
+    places = [gpus.index(device._hardware_name()) for device in mesh.devices]
+    if group.gpu_library == "group":  # it has one GPU in each process
+        gpus, places = gpus[:1], [0] * len(places)
     if os.environ.get(_SHARED_GPU) == "1":
         gpus = [f"{name}, process {group.rank}" for name in gpus]
     version = 0
     if group.gpu_library == "nccl":
         with suppress(BackendUnavailableError):
             version = _nccl(mesh).version
-    return {"gpus": gpus, "nccl": version}
+    return {"gpus": gpus, "places": places, "nccl": version}
 
 
-def choose_gpu_move(
+def choose_gpu_library(
     mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]], end: float
-) -> GpuMove | None:
+) -> tuple[GpuMove, ProcessCollective] | tuple[None, None]:
     """Decides how data moves; all processes decide the same.
 
     Args:
@@ -55,7 +61,8 @@ def choose_gpu_move(
         end: the time until which the processes open their meshes.
 
     Returns:
-        The function that moves GPU memory; None: it moves through host memory.
+        The function that moves GPU memory, and the collectives of the same communicator. None: it
+        moves through host memory.
 
     Raises:
         ValueError: the group cannot send host memory, but has to.
@@ -63,19 +70,28 @@ def choose_gpu_move(
     """
     obstacle = _obstacle(mesh, group, notices)
     if obstacle is None:
+        ranks = Ranks.of_gpus([notice["places"] for notice in notices], group.rank)
         if group.gpu_library == "group":
-            return group.exchange_on_gpu
-        return _communicator(mesh, group, end)
+            prepare = partial(_prepare_calls, group)
+            return group.exchange_on_gpu, ProcessCollective(mesh.mesh_state, ranks, prepare)
+        nccl = _connect_nccl(mesh, group, ranks, notices, end)
+        return nccl.exchange, ProcessCollective(mesh.mesh_state, ranks, nccl.prepare_calls)
     if not group.sends_host_memory:
         raise ValueError(
             f"process_group= sends only GPU memory, but {obstacle}: make it with "
             "'cpu:gloo,cuda:nccl', or pass one of gloo"
         )
-    if group.gpu_library != "host" and not mesh.mesh_state.shares_host_memory and group.rank == 0:
+    if not mesh.mesh_state.shares_host_memory and group.size > 1 and group.rank == 0:
         log_warning(
             "gradreduce", "GPUs of several processes exchange through host memory: %s", obstacle
         )
-    return None
+    return None, None
+
+
+def _prepare_calls(group: ProcessGroup, calls: Sequence[CollectiveCall]) -> Command:
+    """Returns a command that queues calls of the library of the group."""
+    device, queue = calls[0].inputs[0].device, calls[0].queue
+    return partial(device._call_on_stream, queue, partial(group.queue_collectives, calls))
 
 
 def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, Any]]) -> str | None:
@@ -88,17 +104,21 @@ def _obstacle(mesh: Mesh, group: ProcessGroup, notices: Sequence[Mapping[str, An
         return "CuPy finds no libnccl; pip install nvidia-nccl-cu12 (or -cu13, as for your CuPy)"
     owners: dict[str, int] = {}
     for rank, notice in enumerate(notices):
-        gpus = notice["gpus"]
-        if len(gpus) > 1:
-            return f"process {rank} has {len(gpus)} GPUs, and NCCL takes one of each process"
-        other = owners.setdefault(gpus[0], rank)
-        if other != rank:
-            return f"processes {other} and {rank} share GPU {gpus[0]}, which NCCL refuses"
+        for gpu in notice["gpus"]:
+            other = owners.setdefault(gpu, rank)
+            if other != rank:
+                return f"processes {other} and {rank} share GPU {gpu}, which NCCL refuses"
     return None
 
 
-def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
-    """Makes a communicator of all processes; process 0 makes the id."""
+def _connect_nccl(
+    mesh: Mesh,
+    group: ProcessGroup,
+    ranks: Ranks,
+    notices: Sequence[Mapping[str, Any]],
+    end: float,
+) -> NcclCollective:
+    """Makes a communicator for each GPU of all processes; process 0 makes the id."""
     collective = _nccl(mesh)
     if group.rank == 0:
         try:
@@ -114,15 +134,17 @@ def _communicator(mesh: Mesh, group: ProcessGroup, end: float) -> GpuMove:
         raise CollectiveError(f"process 0 cannot make an NCCL id: {text_or_error}")
     seconds = max(0.0, end - time.monotonic())
     identity = bytes.fromhex(text_or_error)
-    collective.join_processes(mesh.devices[0], identity, group.rank, group.size, seconds)
-    return collective.exchange
+    homes = [*ranks.homes(mesh.devices).values()]
+    num_gpus = [len(notice["gpus"]) for notice in notices]
+    collective.join_processes(homes, identity, group.rank, num_gpus, seconds)
+    return collective
 
 
 def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
-    """Exchanges a byte with every other process; the host waits.
+    """Exchanges a byte with every other process, and adds one of each GPU; the host waits.
 
-    NCCL connects two processes at their first exchange, during which the host waits inside NCCL.
-    After this call no exchange has to.
+    NCCL connects two processes at their first exchange, and all at their first collective, during
+    which the host waits inside NCCL. After this call it usually does not have to.
 
     Raises:
         CollectiveError: another process is late. The mesh has failed.
@@ -136,6 +158,9 @@ def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
                 Replicas([device]).exchange_all(
                     [device.zeros((1,), "uint8")], [[(1,)]] * group.size
                 )
+            if (collective := group.collective) is not None and collective.ranks is not None:
+                homes = collective.ranks.homes(mesh.devices).values()
+                collective.all_reduce([home.zeros((1,), "uint8") for home in homes])
         except BaseException as error:
             failed.append(error)
 
@@ -144,7 +169,7 @@ def connect_gpus(mesh: Mesh, group: ProcessGroup, end: float) -> None:
         device.mesh_state.check_usable(device)
     if failed:
         raise failed[0]
-    device.synchronize(deadline=max(1e-3, end - time.monotonic()))
+    mesh.synchronize(deadline=max(1e-3, end - time.monotonic()))
 
 
 def _nccl(mesh: Mesh) -> NcclCollective:

@@ -19,7 +19,7 @@ from zlib import crc32
 from gradreduce.device import Mesh, MeshState, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, install_hint
 
-from .gpu_exchange import choose_gpu_move, connect_gpus, describe_gpus
+from .gpu_exchange import choose_gpu_library, connect_gpus, describe_gpus
 from .process_group import LocalGroup, ProcessGroup
 
 # The range of ports, of which a SLURM job's number selects one: above the ports of services.
@@ -162,7 +162,7 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     if missing:
         raise CollectiveError(group.describe_missing(missing, "open_mesh", group.timeout))
     group.counts = tuple([there["devices"] for there in notices])
-    group.move_on_gpu = choose_gpu_move(mesh, group, notices, end)
+    group.move_on_gpu, group.collective = choose_gpu_library(mesh, group, notices, end)
     mesh.mesh_state.processes = group
     if group.move_on_gpu is not None:
         mesh.mesh_state.on_failure.append(partial(_tell_failure, mesh.mesh_state, group))

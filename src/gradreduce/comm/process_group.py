@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import proxy
 from zlib import crc32
 
-from gradreduce.device import Message, Parcel, Processes, check_running
+from gradreduce.device import CollectiveCall, Message, Parcel, Processes, check_running
 from gradreduce.errors import CollectiveError, InvalidArgumentError, listed
 
 from .description import KNOWN_CALLS, Description, describe_difference, digest_of, summary
 from .rounds import Rounds
+from .signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
     from gradreduce.device import Device
@@ -55,11 +56,12 @@ class ProcessGroup(Processes):
     """The processes of a mesh, seen from one of them.
 
     Attributes:
-        rank, size, timeout, counts, move_on_gpu: see ``Processes``.
+        rank, size, timeout, counts, move_on_gpu, collective: see ``Processes``.
         confirmed: the number of the last call that ``look`` has found equal in all processes.
         sends_host_memory: whether ``exchange`` works.
         gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
-            communicator of this mesh; ``"group"``: by ``exchange_on_gpu``.
+            communicator of this mesh; ``"group"``: by ``exchange_on_gpu`` and
+            ``queue_collectives``.
         rounds: which rounds of reductions this process has computed or dropped.
     """
 
@@ -72,6 +74,7 @@ class ProcessGroup(Processes):
         self.timeout = timeout
         self.counts = (1,) * size
         self.rounds = Rounds(proxy(self))  # a cycle would keep the group until a collection
+        self._signs = SignsOfLife(proxy(self))
         self._is_closed = False
         self._calls = 0
         self._last_calls: deque[ComparedCall] = deque(maxlen=_KEPT_CALLS)
@@ -126,6 +129,19 @@ class ProcessGroup(Processes):
             receives: buffers to receive into, which are overwritten.
             gpu: the number of the GPU.
             stream: the handle of the stream that runs the exchange.
+
+        Raises:
+            CollectiveError: the library reports an error.
+        """
+        raise NotImplementedError
+
+    def queue_collectives(self, calls: Sequence[CollectiveCall], gpu: int, stream: int) -> None:
+        """Queues collectives; only where ``gpu_library`` is ``"group"``.
+
+        Args:
+            calls: the calls, each with one buffer of this process, on one queue.
+            gpu: the number of the GPU.
+            stream: the handle of the stream that runs them.
 
         Raises:
             CollectiveError: the library reports an error.
@@ -345,6 +361,11 @@ class ProcessGroup(Processes):
         is_theirs, _, text = theirs.partition(" ")
         return describe_difference(own.text, text if is_theirs == digest else None, self.rank, rank)
 
+    def is_ahead(self, rank: int, number: int) -> bool:
+        """Whether another process is known to have made a call after the one of this number."""
+        notice = (self.read(rank, _key(number + 1), 0.0) or "-1").split()
+        return int(notice[0]) > number
+
     def describe_missing(self, ranks: Sequence[int], what: str, seconds: float) -> str:
         """Describes processes that have not come to ``what``, with the reason if it is known."""
         names = f"process{'es' if len(ranks) > 1 else ''} {listed(ranks)}"
@@ -363,13 +384,22 @@ class ProcessGroup(Processes):
         call = self.last_call
         return (self.difference(rank, call) or None) if call is not None else None
 
-    def describe_late(self, seconds: float) -> str | None:
+    def describe_late(self, seconds: float, *, asks: bool = False) -> str | None:
         """See ``Processes``."""
         call = self.last_call
         if call is None:
             return None
         late = [rank for rank in self.others if self.difference(rank, call) is None]
-        return self.describe_missing(late, self.called, seconds) if late else None
+        if late:
+            return self.describe_missing(late, self.called, seconds)
+        silent = self._signs.silent(call.number) if asks else []
+        if not silent:
+            return None
+        names, have = ("process", "has") if len(silent) == 1 else ("processes", "have")
+        return (
+            f"{names} {listed(silent)} of {self.size} {have} come to {self.called}, but "
+            f"{have} given no sign of life since"
+        )
 
     def look(self) -> str | None:
         """Checks, without waiting, whether the other processes make this process's calls.
@@ -384,6 +414,7 @@ class ProcessGroup(Processes):
         if begin < self._next_look:
             return None
         try:
+            self._signs.answer()
             return self._difference_of_all() or "; ".join(self.reasons(self.others, 0.0)) or None
         finally:
             end = time.monotonic()

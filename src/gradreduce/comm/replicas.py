@@ -130,6 +130,30 @@ class Replicas:
         receives = [parcel for parcel in owned if parcel[0] != group.rank]
         exchange(self._home, sends, receives, queue)
 
+    def broadcast(self, owner: int, buffer: Buffer) -> None:
+        """Queues a copy of a buffer of one process to all others, on the compute queue.
+
+        Args:
+            owner: the rank of that process.
+            buffer: its buffer, or one of the same shape and dtype, which is overwritten.
+        """
+        group, collective = self.group, self.group.collective
+        if collective is None or collective.ranks is None or not buffer.nbytes:
+            self.send_to_all([(owner, buffer)])
+            return
+        homes = [*collective.ranks.homes(self._home.mesh.devices).values()]
+        of_ranks = [
+            buffer
+            if home.physical == buffer.device.physical
+            else home.empty(buffer.shape, buffer.dtype)
+            for home in homes
+        ]
+        if group.rank == owner and of_ranks[0] is not buffer:
+            homes[0].copy(of_ranks[0], buffer)
+        collective.broadcast(of_ranks, collective.ranks.of_replicas[sum(group.counts[:owner])])
+        if group.rank != owner and not any([each is buffer for each in of_ranks]):
+            buffer.device.copy(buffer, of_ranks[0])
+
     def exchange_all(
         self, own: Sequence[Buffer], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[Buffer]:

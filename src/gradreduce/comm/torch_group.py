@@ -15,7 +15,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -23,11 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradreduce.device import Buffer, Message, Parcel, inside_library
+from gradreduce.device import CollectiveCall, Message, Parcel, inside_library
 from gradreduce.errors import BackendUnavailableError, CollectiveError, brief, listed
 
 from .description import digest_of
+from .opening_order import Opening
 from .process_group import ProcessError, ProcessGroup
+from .torch_on_gpu import on_stream, start_collective, tensor_of
 
 # The first tag: far from the tags of user code.
 _FIRST_TAG = 1 << 28
@@ -64,7 +65,8 @@ class TorchGroup(ProcessGroup):
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         self._group = group
         store = group.get_group_store()
-        name = _new_name(store, self.rank, self.size, timeout)
+        with Opening(group, self._global_ranks, self.rank) as opening:
+            name = _new_name(store, self.rank, self.size, timeout, opening.check)
         self._store = dist.PrefixStore(name, store)
         self._number = int(name, 16)
         self._kept_notice: tuple[str, str] | None = None
@@ -133,18 +135,20 @@ class TorchGroup(ProcessGroup):
         Our stream is made PyTorch's current one, for which its NCCL stream waits. ``wait`` without
         a timeout makes the current stream wait for NCCL's, not the host.
         """
-        device = torch.device("cuda", gpu)
 
         def tensors_of(parcels: Sequence[Parcel]) -> list[tuple[int, torch.Tensor]]:
-            arrays = [(rank, _as_cuda_array(buffer)) for rank, buffer in parcels]
-            return [(rank, torch.as_tensor(array, device=device)) for rank, array in arrays]
+            return [(rank, tensor_of(buffer, gpu)) for rank, buffer in parcels]
 
-        try:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-                for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
-                    work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(f"torch.distributed: {error}") from error
+        with on_stream(gpu, stream):
+            for work in self.start_batch(tensors_of(sends), tensors_of(receives)):
+                work.wait()
+
+    def queue_collectives(self, calls: Sequence[CollectiveCall], gpu: int, stream: int) -> None:
+        """See ``ProcessGroup.queue_collectives``; see also ``exchange_on_gpu``."""
+        arguments = self._group, self._global_ranks, gpu
+        with on_stream(gpu, stream):
+            for work in [start_collective(call, *arguments) for call in calls]:
+                work.wait()
 
     def start_batch(
         self,
@@ -385,13 +389,6 @@ def _wait_for_bytes(
         _wait(sends, end, [])
 
 
-def _as_cuda_array(buffer: Buffer) -> Any:
-    """Returns an object that PyTorch reads as bytes of GPU memory, without a copy."""
-    data = (buffer.address, False)  # not read-only
-    interface = {"shape": (buffer.nbytes,), "typestr": "|u1", "data": data, "version": 2}
-    return SimpleNamespace(__cuda_array_interface__=interface)
-
-
 def _without_advice(error: RuntimeError) -> str:
     """Returns the first sentence of a gloo error, without its source line."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
@@ -487,21 +484,25 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
         raise
 
 
-def _new_name(store: Any, rank: int, size: int, timeout: float) -> str:
+def _new_name(
+    store: Any, rank: int, size: int, timeout: float, check: Callable[[], None] = lambda: None
+) -> str:
     """Like ``_agree_on_name``; also raises if the process of the store is stopped."""
-    call = partial(_agree_on_name, store, rank, size, timeout)
+    call = partial(_agree_on_name, store, rank, size, timeout, check)
     return str(_call(call, timeout + _STORE_SECONDS))
 
 
-def _agree_on_name(store: Any, rank: int, size: int, timeout: float) -> str:
+def _agree_on_name(
+    store: Any, rank: int, size: int, timeout: float, check: Callable[[], None]
+) -> str:
     """Returns a name (hexadecimal digits) on which all processes agree, new in each call.
 
     A store may contain values of earlier processes: torchrun restarts processes with the same
     store. So each process writes a random number, process 0 writes the list of all numbers, and the
-    list is valid when every process has found its number in it.
+    list is valid when every process has found its number in it. ``check`` is called meanwhile.
 
     Raises:
-        CollectiveError: some processes have not come within ``timeout``.
+        CollectiveError: some processes have not come within ``timeout``; or what ``check`` raises.
     """
     here = [f"gradreduce/here/{other}" for other in range(size)]
     everyone = "gradreduce/here"
@@ -530,6 +531,7 @@ def _agree_on_name(store: Any, rank: int, size: int, timeout: float) -> str:
             keys = [f"{names[-1]}/{other}" for other in range(size)] if names else here
             # If all processes were here, process 0 is missing: it did not write the list.
             raise CollectiveError(_not_come(size, timeout, _absent(store, keys) or [0]))
+        check()
         time.sleep(_OPEN_SECONDS)
 
 

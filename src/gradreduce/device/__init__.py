@@ -71,10 +71,17 @@ from .mesh import Mesh
 from .mesh_state import BackendKind, MeshState
 from .order.order import RepeatedWork, Work
 from .order.uses import DeviceQueue
-from .processes import GpuMove, HostMove, Message, Parcel, Processes, bytes_of
+from .processes import GpuMove, HostMove, Message, Parcel, Processes, StreamCall, bytes_of
 from .run.backend import Event
 from .run.capture import Capture, check_peers, no_collection
-from .run.collective import NOT_CAPTURED, Collective, CollectiveCall, bytes_sent
+from .run.collective import (
+    NOT_CAPTURED,
+    Collective,
+    CollectiveCall,
+    GroupedCollective,
+    Ranks,
+    bytes_sent,
+)
 from .run.commands import Command, CommandList, Operation
 from .run.kernel import OPTIONS, Arrays, Kernel, Template, kernel_text
 from .run.table import CHUNK_SIZE, TABLE, Tables

@@ -10,6 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .memory.buffer import Buffer
+    from .run.collective import Collective
 
 # The rank of another process, and a flat array of bytes to send to it or receive from it.
 Message = tuple[int, np.ndarray]
@@ -17,6 +18,8 @@ Message = tuple[int, np.ndarray]
 Parcel = tuple[int, "Buffer"]
 # Sends and receives host arrays.
 HostMove = Callable[[Sequence[Message], Sequence[Message]], None]
+# Queues work; the arguments are the GPU and the handle of its stream.
+StreamCall = Callable[[int, int], None]
 # Queues sends and receives of GPU memory; the last arguments are the GPU and its stream handle.
 GpuMove = Callable[[Sequence[Parcel], Sequence[Parcel], int, int], None]
 
@@ -31,6 +34,7 @@ class Processes(ABC):
             deadline.
         counts: the number of logical devices of each process.
         move_on_gpu: the function that moves GPU memory; None: it moves through host memory.
+        collective: the library's collectives over the GPUs of all processes; None: there are none.
     """
 
     rank: int
@@ -38,6 +42,7 @@ class Processes(ABC):
     timeout: float
     counts: tuple[int, ...]
     move_on_gpu: GpuMove | None = None
+    collective: Collective | None = None
 
     @abstractmethod
     def leave(self, failure: str | None, seconds: float | None = None) -> None:
@@ -58,8 +63,14 @@ class Processes(ABC):
         """Tells the other processes why the mesh of this process has failed."""
 
     @abstractmethod
-    def describe_late(self, seconds: float) -> str | None:
-        """Describes processes that have not made this one's last call; None if all have."""
+    def describe_late(self, seconds: float, *, asks: bool = False) -> str | None:
+        """Describes processes that have not made this one's last call; None if all have.
+
+        Args:
+            seconds: for how long this process has waited.
+            asks: whether to describe those that have made it but do not answer now; may take a
+                second.
+        """
 
     @abstractmethod
     def flight_record(self) -> dict[str, Any]:

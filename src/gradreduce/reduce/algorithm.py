@@ -77,6 +77,7 @@ class Algorithm(ABC):
         writes_targets: whether it may write results into the caller's memory, possibly its inputs,
             even if it is not ``in_place``.
         reads_peers: whether launches access inputs and outs on other physical devices.
+        always_overlaps: whether stages overlap for replicas on one physical device, too.
 
     Args:
         devices: see above.
@@ -91,6 +92,7 @@ class Algorithm(ABC):
     in_place = True
     writes_targets = False
     reads_peers = False
+    always_overlaps = False
 
     def __init__(
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None

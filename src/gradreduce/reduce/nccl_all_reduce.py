@@ -83,7 +83,7 @@ class Nccl(Algorithm):
         if self._collective is not None:
             for rank, indices in enumerate(self._sharing):
                 folded = [parts[rank].folded for _, parts in jobs]
-                _fold([job for job, _ in jobs], folded, indices)
+                fold([job for job, _ in jobs], folded, indices)
             with self._collective.group():  # each group costs a launch on every GPU and messages
                 for _, parts in jobs:
                     sources = [part.source for part in parts]
@@ -103,7 +103,7 @@ class Nccl(Algorithm):
                 )
                 for job, parts in jobs
             ]
-            _write(sums, self.devices[indices[0]])
+            write(sums, self.devices[indices[0]])
 
     def reduce_scatter(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.reduce_scatter``; one reduce for each job, all in one group call.
@@ -112,10 +112,10 @@ class Nccl(Algorithm):
         integers are copied to their owner and added there.
         """
         collective = self._collective
-        apart = [job for job in jobs if collective is None or _is_gathered(job.inputs[0].dtype)]
+        apart = [job for job in jobs if collective is None or cannot_add(job.inputs[0].dtype)]
         super().reduce_scatter(apart)
         if collective is not None and len(apart) < len(jobs):
-            rest = [job for job in jobs if not _is_gathered(job.inputs[0].dtype)]
+            rest = [job for job in jobs if not cannot_add(job.inputs[0].dtype)]
             self._reduce_to_owners(rest, collective)
 
     def _reduce_to_owners(self, jobs: Sequence[Job], collective: Collective) -> None:
@@ -136,7 +136,7 @@ class Nccl(Algorithm):
             fits = out.device is device and out.dtype == dtype
             totals.append(out if fits else device.empty(out.shape, dtype))
         for indices, folded in zip(self._sharing, sources, strict=True):
-            _fold(jobs, folded, indices)
+            fold(jobs, folded, indices)
         with collective.group():
             for index, (root, total) in enumerate(zip(roots, totals, strict=True)):
                 collective.reduce(total, [of_gpu[index] for of_gpu in sources], root)
@@ -146,7 +146,7 @@ class Nccl(Algorithm):
                 for root, job, total in zip(roots, jobs, totals, strict=True)
                 if root == rank
             ]
-            _write(finished, self.devices[indices[0]])
+            write(finished, self.devices[indices[0]])
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """See ``Algorithm.all_gather``; one broadcast for each job, all in one group call."""
@@ -170,7 +170,7 @@ class Nccl(Algorithm):
         return next(rank for rank, indices in enumerate(self._sharing) if job.owner in indices)
 
 
-def _is_gathered(dtype: DType) -> bool:
+def cannot_add(dtype: DType) -> bool:
     """Whether this dtype is gathered: NCCL cannot add 16-bit integers."""
     return dtype.kind in "iu" and dtype.itemsize == 2
 
@@ -178,7 +178,7 @@ def _is_gathered(dtype: DType) -> bool:
 def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _NcclMemory:
     """Allocates the memory of one job on the device of ``indices[0]``; launches nothing."""
     first, out = job.inputs[indices[0]], job.outs[indices[0]]
-    gathers = _is_gathered(first.dtype)
+    gathers = cannot_add(first.dtype)
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
     alone = len(indices) == 1
     if gathers and alone:
@@ -192,7 +192,7 @@ def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _NcclMemory:
     return _NcclMemory(folded, first if alone else folded, gathered)
 
 
-def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int]) -> None:
+def fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int]) -> None:
     """Adds the replicas on one physical device into ``folded``, if there are several."""
     if len(indices) == 1:
         return
@@ -203,9 +203,7 @@ def _fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int])
     )
 
 
-def _write(
-    sums: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], device: Device
-) -> None:
+def write(sums: Sequence[tuple[float, Sequence[Buffer], Sequence[Buffer]]], device: Device) -> None:
     """Calls ``write_sums``, except for an out that the library has written itself."""
     left = [
         (divisor, outs, inputs)

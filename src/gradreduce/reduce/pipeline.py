@@ -27,6 +27,8 @@ from .algorithm import Algorithm, Steps
 from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
 from .hierarchical_copy import SLICE_BYTES
+from .nccl_across_processes import NcclAcrossProcesses
+from .nccl_all_reduce import Nccl
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
 from .pack_buffers import ONE, Pack, PackMove, lay_out, move, moves_in, moves_out, unpack
 from .packing import (
@@ -436,15 +438,22 @@ def _means(
 
 def _group_packs(plan: BatchPlan, packs: Sequence[Pack]) -> list[list[int]]:
     """Returns the indices of the packs of each stage."""
-    # Processes may have different devices and buffers, but their stages must be equal.
-    is_one = plan.description is not None or plan.call != "all-reduce"
-    if len(packs) < 2 or is_one or len(by_physical(plan.devices)) == 1:
+    if len(packs) < 2 or plan.call != "all-reduce" or not _overlaps(plan):
         return [list(range(len(packs)))] if packs else []
+    several = plan.description is not None  # processes
+    # Processes may have different devices and buffers, but their stages must be equal.
     sizes = [
-        ((stop - start) * buffers.plan.wire.itemsize, buffers.is_moved)
+        ((stop - start) * buffers.plan.wire.itemsize, buffers.is_moved or several)
         for buffers, start, stop in packs
     ]
     return plan_stages(sizes, STAGE_BYTES)
+
+
+def _overlaps(plan: BatchPlan) -> bool:
+    """Whether packing can overlap with transfers."""
+    if plan.description is None and len(by_physical(plan.devices)) > 1:
+        return True
+    return plan.algorithm.always_overlaps
 
 
 def _pack_info(
@@ -562,6 +571,9 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         # nccl defines no order, so over processes use the groups that send the fewest bytes
         if groups == "processes" or not (is_alone or algorithm.has_groups):
             groups = process_groups(replicas.counts)
-        instance = (algorithm if is_alone else AcrossProcesses)(devices, groups)
+        if not is_alone:
+            by_library = algorithm is Nccl and replicas.group.collective is not None
+            algorithm = NcclAcrossProcesses if by_library else AcrossProcesses
+        instance = algorithm(devices, groups)
         remember(plans, key, instance)
     return instance

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import DryRunMesh
+from gradreduce.comm.process_group import group_of
 from gradreduce.device import (
     Buffer,
     CommandList,
+    Device,
     DType,
     Journal,
     Operation,
     PackInfo,
+    Ranks,
     Record,
     bytes_sent,
 )
@@ -192,11 +195,22 @@ def add_traffic(total: Traffic, operation: Operation, mesh: Sequence[int]) -> No
                 total.links[(home, there) if is_written else (there, home)] += buffer.nbytes
     if record.kind == "collective":
         ring = [row[0].device.physical for row in rows]
-        sent = bytes_sent(record.name, record.nbytes, len(ring))
+        ranks = _ranks_of(rows[0][0].device)
+        num_ranks = len(ring) if ranks is None else ranks.size
+        sent = bytes_sent(record.name, record.nbytes, num_ranks)
         for link in zip(ring, [*ring[1:], ring[0]], strict=True) if sent else ():
-            total.links[link] += sent
+            if ranks is not None and link[0] == ring[-1]:  # the next rank is in another process
+                total.exchanged[link[0]] += sent
+            else:
+                total.links[link] += sent
     elif record.kind == "exchange":
         total.exchanged[home] += record.nbytes
+
+
+def _ranks_of(device: Device) -> Ranks | None:
+    """Returns the ranks of the collectives over the processes of a mesh; None if there are none."""
+    collective = group_of(device).collective
+    return None if collective is None else collective.ranks
 
 
 @dataclass(frozen=True)
@@ -248,9 +262,11 @@ def dry_run_of(
     packs += [_pack_of_one(requests[index], index, log) for index in others]
     exchanges, traffic = log.of("exchange"), Traffic()
     physical = tuple([device.physical for device in mesh])
+    ranks = _ranks_of(mesh[0])
     for each in operations:
         add_traffic(traffic, each, physical)
-    sent, num_ranks = traffic.sent, len(set(physical)) * mesh.num_processes
+    sent = traffic.sent
+    num_ranks = len(set(physical)) * mesh.num_processes if ranks is None else ranks.size
     plan = ReducePlan(
         **vars(OperationCounts.of(log.records)),
         packs=tuple(packs),

@@ -68,7 +68,7 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
                 continue
             home = part.device
             made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-            Replicas([home]).send_to_all([(rank, made)])
+            Replicas([home]).broadcast(rank, made)
             values.append(made)
     return values
 

@@ -384,6 +384,10 @@ def on_gpus(launcher: str) -> None:
         for total in (here.reduce(SUM, value, value), prepared()[0], prepared()[0]):
             for buffer in total.buffers:
                 assert buffer.numpy().tobytes() == wanted.tobytes()
+        exact = (np.arange(size) % 7).astype(dtype)  # NCCL adds in any order
+        value = gr.PerReplica([device.upload(exact) for device in mesh], mesh)
+        for buffer in gr.NcclAllReduce(mesh=mesh).reduce(SUM, value, value).buffers:
+            assert (buffer.numpy() == exact * exact.dtype.type(mesh.num_replicas)).all()
     mesh.close()
     alone.close()
 

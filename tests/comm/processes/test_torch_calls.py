@@ -18,6 +18,11 @@ def parameters(call):
     [
         ("torch.distributed", "P2POp.__init__"),
         ("torch.distributed", "batch_isend_irecv"),
+        ("torch.distributed", "all_reduce"),
+        ("torch.distributed", "reduce"),
+        ("torch.distributed", "broadcast"),
+        ("torch.distributed", "all_gather_single"),
+        ("torch.distributed", "reduce_scatter_single"),
         ("torch.distributed", "isend"),
         ("torch.distributed", "irecv"),
         ("torch.distributed", "init_process_group"),
@@ -48,5 +53,9 @@ def test_the_stand_in_has_what_else_is_used_of_pytorch():
     assert torch.device("cuda", 1).type == distributed.TorchDevice("cuda", 1).type
     backends = str(dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl")))
     assert dict(each.split(":") for each in backends.split(",")) == {"cpu": "gloo", "cuda": "nccl"}
+    dtypes = [getattr(torch, name) for name in distributed.DTYPES]
+    assert [dtype.itemsize for dtype in dtypes] == [
+        distributed._ITEMSIZES[number] for number in distributed.DTYPES.values()
+    ]
     assert callable(dist.get_backend_config)
     assert callable(dist.is_nccl_available)

@@ -39,6 +39,7 @@ from gradreduce.device import (
     Queue,
     Row,
     Stream,
+    StreamCall,
     Tables,
     Template,
     User,
@@ -203,11 +204,12 @@ class CudaDevice(Device):
     def _exchange_on_gpu(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
     ) -> None:
-        def command() -> None:
-            with self.gpu:
-                move(sends, receives, self.physical, self._stream(queue).ptr)
-
+        command = partial(self._call_on_stream, queue, partial(move, sends, receives))
         self._order(command, self._parcels(sends, receives, queue))
+
+    def _call_on_stream(self, queue: Queue, call: StreamCall) -> None:
+        with self.gpu:
+            call(self.physical, self._stream(queue).ptr)
 
     def _hardware_name(self) -> str:
         found = uuid_of(self.physical)

@@ -1,4 +1,4 @@
-"""Collectives by NCCL: one process drives all its GPUs; and exchanges with other processes.
+"""Collectives by NCCL: one process drives all its GPUs, alone or with other processes.
 
 Uses ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` supports neither bfloat16 nor a mean.
 """
@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from gradreduce.device import (
     ELEMENT_OF,
     Buffer,
-    Collective,
     CollectiveCall,
+    Command,
     DeferInterrupts,
     Device,
     Done,
+    GroupedCollective,
     MeshState,
+    ModuleLock,
     Parcel,
     call_under_lock,
     run_in_thread,
@@ -48,7 +51,9 @@ _METHODS = {
     "reduce": "reduce",
     "broadcast": "broadcast",
     "all_gather": "allGather",
+    "reduce_scatter": "reduceScatter",
 }
+_SUMS = ("all_reduce", "reduce", "reduce_scatter")
 _PROCESSES = ()  # key of the communicator with other processes, in place of GPUs
 ABORT_SECONDS = 10.0
 # Seconds that an abort waits for a thread that is inside of NCCL.
@@ -66,11 +71,11 @@ class _Ready(NamedTuple):
     arguments: tuple[tuple[int, ...], ...]
 
 
-class _Ranks(NamedTuple):
+class _OwnRanks(NamedTuple):
     """The ranks of new communicators that belong to this process.
 
     Attributes:
-        gpus: the GPU of each rank.
+        gpus: rank -> its GPU.
         size: the number of ranks in all processes.
         identity: the id by which they find each other; None if this process has all ranks.
     """
@@ -78,12 +83,6 @@ class _Ranks(NamedTuple):
     gpus: dict[int, int]
     size: int
     identity: bytes | None = None
-
-
-class _Open(threading.local):
-    """The calls of a thread's open group; None if no group is open."""
-
-    calls: list[_Ready] | None = None
 
 
 class _Cliques:
@@ -118,10 +117,8 @@ class _Cliques:
             )
 
 
-class NcclCollective(Collective):
+class NcclCollective(GroupedCollective):
     """NCCL collectives; makes one communicator per physical device at the first call.
-
-    The calls of a group are kept until it ends, and sent together.
 
     A communicator that is made inside an NCCL group is not ready before the group ends, and a block
     that raises must not have sent anything. Call ``loaded`` before the first collective.
@@ -133,7 +130,7 @@ class NcclCollective(Collective):
         super().__init__(mesh_state)
         self._cliques = _Cliques()
         self._pending: set[Done] = set()  # of threads that make communicators, or abort them
-        self._open = _Open()
+        self._first_ranks: Sequence[int] = ()  # of each process, if there are several
         mesh_state.on_failure.append(self.abort)
         mesh_state.library_error = self.error
         mesh_state.library_finished = self.wait_for_end
@@ -148,31 +145,28 @@ class NcclCollective(Collective):
         warn_of_several()
         return self
 
-    def _call(self, call: CollectiveCall) -> None:
-        """See ``Collective._call``.
+    def _ready(self, call: CollectiveCall) -> _Ready:
+        """Returns the arguments of a call.
 
         Raises:
             CollectiveError: NCCL does not sum this dtype.
         """
-        first = call.inputs[0]
+        # NCCL takes the count of the smaller of input and output.
+        first = (call.outputs if call.name == "reduce_scatter" else call.inputs)[0]
         count, kind = first.nbytes, self._nccl.NCCL_UINT8  # bytes of any dtype
         last = [] if call.root is None else [call.root]
-        if call.name in ("all_reduce", "reduce"):
+        if call.name in _SUMS:
             count, kind = self._count_and_type(first)
             last.insert(0, self._nccl.NCCL_SUM)
-        ready = _Ready(
+        return _Ready(
             call,
             tuple(
                 (source.address, target.address, count, kind, *last)
                 for source, target in zip(call.inputs, call.outputs, strict=True)
             ),
         )
-        if self._open.calls is None:
-            self._send([ready])
-        else:
-            self._open.calls.append(ready)
 
-    # -- one rank of each process -----------------------------------------------------------------
+    # -- several processes ------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -188,39 +182,66 @@ class NcclCollective(Collective):
         return bytes(self._run("get_unique_id", self._nccl.get_unique_id))
 
     def join_processes(
-        self, device: Device, identity: bytes, rank: int, size: int, seconds: float
+        self,
+        devices: Sequence[Device],
+        identity: bytes,
+        process: int,
+        num_gpus: Sequence[int],
+        seconds: float,
     ) -> None:
-        """Makes this process's communicator; the host waits until all processes do.
+        """Makes the communicators of this process, one for each of its GPUs.
+
+        The host waits until all processes have made theirs.
 
         Args:
-            device: a device on this process's GPU.
+            devices: a device on each GPU of this process, in the order of their ranks.
             identity: the id that one process made by ``make_id``.
-            rank: the rank of this process.
-            size: the number of processes.
+            process: the number of this process.
+            num_gpus: the number of GPUs of each process.
             seconds: how long to wait for the other processes.
 
         Raises:
             CollectiveError: NCCL cannot connect the processes, or not in time.
         """
+        *self._first_ranks, size = accumulate(num_gpus, initial=0)
+        physicals = [device.physical for device in devices]
+        ranks = _OwnRanks(dict(enumerate(physicals, self._first_ranks[process])), size, identity)
         cliques = self._cliques
         with cliques.lock:
-            ranks = _Ranks({rank: device.physical}, size, identity)
-            self._make(cliques, _PROCESSES, ranks, device, seconds)
+            self._make(cliques, _PROCESSES, ranks, devices[0], seconds)
 
     def exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
     ) -> None:
-        """See ``ProcessGroup.exchange_on_gpu``; call ``join_processes`` first."""
-        cliques = self._cliques
-        with cliques.lock:
-            cliques.check()
-            (communicator,) = cliques.made[_PROCESSES]
-            with self._in_group("exchange"):
-                for call, parcels in (("send", sends), ("recv", receives)):
-                    method = getattr(communicator, call)
-                    for rank, buffer in parcels:
-                        arguments = buffer.address, buffer.nbytes, self._nccl.NCCL_UINT8
-                        self._run(call, method, *arguments, rank, stream)
+        """See ``ProcessGroup.exchange_on_gpu``; call ``join_processes`` first.
+
+        The first GPUs of the processes exchange.
+        """
+        home = (sends or receives)[0][1].device
+
+        def work() -> None:
+            cliques = self._cliques
+            with cliques.lock:
+                cliques.check()
+                communicator, *_ = cliques.made[_PROCESSES]
+                with self._in_group("exchange"):
+                    for call, parcels in (("send", sends), ("recv", receives)):
+                        method = getattr(communicator, call)
+                        for process, buffer in parcels:
+                            arguments = buffer.address, buffer.nbytes, self._nccl.NCCL_UINT8
+                            self._run(call, method, *arguments, self._first_ranks[process], stream)
+
+        self._alone([home], work)
+
+    def prepare_calls(self, calls: Sequence[CollectiveCall]) -> Command:
+        """Returns a command that queues calls over all processes as one group.
+
+        Call ``join_processes`` first. Every process passes its buffers, one on each GPU.
+
+        Raises:
+            CollectiveError: see ``_ready``.
+        """
+        return partial(self._group, [self._ready(call) for call in calls], across=True)
 
     def connect(self, devices: Sequence[Device]) -> None:
         """See ``Collective.connect``.
@@ -231,20 +252,6 @@ class NcclCollective(Collective):
         cliques = self._cliques
         with cliques.lock:
             self._clique(cliques, devices)
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Context manager: sends calls inside as one NCCL group; may be nested."""
-        if self._open.calls is not None:
-            yield
-            return
-        calls: list[_Ready] = []
-        self._open.calls = calls
-        try:
-            yield
-        finally:
-            self._open.calls = None
-        self._send(calls)
 
     def close(self) -> None:
         """Aborts the communicators in another thread, because NCCL's abort can hang."""
@@ -290,18 +297,39 @@ class NcclCollective(Collective):
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def _send(self, calls: Sequence[_Ready]) -> None:
+    def _send(self, calls: Sequence[CollectiveCall]) -> None:
         """Sends calls as one NCCL group; several GPUs of a process would deadlock without it."""
-        if calls:
-            for each in calls:  # now: the order's lock must not be held meanwhile
-                self.connect([buffer.device for buffer in each.call.inputs])
-            self._submit(partial(self._group, calls), [each.call for each in calls])
+        ready = [self._ready(call) for call in calls]
+        for call in calls:  # now: the order's lock must not be held meanwhile
+            self.connect([buffer.device for buffer in call.inputs])
+        self._submit(partial(self._group, ready), calls)
 
-    def _group(self, calls: Sequence[_Ready]) -> None:
+    def _group(self, calls: Sequence[_Ready], *, across: bool = False) -> None:
+        """Sends a group of calls; ``across``: over all processes."""
+        devices = [buffer.device for each in calls for buffer in each.call.inputs]
+        self._alone(devices, partial(self._send_group, calls, across))
+
+    def _alone(self, devices: Sequence[Device], call: Callable[[], None]) -> None:
+        """Makes a call while no other mesh sends a group to these GPUs.
+
+        Two groups must come to all GPUs in the same order, or each waits for the other.
+        """
+        by_gpu = {device.physical: device for device in devices}
+        for gpu in sorted(by_gpu, reverse=True):
+            call = partial(self._call_locked, by_gpu[gpu], call)
+        call()
+
+    def _call_locked(self, device: Device, call: Callable[[], None]) -> None:
+        while not call_under_lock(_group_lock(device.physical).lock, _LOOK_SECONDS, call):
+            self._mesh_state.check_usable(device)
+
+    def _send_group(self, calls: Sequence[_Ready], across: bool) -> None:
         cliques, device = self._cliques, cast("CudaDevice", calls[0].call.inputs[0].device)
         with device.gpu, cliques.lock:  # NCCL returns to the current GPU, see `_on_gpu`
             used = [
-                self._clique(cliques, [buffer.device for buffer in each.call.inputs])
+                cliques.made[_PROCESSES]
+                if across
+                else self._clique(cliques, [buffer.device for buffer in each.call.inputs])
                 for each in calls
             ]
             cliques.check()
@@ -345,7 +373,7 @@ class NcclCollective(Collective):
         cliques.check()
         physicals = tuple(device.physical for device in devices)
         if physicals not in cliques.made:
-            ranks = _Ranks(dict(enumerate(physicals)), len(physicals))
+            ranks = _OwnRanks(dict(enumerate(physicals)), len(physicals))
             self._make(cliques, physicals, ranks, devices[0])
         return cliques.made[physicals]
 
@@ -353,7 +381,7 @@ class NcclCollective(Collective):
         self,
         cliques: _Cliques,
         key: tuple[int, ...],
-        ranks: _Ranks,
+        ranks: _OwnRanks,
         device: Device,
         seconds: float = math.inf,
     ) -> None:
@@ -375,7 +403,8 @@ class NcclCollective(Collective):
                 cliques.aborted = True  # the thread checks it, if it ever returns
                 self._pending.discard(done)
                 raise CollectiveError(
-                    f"NCCL has not connected {ranks.size} processes within {seconds:.3g} s"
+                    f"NCCL has not connected {len(self._first_ranks)} processes within "
+                    f"{seconds:.3g} s"
                 )
         self._pending.discard(done)
         if failed:
@@ -383,7 +412,7 @@ class NcclCollective(Collective):
         cliques.check()
 
     def _initialise(
-        self, cliques: _Cliques, key: tuple[int, ...], ranks: _Ranks, failed: list[Exception]
+        self, cliques: _Cliques, key: tuple[int, ...], ranks: _OwnRanks, failed: list[Exception]
     ) -> None:
         """Makes communicators in one NCCL group, one for each rank of this process.
 
@@ -455,6 +484,12 @@ class NcclCollective(Collective):
                 f"NCCL does not support sum of {buffer.dtype}; use 'hierarchical_copy'"
             )
         return buffer.size * element.lanes, getattr(self._nccl, name)
+
+
+@cache
+def _group_lock(gpu: int) -> ModuleLock:
+    """Returns the lock that is held while a group is sent to a GPU, by any mesh."""
+    return ModuleLock()
 
 
 def _on_gpu(gpu: int, work: Callable[[], object]) -> None:

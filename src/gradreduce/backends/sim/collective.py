@@ -44,11 +44,17 @@ def _all_gather(inputs: _HostArrays, outputs: _HostArrays, _: None) -> None:
         array[...] = gathered
 
 
+def _reduce_scatter(inputs: _HostArrays, outputs: _HostArrays, _: None) -> None:
+    for array, part in zip(outputs, np.split(_sum(inputs), len(outputs)), strict=True):
+        array[...] = part
+
+
 _WORK: dict[str, Callable[[_HostArrays, _HostArrays, Any], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
 }
 
 

@@ -171,6 +171,11 @@ class PendingCall:
             return self.dropped
         return all([mark.passed for mark in self._stages[-1].marks])
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether queued work waits for other processes, which then answer questions."""
+        return False
+
     def failure(self) -> str | None:
         """Returns why the call can never finish, if that is known before the deadline."""
         return None

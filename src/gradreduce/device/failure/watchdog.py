@@ -77,7 +77,7 @@ def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list
         calls = [pending for pending in ours if not pending.is_resolved]
         if calls:
             reason = (
-                mesh_state.library_error()
+                _library_failure(mesh_state, calls)
                 or _failure(mesh_state, calls)
                 or next(filter(None, (each.failure() for each in calls)), None)
                 or _lateness(calls)
@@ -88,6 +88,19 @@ def _check_calls(mesh_state: MeshState | None, calls: list[PendingCall]) -> list
         return calls
     mesh_state.fail(reason)
     return []
+
+
+def _library_failure(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
+    """Describes an error of the collective library, and the processes that are late."""
+    error = mesh_state.library_error()
+    late = error and _late_processes(calls, calls[0].seconds - calls[0].remaining)
+    return f"{error}; {late}" if late else error
+
+
+def _late_processes(calls: list[PendingCall], seconds: float) -> str | None:
+    """Describes the processes for which the calls have waited for so many seconds."""
+    asks = any([each.waits_for_others for each in calls])
+    return calls[0].devices[0].mesh_state.processes.describe_late(seconds, asks=asks)
 
 
 def _failure(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
@@ -107,7 +120,7 @@ def _lateness(calls: list[PendingCall]) -> str | None:
         if pending.remaining <= 0:
             _progress(pending)
             if not pending.is_resolved:
-                return _describe(pending, next(each for each in calls if not each.is_resolved))
+                return _describe(pending, calls)
     return None
 
 
@@ -116,13 +129,14 @@ def _progress(pending: PendingCall) -> None:
         device._progress()
 
 
-def _describe(pending: PendingCall, oldest: PendingCall) -> str:
+def _describe(pending: PendingCall, calls: list[PendingCall]) -> str:
     """Describes a late call, and the earlier one that it waits for."""
+    oldest = next(each for each in calls if not each.is_resolved)
     stall = pending.describe_stall()
     text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"
     if oldest is not pending:
         text += f"; before it, in {oldest.call}: {oldest.describe_stall()}"
-    late = pending.devices[0].mesh_state.processes.describe_late(pending.seconds)
+    late = _late_processes(calls, pending.seconds)
     if late:
         text += f"; {late}"
     return text

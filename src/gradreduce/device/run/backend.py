@@ -15,7 +15,7 @@ import numpy as np
 
 from gradreduce.device.log.op_log import QUEUES
 from gradreduce.device.memory.buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
-from gradreduce.device.processes import GpuMove, HostMove, Parcel
+from gradreduce.device.processes import GpuMove, HostMove, Parcel, StreamCall
 from gradreduce.errors import DeviceMismatchError
 
 from .commands import Command, CommandList
@@ -187,6 +187,10 @@ class Backend(ABC):
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue, move: GpuMove
     ) -> None:
         """Queues an exchange of GPU memory by ``_order``; the host does not wait."""
+        raise NotImplementedError("simulated devices have no streams")
+
+    def _call_on_stream(self, queue: Queue, call: StreamCall) -> None:
+        """Calls ``call(GPU, handle of the queue's stream)`` with the GPU current."""
         raise NotImplementedError("simulated devices have no streams")
 
     def _hardware_name(self) -> str:

@@ -1,13 +1,15 @@
 """The interface of a collective library.
 
-A collective runs on one queue of each device, with at most one buffer on each physical device.
+A collective runs on one queue of each device, with at most one buffer on each physical device. Over
+several processes each process passes the buffers of its own ranks.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +36,7 @@ def bytes_sent(name: str, nbytes: int, num_ranks: int) -> int:
     """Returns the bytes that each rank of a ring sends in a collective."""
     if name == "all_reduce":
         return 2 * (num_ranks - 1) * nbytes // num_ranks
-    if name == "reduce":  # every rank but the root sends
+    if name in ("reduce", "reduce_scatter"):  # in a reduce every rank but the root sends
         return (num_ranks - 1) * nbytes // num_ranks
     return (num_ranks - 1) * nbytes
 
@@ -43,10 +45,10 @@ class CollectiveCall(NamedTuple):
     """One checked call.
 
     Attributes:
-        name: ``all_reduce``, ``reduce``, ``broadcast`` or ``all_gather``.
-        inputs: for each rank the buffer that is read, on its device.
-        outputs: for each rank the buffer that is written. In a broadcast, and for the ranks of a
-            reduce that are not the root, the inputs.
+        name: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather`` or ``reduce_scatter``.
+        inputs: for each rank of this process the buffer that is read, on its device.
+        outputs: for each of these ranks the buffer that is written. In a broadcast, and for the
+            ranks of a reduce that are not the root, the inputs.
         root: the root rank of a reduce or broadcast.
         queue: the queue of each device that runs the call.
     """
@@ -58,11 +60,64 @@ class CollectiveCall(NamedTuple):
     queue: Queue
 
 
-class Collective(ABC):
-    """Collectives over one buffer on each physical device, each on a queue of that device."""
+class Ranks(NamedTuple):
+    """The ranks of a collective over several processes; those of a process follow each other.
 
-    def __init__(self, mesh_state: MeshState) -> None:
+    Attributes:
+        of_replicas: the rank of each replica of all processes. Replicas that share a rank are
+            added before the collective.
+        first_replica: the number of this process's first replica.
+    """
+
+    of_replicas: tuple[int, ...]
+    first_replica: int
+
+    @classmethod
+    def of_gpus(cls, gpus: Sequence[Sequence[Hashable]], process: int) -> Ranks:
+        """Gives each GPU of each process a rank.
+
+        Args:
+            gpus: for each process the GPU of each of its replicas.
+            process: the number of this process.
+        """
+        all_gpus = [(rank, gpu) for rank, each in enumerate(gpus) for gpu in each]
+        numbers = {gpu: number for number, gpu in enumerate(dict.fromkeys(all_gpus))}
+        return cls(tuple([numbers[gpu] for gpu in all_gpus]), sum(map(len, gpus[:process])))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of all processes."""
+        return max(self.of_replicas) + 1
+
+    @property
+    def first(self) -> int:
+        """The first rank of this process."""
+        return self.of_replicas[self.first_replica]
+
+    def of(self, device: Device) -> int:
+        """Returns the rank of a device of this process."""
+        return self.of_replicas[self.first_replica + device.index]
+
+    def homes(self, devices: Sequence[Device]) -> dict[int, Device]:
+        """Returns each rank's first device among these; ranks in order."""
+        homes: dict[int, Device] = {}
+        for device in devices:
+            homes.setdefault(self.of(device), device)
+        return {rank: homes[rank] for rank in sorted(homes)}
+
+
+class Collective(ABC):
+    """Collectives over one buffer on each physical device, each on a queue of that device.
+
+    Args:
+        mesh_state: the state of the mesh.
+        ranks: the ranks, if the collectives are over several processes. Default: the buffers of a
+            call are its ranks.
+    """
+
+    def __init__(self, mesh_state: MeshState, ranks: Ranks | None = None) -> None:
         self._mesh_state = mesh_state
+        self.ranks = ranks
 
     @abstractmethod
     def _call(self, call: CollectiveCall) -> None:
@@ -95,33 +150,56 @@ class Collective(ABC):
         self._call(CollectiveCall("all_reduce", sources, buffers, None, queue))
 
     def reduce(
-        self, output: Buffer, sources: Sequence[Buffer], root: int, *, queue: Queue = "compute"
+        self,
+        output: Buffer | None,
+        sources: Sequence[Buffer],
+        root: int,
+        *,
+        queue: Queue = "compute",
     ) -> None:
-        """Sets ``output`` to the sum of all sources, on the device of ``sources[root]``.
+        """Sets ``output`` to the sum of all sources, on the device of the root's source.
 
-        ``output`` may be that source itself. Raises what ``all_reduce`` raises.
+        ``output`` may be that source itself; it is None if another process has the root. Raises
+        what ``all_reduce`` raises.
         """
-        self._check_rank("reduce", root, sources)
-        self._check("reduce", sources, [output])
-        self._check_outputs("reduce", [output], [sources[root]], sources[root].size)
-        outputs = [*sources[:root], output, *sources[root + 1 :]]
+        place = self._place("reduce", root, sources)
+        self._check("reduce", sources, [] if output is None else [output])
+        outputs = [*sources]
+        if output is not None:
+            self._check_outputs("reduce", [output], [sources[place]], sources[place].size)
+            outputs[place] = output
         self._call(CollectiveCall("reduce", sources, outputs, root, queue))
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
-        """Copies ``buffers[root]`` to every buffer; raises as ``all_reduce`` does."""
-        self._check_rank("broadcast", root, buffers)
-        self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
+        """Copies the buffer of the root to every buffer; raises as ``all_reduce`` does."""
+        place = self._place("broadcast", root, buffers)
+        written = [buffer for here, buffer in enumerate(buffers) if here != place]
+        self._check("broadcast", buffers, written)
         self._call(CollectiveCall("broadcast", buffers, buffers, root, queue))
+
+    def reduce_scatter(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
+        """Cuts the sum of all inputs into equal parts, one for the output of each rank, in order.
+
+        Each output is on its input's device. Raises what ``all_reduce`` raises.
+        """
+        self._check("reduce_scatter", outputs, outputs)
+        self._check("reduce_scatter", inputs, ())
+        whole = self._num_ranks(inputs) * outputs[0].size
+        self._check_outputs("reduce_scatter", inputs, outputs, whole)
+        self._call(CollectiveCall("reduce_scatter", inputs, outputs, None, queue))
 
     def all_gather(
         self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
     ) -> None:
         """Concatenates all inputs into every output, in order; raises as ``all_reduce`` does.
 
-        Each output is on its input's device and has the total size of all inputs.
+        Each output is on its input's device and has the total size of the inputs of all ranks.
         """
         self._check("all_gather", inputs, outputs)
-        self._check_outputs("all_gather", outputs, inputs, sum(each.size for each in inputs))
+        whole = self._num_ranks(inputs) * inputs[0].size
+        self._check_outputs("all_gather", outputs, inputs, whole)
         self._call(CollectiveCall("all_gather", inputs, outputs, None, queue))
 
     def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # optional
@@ -136,12 +214,20 @@ class Collective(ABC):
         """Context manager: calls inside are submitted as one operation."""
         yield
 
-    def _check_rank(self, name: str, root: int, buffers: Sequence[Buffer]) -> None:
-        """Raises ``CollectiveError`` unless ``root`` is the rank of a buffer."""
-        if not 0 <= root < len(buffers):
-            raise CollectiveError(
-                f"{name}: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
-            )
+    def _num_ranks(self, buffers: Sequence[Buffer]) -> int:
+        return len(buffers) if self.ranks is None else self.ranks.size
+
+    def _place(self, name: str, root: int, buffers: Sequence[Buffer]) -> int:
+        """Returns the place among ``buffers`` of the root's, which another process may have.
+
+        Raises:
+            CollectiveError: ``root`` is no rank.
+        """
+        last = self._num_ranks(buffers) - 1
+        if not 0 <= root <= last:
+            what = "buffer" if self.ranks is None else "rank"
+            raise CollectiveError(f"{name}: root={root} must be from 0 to {last}, the last {what}")
+        return root - (0 if self.ranks is None else self.ranks.first)
 
     def _check_outputs(
         self, name: str, outputs: Sequence[Buffer], inputs: Sequence[Buffer], size: int
@@ -207,3 +293,43 @@ class Collective(ABC):
         if thread.command_list is not None:
             rows = [row for call in calls for row in zip(call.outputs, call.inputs, strict=True)]
             thread.command_list.add(command, records, rows, 1)
+
+
+class _Open(threading.local):
+    """The calls of a thread's open group; None if no group is open."""
+
+    calls: list[CollectiveCall] | None = None
+
+
+class GroupedCollective(Collective):
+    """A collective that keeps the calls of a group until it ends, and sends them together."""
+
+    def __init__(self, mesh_state: MeshState, ranks: Ranks | None = None) -> None:
+        super().__init__(mesh_state, ranks)
+        self._open = _Open()
+
+    @abstractmethod
+    def _send(self, calls: Sequence[CollectiveCall]) -> None:
+        """Submits at least one call as one operation."""
+
+    def _call(self, call: CollectiveCall) -> None:
+        """See ``Collective._call``."""
+        if self._open.calls is None:
+            self._send([call])
+        else:
+            self._open.calls.append(call)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Context manager: sends calls inside together; may be nested."""
+        if self._open.calls is not None:
+            yield
+            return
+        calls: list[CollectiveCall] = []
+        self._open.calls = calls
+        try:
+            yield
+        finally:
+            self._open.calls = None
+        if calls:
+            self._send(calls)
