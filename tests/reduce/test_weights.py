@@ -184,7 +184,7 @@ def test_a_replica_with_weight_0_is_one_fill(mesh):
     assert len(journal.of("fill")) == 1
 
 
-def test_a_product_of_halfs_does_not_overflow(mesh):
+def test_a_product_of_16_bit_floats_does_not_overflow(mesh):
     grads = [[np.full(9, value, "float16")] for value in (100, 200, 300)]
     found = gr.all_reduce(grads, mesh=mesh, weights=[4096, 4096, 8192])
     assert same(found[0][0], np.full(9, 225, "float16"))
