@@ -67,7 +67,8 @@ def _exchange_at_home(
     home: Device, sends: Sequence[Parcel], receives: Sequence[Parcel], queue: Queue
 ) -> None:
     """Exchanges by copies on the first GPU of the mesh, by which the processes are connected."""
-    outgoing = [(rank, to_local(home, buffer)) for rank, buffer in sends]
+    local = {id(buffer): to_local(home, buffer) for _, buffer in sends}  # one copy for all
+    outgoing = [(rank, local[id(buffer)]) for rank, buffer in sends]
     incoming = [(rank, home.empty(buffer.shape, buffer.dtype)) for rank, buffer in receives]
     exchange(home, outgoing, incoming, queue)
     for (_, buffer), (_, copy) in zip(receives, incoming, strict=True):

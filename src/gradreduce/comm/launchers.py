@@ -162,7 +162,9 @@ def _meet(mesh: Mesh, group: ProcessGroup) -> None:
     if missing:
         raise CollectiveError(group.describe_missing(missing, "open_mesh", group.timeout))
     group.counts = tuple([there["devices"] for there in notices])
-    group.move_on_gpu, group.collective = choose_gpu_library(mesh, group, notices, end)
+    group.move_on_gpu, collective = choose_gpu_library(mesh, group, notices, end)
+    if group.size > 1:  # else the mesh has collectives of its own
+        group.collective = collective
     mesh.mesh_state.processes = group
     if group.move_on_gpu is not None:
         mesh.mesh_state.on_failure.append(partial(_tell_failure, mesh.mesh_state, group))

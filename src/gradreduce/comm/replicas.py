@@ -142,9 +142,11 @@ class Replicas:
             self.send_to_all([(owner, buffer)])
             return
         homes = [*collective.ranks.homes(self._home.mesh.devices).values()]
+        # The owner's first rank sends; its others receive, and must not write the buffer.
+        writable = homes if group.rank != owner else homes[:1]
         of_ranks = [
             buffer
-            if home.physical == buffer.device.physical
+            if home in writable and home.physical == buffer.device.physical
             else home.empty(buffer.shape, buffer.dtype)
             for home in homes
         ]

@@ -194,7 +194,7 @@ def _part(job: Job, indices: Sequence[int], num_ranks: int) -> _NcclMemory:
 
 def fold(jobs: Sequence[Job], folded: Sequence[Buffer], indices: Sequence[int]) -> None:
     """Adds the replicas on one physical device into ``folded``, if there are several."""
-    if len(indices) == 1:
+    if len(indices) == 1 or not jobs:
         return
     ops.all_sum(
         [[each] for each in folded],

@@ -173,6 +173,39 @@ def even(places: list[list[int]]) -> bool:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_integers_that_nccl_cannot_add_may_share_a_gpu_that_is_not_the_first(here, library):
+    """No other tensor is in their stage, and a rank has replicas on two GPUs."""
+    places = [[0, 1, 1], [2]]
+    terms = terms_of(places, (8,), "int16")
+
+    def work(mesh, replicas):
+        ops = gr.NcclAllReduce(1, mesh=mesh)
+        grads = [[terms[r]] for r in replicas]
+        whole = ops.all_reduce(grads, SUM)
+        share = ops.reduce_scatter(grads, SUM)
+        return [(each[0], part[0]) for each, part in zip(whole, share, strict=True)]
+
+    found = [pair for of_process in run_all(library, places, work) for pair in of_process]
+    total = sum_of(terms, SUM)
+    for index, (whole, share) in enumerate(found):
+        assert (whole == total).all()
+        assert (share == total[2 * index : 2 * index + 2]).all()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_broadcast_writes_no_tensor_of_its_owner(here, library):
+    """It is on the second GPU of the process, and read-only."""
+
+    def work(mesh, replicas):
+        source = mesh[len(mesh) - 1].upload(np.full(5, replicas[-1], "float32"))
+        source.block.writable = False
+        copied = gr.NcclAllReduce(mesh=mesh).broadcast(source, mesh)
+        return [each.numpy().tolist() for each in copied.buffers]
+
+    assert run_all(library, [[0, 1], [2]], work) == [[[1.0] * 5] * 2, [[1.0] * 5]]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_wire_dtype_halves_the_bytes(here, library):
     places = PLACES["uneven"]
     terms = terms_of(places, (100,), "float32")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -486,10 +486,12 @@ class NcclCollective(GroupedCollective):
         return buffer.size * element.lanes, getattr(self._nccl, name)
 
 
-@cache
+_group_locks: dict[int, ModuleLock] = {}
+
+
 def _group_lock(gpu: int) -> ModuleLock:
     """Returns the lock that is held while a group is sent to a GPU, by any mesh."""
-    return ModuleLock()
+    return _group_locks.setdefault(gpu, ModuleLock())
 
 
 def _on_gpu(gpu: int, work: Callable[[], object]) -> None:
