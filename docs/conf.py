@@ -122,7 +122,7 @@ autodoc_default_options = {
     # Inherited members too, but for those of these bases: they have entries of their own.
     "inherited-members": "AdamOptimizer, AllReduceCrossDeviceOps, BaseException,"
     " ConditionalAccumulator, ConditionalAccumulatorBase, CrossDeviceOps, DistributedValues, Enum,"
-    " IntEnum, Optimizer, OptimizerState, PreparedStep, SharedAccumulator, SharedObject,"
+    " IntEnum, NestedCalls, Optimizer, OptimizerState, PreparedStep, SharedAccumulator, SharedObject,"
     " _MockObject, int, object, tuple",
     "special-members": "__call__",
 }

@@ -61,6 +61,11 @@ def parts_of(total: int) -> list[float]:
     return parts
 
 
+def is_too_large(total: int) -> bool:
+    """Whether a sum of weights exceeds the largest float64."""
+    return total >= ONE << 1024
+
+
 def from_units(total: int) -> float:
     """Returns an exact sum, rounded once to float64.
 

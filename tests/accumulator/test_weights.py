@@ -192,3 +192,20 @@ def test_wrong_saved_weights_are_refused(device, weight, kind, message):
         acc.load_state_dict({**state, "weight": weight})
     assert str(caught.value).startswith(message)
     assert same(acc.take_grad(1), np.float32([1]))
+
+
+def test_a_gradient_may_be_added_several_times_in_one_call(device):
+    same_buffer = device.upload(np.float32([1]))
+    w = gr.Variable(np.zeros(1, "float32"), "w", device=device.mesh)
+    step = gr.SyncStep([w], gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce())
+    assert step([[[same_buffer] * 4]], weights=[[2, 3, 4, 1]])
+    assert same(w.numpy(), np.float32([-1]))
+
+
+def test_a_sum_of_weights_above_the_largest_float64_is_refused(device):
+    acc = gr.ConditionalAccumulator("float64", device=device)
+    acc.apply_grad([1.0], weight=1e308)
+    with pytest.raises(gr.errors.InvalidArgumentError) as caught:
+        acc.apply_grad([1.0], weight=1e308)
+    assert str(caught.value).endswith("the sum of all weights exceeds the largest float64")
+    assert counters(acc) == [(1, 0, 0)]

@@ -33,7 +33,7 @@ PLAIN = (FOR_ALL, "add_n", "pack", "segment_sum")
 PARAMETERS = ("version", "kernel", "arch", "templates")
 # Read in another type than written, or once for a whole chunk: tested by other tests.
 APART = ("square_sum", "clip")
-READ_ONE = ("pack", "divide", "take_rows")
+READ_ONE = ("pack", "scale", "divide", "take_rows")
 VECTORS = {"LDG.E.128", "STG.E.128"}
 
 
@@ -131,7 +131,8 @@ def ahead(kernel, template):
     """Number of vectors of its only operand that are read before the first store, or 1."""
     one = kernel.name in (*READ_ONE, "clip") or template[2:] == (1,)
     read, _ = vectors(kernel, template)
-    return max(1, 4 // read) if one else 1
+    vectors_ahead = max(1, 4 // read) if one else 1
+    return (vectors_ahead + 1) // 2 if kernel.name == "scale" else vectors_ahead
 
 
 def vectors_of_update(kernel, template):

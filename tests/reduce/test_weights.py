@@ -293,3 +293,16 @@ def test_all_processes_pass_weights_or_none():
 
     errors = chain(*[[text] for text in run_replicas([1, 1], work)])
     assert any("weights" in each for each in errors)
+
+
+def test_a_destination_may_be_all_devices_of_one_process_only():
+    """The processes have one device and two; the result is for the first of each."""
+
+    def work(mesh, replicas):
+        value = gr.PerReplica([np.full(3, r + 1.0) for r in replicas], mesh)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        weights = [1, 2, 5][replicas.start : replicas.stop]
+        return ops.reduce(MEAN, value, mesh[0], weights=weights).values
+
+    for (found,) in run_replicas([1, 2], work):
+        assert same(found, np.full(3, 20 / 8))

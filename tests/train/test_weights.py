@@ -125,7 +125,8 @@ def test_an_unfinished_update_is_saved_with_its_weights(mesh):
 WRONG = [
     (3, TypeError, "weights=3 must be a list with one entry per device"),
     ([1], ValueError, "weights has 1 entries; expected 2, one per device"),
-    ([1, [1, 2]], ValueError, "terms of replica 1 for 'w' are 1, but have 2 weights"),
+    ([1, [1, 2]], ValueError, "terms of replica 1 for 'w': 1 gradients have 2 weights"),
+    ([1, []], ValueError, "weights[1] is empty: pass a number for each micro-batch"),
     ([1, [-1]], ValueError, "weights[1][0]=-1 must be a finite number of at least 0"),
     ([None, 1], TypeError, "weights[0]=None must be a number on the host, of at least 0"),
     (
@@ -162,3 +163,36 @@ def test_all_processes_pass_weights_or_none():
         return str(caught.value)
 
     assert any("True in process 1" in each for each in run_replicas([1, 1], work))
+
+
+def test_a_state_is_saved_while_a_replica_has_read_nothing():
+    """Of dense and of sparse sums, over one process and two; some micro-batches are together."""
+    rows = gr.IndexedSlices(np.ones((1, 2), "float32"), [1], (3, 2))
+
+    def work(mesh, replicas):
+        w = gr.Variable(np.zeros(2, "float32"), "w", device=mesh)
+        table = gr.Variable(np.zeros((3, 2), "float32"), "table", device=mesh)
+        step = gr.SyncStep(
+            [w, table], gr.GradientDescentOptimizer(1.0), gr.AllReduceCrossDeviceOps(mesh=mesh),
+            sparse_variables=[table], num_required=4,
+        )  # fmt: skip
+        of_one = [[np.ones(2, "float32")] * 3, [rows] * 3]
+        own = slice(replicas.start, replicas.stop)
+        assert not step([of_one, None][own], weights=[[1, 2, 3], [0, 0, 0]][own])
+        state = step.state_dict()
+        step.load_state_dict(state)
+        assert step([None, of_one][own], weights=[[0, 0, 0], [2, 2, 2]][own])
+        return w.numpy(), table.numpy()
+
+    for counts in ([2], [1, 1]):
+        for found, rows_of in run_replicas(counts, work):
+            assert same(found, np.full(2, -1, "float32"))
+            assert same(rows_of, np.float32([[0, 0], [-1, -1], [0, 0]]))
+
+
+def test_a_call_that_reads_nothing_leaves_other_variables_alone(mesh):
+    w = [gr.Variable(np.zeros(1, "float32"), name, device=mesh) for name in "ab"]
+    step = gr.SyncStep(w, gr.GradientDescentOptimizer(1.0), gr.NcclAllReduce(), num_required=4)
+    assert not step([[[np.ones(1, "float32")], None]] * 2, weights=[3, 1])
+    assert step([None, None], weights=[0, 0])
+    assert [each.numpy().tolist() for each in w] == [[-1], [0]]

@@ -79,7 +79,9 @@ def ready_state(
     generation = state.mesh_state.generation
     num_sums, own = replicas or (len(state.devices), dict)
     saved = _with_defaults(state, saved, where)
-    is_empty = isinstance(saved, Mapping) and not (saved["weight"] and saved["num_accumulated"])
+    is_empty = isinstance(saved, Mapping) and not (
+        plain(f"{where}['weight']", saved["weight"]) and saved["num_accumulated"]
+    )
     table = _table(state, is_empty, num_sums)
     checked = validate_state(where, saved, table)
     values = own({**checked, "weight": checked["weight"] - checked["num_accumulated"] * ONE})

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from gradreduce import checkpoint, ops
@@ -107,7 +106,7 @@ class DenseStorage(Storage):
             if not addition.in_place:
                 fresh.append(addition)
             first = [] if addition.in_place else [[gradients.pop(0)]]
-            addition.steps = first + [list(run) for _, run in groupby(gradients, _launched_as)]
+            addition.steps = first + _steps_of(gradients)
         if len(fresh) == 1 and not fresh[0].owner.over_mesh:
             (one,) = fresh
             one.total = one.device.allocate(
@@ -204,10 +203,15 @@ class DenseStorage(Storage):
 DENSE = DenseStorage()
 
 
-def _launched_as(gradient: tuple[Buffer, float]) -> tuple[object, ...]:
-    """Returns a key that is equal for neighbours that one launch adds: those of weight 1."""
-    buffer, weight = gradient
-    return (buffer.dtype,) if weight == 1 else (buffer.dtype, id(buffer))
+def _steps_of(gradients: Sequence[tuple[Buffer, float]]) -> list[list[tuple[Buffer, float]]]:
+    """Returns what each launch adds: neighbours of one dtype and weight 1, or one gradient."""
+    steps: list[list[tuple[Buffer, float]]] = []
+    for buffer, weight in gradients:
+        if steps and steps[-1][0][1] == weight == 1 and steps[-1][0][0].dtype == buffer.dtype:
+            steps[-1].append((buffer, weight))
+        else:
+            steps.append([(buffer, weight)])
+    return steps
 
 
 def _names_of(states: Sequence[AccumulatorState]) -> list[str]:

@@ -19,7 +19,8 @@ from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.types import OutputType
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
-from gradreduce.errors import DeviceMismatchError, about, brief, log_warning
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, brief, log_warning
+from gradreduce.weights import is_too_large
 
 from .base import ConditionalAccumulatorBase
 from .state import (
@@ -195,9 +196,11 @@ def _check_sum_shape(pending: PendingGradient) -> None:
     """Checks that gradients fit the sum; ``validate`` has compared them with the constructor.
 
     Raises:
-        InvalidArgumentError: a shape differs, or an index is too large.
+        InvalidArgumentError: a shape differs, an index is too large, or the sum of weights is.
     """
     state, sum_shape = pending.state, pending.state.sum_shape
+    if pending.excess and is_too_large(state.weight() + pending.excess):
+        raise InvalidArgumentError("the sum of all weights exceeds the largest float64")
     for part in pending.parts:
         sum_shape = part.shape if sum_shape is None else sum_shape
         state.storage.check_sum_shape(part, sum_shape)

@@ -10,6 +10,7 @@ result is copied once to each GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -188,7 +189,9 @@ class SparseStorage(Storage):
             "values": checkpoint.array((num_rows, *shape[1:]), dtype),
         }
         if isinstance(saved, Mapping) and "weights" in saved:
-            width = checkpoint.shape_of(f"{name}['weights']", saved["weights"])[1:2]
+            saved_weights = saved["weights"]
+            shape_of = checkpoint.shape_of if is_array(saved_weights) else lambda *_: ()
+            width = shape_of(f"{name}['weights']", saved_weights)[1:2] or (1,)
             schema["weights"] = checkpoint.array((num_rows, *width), as_dtype("float64"))
         arrays = checkpoint.validate_state(name, saved, schema)
         indices, touches = arrays["indices"].copy(), arrays["num_touches"].copy()
@@ -199,7 +202,12 @@ class SparseStorage(Storage):
         for key, numbers, least, most in checks if num_rows else ():
             if not least <= numbers.min() <= numbers.max() <= most:
                 raise ValueError(f"{name}[{key!r}] must be from {least} to {most}, got {numbers}")
-        slots = RowIndex.of(indices, touches, arrays.get("weights"))
+        weights = arrays.get("weights")
+        if weights is not None and num_rows and not (weights.sum(axis=1) > 0).all():
+            raise ValueError(f"{name}['weights'] must have sums above 0, got {weights}")
+        if weights is not None and num_rows and not abs(weights).max() < math.inf:
+            raise ValueError(f"{name}['weights'] must be finite, got {weights}")
+        slots = RowIndex.of(indices, touches, weights)
         return lambda device: SparseSum(slots, device.upload(arrays["values"]))
 
 

@@ -38,6 +38,7 @@ from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, r
 from .plan import ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
+from .requests import copy_to_devices, with_all_reduced
 from .weighting import Weighting
 
 
@@ -470,15 +471,22 @@ class AllReduceCrossDeviceOps(NestedCalls):
         self, weighting: Weighting, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps._reduce_by``; the pack of an all-reduce multiplies."""
-        fused = [each for each in requests if each.is_all_reduced and is_all_reduce(self)]
-        others = [each for each in requests if each not in fused]
-        reduced = iter(
+        alike = with_all_reduced(requests)
+        if alike is not requests:
+            reduced = self._reduce_by(weighting, reduce_op, list(alike), coalesce=coalesce)
+            return copy_to_devices(requests, reduced)
+        flags = [each.is_all_reduced and is_all_reduce(self) for each in requests]
+        fused, others = [
+            [each for each, flag in zip(requests, flags, strict=True) if flag is wanted]
+            for wanted in (True, False)
+        ]
+        of_fused = iter(
             reduce_requests(self.settings, reduce_op, fused, coalesce=coalesce, weighting=weighting)
         )
         of_others = iter(
             super()._reduce_by(weighting, reduce_op, others, coalesce=coalesce) if others else ()
         )
-        return [next(reduced if each in fused else of_others) for each in requests]
+        return [next(of_fused if flag else of_others) for flag in flags]
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:

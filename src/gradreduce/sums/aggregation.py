@@ -27,13 +27,11 @@ from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
 from gradreduce.device import (
     Buffer,
-    DType,
     as_dtype,
     as_shape,
     compatible,
 )
 from gradreduce.errors import brief, listed
-from gradreduce.weights import as_weight
 
 from .aggregators import (
     AddN,
@@ -53,6 +51,7 @@ from .slices import (
     require_shape,
     with_dense,
 )
+from .term_weights import check_whole, pairs_of, validate_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -452,28 +451,6 @@ def _aggregate_lazily(
     return from_buffer(total.result(), kind) if total.count else None
 
 
-def validate_weights(weights: Any, count: int | None) -> tuple[float, ...]:
-    """Returns the weights of terms as float64; an empty tuple if all are 1.
-
-    Args:
-        weights: the argument of a caller.
-        count: the number of terms; None: it is not known yet.
-
-    Raises:
-        TypeError: ``weights`` is not a list or tuple, or a weight is not a number on the host.
-        ValueError: there is not one weight for each term, a weight is negative or not finite, or
-            all weights are 0.
-    """
-    if not isinstance(weights, list | tuple):
-        raise TypeError(f"weights={brief(weights)} must be a list with one number per term")
-    if count is not None and len(weights) != count:
-        raise ValueError(f"weights has {len(weights)} entries; expected {count}, one per term")
-    numbers = tuple([as_weight(f"weights[{index}]", each) for index, each in enumerate(weights)])
-    if numbers and not any(numbers):
-        raise ValueError("the sum of all weights is 0: at least one term must have a weight")
-    return () if count is not None and all([each == 1 for each in numbers]) else numbers
-
-
 @StreamScope()
 def _aggregate_weighted(
     terms: Iterable[Any],
@@ -486,7 +463,7 @@ def _aggregate_weighted(
     total = MultiDeviceSum(Tree if is_tree else OneBuffer)
     held: list[tuple[IndexedSlices, float]] = []  # as long as all terms are sparse
     kind: Kind = "native"
-    for term, weight in zip(_iterate_suspended(terms), weights, strict=True):
+    for term, weight in pairs_of(_iterate_suspended(terms), weights):
         if term is None or not weight:
             continue
         term = as_slices(term)
@@ -506,12 +483,6 @@ def _aggregate_weighted(
         whole = concatenate_slices(rows, rows[0].values.device)
         return whole._with_values(round_to(buffer_of(whole), held[0][0].dtype))._as_result(kind)
     return from_buffer(total.result(), kind) if total.count else None
-
-
-def check_whole(weight: float, dtype: DType) -> None:
-    """Raises ``ValueError`` for a weight of integers that is not a whole number below 2**63."""
-    if dtype.kind in "iu" and (not weight.is_integer() or weight >= 2**63):
-        raise ValueError(f"weight {weight} of {dtype} must be a whole number below 2**63")
 
 
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:

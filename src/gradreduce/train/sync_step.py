@@ -257,10 +257,11 @@ class SyncStep(NotCopied):
             weights: ``weights[replica]`` is a list with a number of at least 0 for each micro-batch
                 of the replica, such as its number of examples, or the number of a single one. The
                 mean is then the sum of weight times gradient over all micro-batches, replicas and
-                processes, divided by the sum of these weights. So 1 for each of two micro-batches
-                gives half of what no weights give. A micro-batch with weight 0 is not read; all
-                terms of a replica that has only these may be None. All processes pass weights, or
-                none.
+                processes, divided by the sum of these weights; a term that is None counts as zeros.
+                A micro-batch with weight 0 is not read. ``terms[replica]`` may be None if all its
+                weights are 0; if those of all replicas of a process are, the call is about the
+                variables whose gradients wait for an update, else about all. All processes pass
+                weights, or none.
             deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
         Returns:
@@ -290,7 +291,8 @@ class SyncStep(NotCopied):
         for state in self._states:
             state.check_step()
         by = None if weights is None else TermWeights(weights, len(self.devices))
-        placed = place_terms(terms, self.variables, self._sparse, self.devices, by)
+        begun = [index for index, state in enumerate(self._states) if state.count]
+        placed = place_terms(terms, self.variables, self._sparse, self.devices, by, begun)
         with deadline_scope("a SyncStep", seconds, self.devices):
             gradients = self._aggregate(placed, by, stale=step < self.global_step)
             checked = gradients if self._scaling.checks else None
@@ -420,7 +422,7 @@ class SyncStep(NotCopied):
         states = [self._states[index] for index in placed]
         if weights is None:
             return [parts_to_add(*each) for each in zip(states, gradients, strict=True)]
-        weights.check_total(states[0])
+        weights.check_total(states)
         return [
             weights.pending(state, *each, self.num_replicas)
             for state, each in zip(states, placed.items(), strict=True)

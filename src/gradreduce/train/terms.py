@@ -27,6 +27,7 @@ def place_terms(
     sparse: Collection[int],
     devices: Sequence[Device],
     weights: TermWeights | None = None,
+    begun: Sequence[int] = (),
 ) -> dict[int, list[Sequence[Part]]]:
     """Returns the terms ``[replica][term]`` of each variable that has any, by its index.
 
@@ -36,6 +37,7 @@ def place_terms(
         sparse: the indices of those whose terms are IndexedSlices.
         devices: the device of each replica.
         weights: the weights of the terms; those with weight 0 are left out. None: all are 1.
+        begun: the indices of the variables whose gradients wait for an update.
     """
     unread: Collection[int] = ()
     if weights is not None:
@@ -44,9 +46,9 @@ def place_terms(
     if weights is not None:
         terms = weights.read(terms, variables)
     rows = [list(map(_without_none, of_variable)) for of_variable in zip(*terms, strict=True)]
-    used = list(range(len(variables)))
+    used = list(begun) or list(range(len(variables)))
     if len(unread) < len(devices):
-        used = [index for index in used if any([each is not None for each in rows[index]])]
+        used = [index for index, row in enumerate(rows) if any([x is not None for x in row])]
     if not used:
         raise ValueError("No gradients provided for any variable: all terms are None")
     placed: dict[int, list[Sequence[Part]]] = {index: [] for index in used}

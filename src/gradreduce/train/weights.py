@@ -14,7 +14,7 @@ from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.errors import brief
 from gradreduce.sums.aggregators import aggregate_buffers
 from gradreduce.sums.slices import concatenate_slices
-from gradreduce.weights import ONE, as_weight, bits_of, from_bits, from_units, parts_of, sum_weights
+from gradreduce.weights import ONE, as_weight, bits_of, from_bits, parts_of, sum_weights
 
 _NUM_PARTS = 3  # float64 numbers in which a process sends its exact sum
 
@@ -89,13 +89,12 @@ class TermWeights:
         last = [each[-_NUM_PARTS:] for each in of_processes]
         self.total = sum_weights([from_bits(number) for numbers in last for number in numbers])
 
-    def check_total(self, state: AccumulatorState) -> None:
+    def check_total(self, states: Sequence[AccumulatorState]) -> None:
         """Raises ``ValueError`` if all weights of a sum would be 0, in all processes."""
-        if not self.total and not state.weight():
+        if not self.total and not all([state.weight() for state in states]):
             raise ValueError(
                 "the sum of all weights is 0: at least one gradient must have a weight"
             )
-        from_units(self.total + state.weight())
 
     def pending(
         self, state: AccumulatorState, index: int, placed: Sequence[Sequence[Part]], count: int
@@ -110,7 +109,14 @@ class TermWeights:
         """
         parts: list[Addend] = []
         for replica, (terms, kept) in enumerate(zip(placed, self.kept, strict=True)):
-            for term, weight in zip(terms, kept[index] or [1.0] * len(terms), strict=True):
+            device, weights = state.devices[replica], kept[index] or [1.0] * len(terms)
+            if state.storage.is_sparse and len(terms) > 1:  # they count as one gradient
+                rows: list[Any] = [_scale(*each) for each in zip(terms, weights, strict=True)]
+                terms, weights = [concatenate_slices(rows, device)], [1.0]
+            elif not terms and state.totals[replica] is None:  # each replica has a sum
+                shape = tuple([extent or 0 for extent in state.shape or ()])
+                terms, weights = [device.zeros(shape, state.dtype)], [1.0]
+            for term, weight in zip(terms, weights, strict=True):
                 if isinstance(term, IndexedSlices):
                     parts.append(state.storage.to_addend(state, term)._replace(weight=weight))
                 else:
@@ -165,6 +171,8 @@ def _scale(term: Any, weight: float) -> Any:
 def _as_row(name: str, row: Any) -> tuple[float, ...]:
     if not isinstance(row, list | tuple):
         return (as_weight(name, row),)
+    if not row:
+        raise ValueError(f"{name} is empty: pass a number for each micro-batch")
     return tuple([as_weight(f"{name}[{index}]", each) for index, each in enumerate(row)])
 
 
@@ -173,7 +181,7 @@ def _left(terms: Any, weights: Sequence[float], where: str) -> tuple[Any, list[f
     if not isinstance(terms, list | tuple):
         return terms, []
     if len(terms) != len(weights):
-        raise ValueError(f"{where} are {len(terms)}, but have {len(weights)} weights")
+        raise ValueError(f"{where}: {len(terms)} gradients have {len(weights)} weights")
     pairs = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight]
     read = [(term, weight) for term, weight in pairs if term is not None]
     return [term for term, _ in read] or None, [weight for _, weight in read]

@@ -109,6 +109,7 @@ def _conversions() -> None:
     pairs = [*product(FLOATS, integers), ("f32", "f64"), ("f16", "f32")]
     for (to, of), mode in product(pairs, MODES):
         add(f"cvt.{mode}.{to}.{of}", f"{to} {of}", "canonical(float(a))" if to == "f32" else "a")
+    add("cvt.rzi.s64.f64", "s64 f64", "int64_t(a)")  # of a number that fits
 
 
 for _kind in INTEGERS:
@@ -127,6 +128,11 @@ for _kind in (*INTEGERS, *BITS, *FLOATS):
         add(f"setp.{_name}.{_kind}", f"pred {_kind} {_kind}", f"!unordered(a, b) && a {_sign} b")
     add(f"setp.neu.{_kind}", f"pred {_kind} {_kind}", "a != b")
     add(f"setp.equ.{_kind}", f"pred {_kind} {_kind}", "unordered(a, b) || a == b")
+    for _name, _sign in COMPARISONS.items() if _kind in FLOATS else ():
+        if _name not in ("eq", "ne"):
+            add(
+                f"setp.{_name}u.{_kind}", f"pred {_kind} {_kind}", f"unordered(a, b) || a {_sign} b"
+            )
     add(f"selp.{_kind}", f"{_kind} {_kind} {_kind} pred", "c ? a : b")
 for _kind in (*INTEGERS, *BITS, *FLOATS, "pred"):
     add(f"mov.{_kind}", f"{_kind} {_kind}", "a")
