@@ -122,8 +122,8 @@ autodoc_default_options = {
     # Inherited members too, but for those of these bases: they have entries of their own.
     "inherited-members": "AdamOptimizer, AllReduceCrossDeviceOps, BaseException,"
     " ConditionalAccumulator, ConditionalAccumulatorBase, CrossDeviceOps, DistributedValues, Enum,"
-    " IntEnum, NestedCalls, Optimizer, OptimizerState, PreparedStep, SharedAccumulator, SharedObject,"
-    " _MockObject, int, object, tuple",
+    " IntEnum, NestedCalls, Optimizer, OptimizerState, PreparedStep, SharedAccumulator,"
+    " SharedObject, _MockObject, int, object, tuple",
     "special-members": "__call__",
 }
 autodoc_member_order = "bysource"

@@ -11,7 +11,7 @@ import gradreduce as gr
 ARRAY = np.array([[1.0, np.nan]], "float32")
 ROWS = np.array([[1.0, np.nan], [2.0, 3.0]], "float32")
 TOTAL = {"indices": np.array([1, 4]), "num_touches": np.array([1, 2]), "values": ROWS}
-COMMON = {"num_accumulated": 2, "weight": [2.0], "kind": "native"}
+COMMON = {"num_accumulated": 2, "kind": "native"}
 FILLED = {
     Dense: EMPTY | COMMON | {"sum_shape": [1, 2], "partial_sums": [ARRAY]},
     Sparse: EMPTY_SPARSE | COMMON | {"sum_shape": [9, 2], "partial_sums": [TOTAL]},
@@ -37,8 +37,8 @@ OF_DENSE = [
     ({"sum_shape": None}, TypeError, "['sum_shape'] is a NoneType; expected a list"),
     ({"kind": "list"}, ValueError, "['kind']: output_type='list' is not one of"),
     ({"kind": []}, ValueError, "['kind']: output_type=[] is not one of"),
-    ({"num_accumulated": 0}, ValueError, "['weight']=[2.0] must be empty"),
-    ({"num_accumulated": 0, "weight": []}, ValueError, "['sum_shape'] is [1, 2]; expected None"),
+    ({"num_accumulated": 0}, ValueError, "['sum_shape'] is [1, 2]; expected None"),
+    ({"num_accumulated": 0, "weight": [2.0]}, ValueError, "['weight']=[2.0] must be empty"),
     ({"partial_sums": [None]}, ValueError, "has 0 sums, but state['num_accumulated']=2"),
     ({"partial_sums": ARRAY}, TypeError, "['partial_sums'] is a ndarray; expected a"),
     ({"partial_sums": [ARRAY] * 3}, ValueError, "has 3 entries; expected 1"),

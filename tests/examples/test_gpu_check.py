@@ -64,7 +64,7 @@ def test_the_time_is_at_most_what_the_settings_say(notebook, capsys):
     notebook.run("settings", FAKE=True, MINUTES=0)
     notebook.run("run", "get", "install", "check")
     sections = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
-    assert sections == ["first:2", "first:7", "example", "first:8"]
+    assert sections == ["first:2", "first:7", "example", "first:9"]
     hangs = (sys.executable, "-c", "import signal; signal.pause()")
     assert notebook.names["run"](*hangs, seconds=0.5) == -signal.SIGTERM
 

@@ -7,7 +7,6 @@ EMPTY = {
     "shape": [None, 2],
     "global_step": 0,
     "num_accumulated": 0,
-    "weight": [],
     "num_dropped": 0,
     "sum_shape": None,
     "kind": None,

@@ -169,8 +169,8 @@ class ConditionalAccumulatorBase(NotCopied):
             - ``"dtype"``, ``"reduction_type"``, ``"shape"``: the constructor's arguments, the shape
               as a list. A sparse accumulator also has ``"sparse_mean"``.
             - ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``: integers.
-            - ``"weight"``: the sum of the weights of all gradients in the sum: a list of numbers
-              whose exact sum it is, usually one.
+            - ``"weight"``, only if it is not ``"num_accumulated"``: the sum of the weights of all
+              gradients in the sum: a list of numbers whose exact sum it is, usually one.
             - ``"sum_shape"``: the shape of the gradients in the sum, as a list. None if the sum is
               empty.
             - ``"kind"``: the array type that the next take returns, which is the type of the first

@@ -52,7 +52,7 @@ def save_state(
         state.check_open()
         state.check_devices()
         generation = state.mesh_state.generation
-        copies = _table(state).save()
+        copies = _table(state, has_weight=state.excess != 0).save()
     snapshot = download(copies)
     # If the mesh failed and was reset before the download, the download has raised no error.
     if state.mesh_state.has_failed(generation):
@@ -80,7 +80,7 @@ def ready_state(
     num_sums, own = replicas or (len(state.devices), dict)
     saved = _with_defaults(state, saved, where)
     is_empty = isinstance(saved, Mapping) and not (
-        plain(f"{where}['weight']", saved["weight"]) and saved["num_accumulated"]
+        plain(f"{where}['weight']", saved["weight"]) and saved.get("num_accumulated")
     )
     table = _table(state, is_empty, num_sums)
     checked = validate_state(where, saved, table)
@@ -125,14 +125,22 @@ def _with_defaults(state: AccumulatorState, saved: Any, where: str) -> Any:
     return {"weight": weight, **of_rows, **saved}
 
 
-def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -> StateTable:
+def _table(
+    state: AccumulatorState, is_empty: bool = False, num_sums: int = 0, *, has_weight: bool = True
+) -> StateTable:
     """Returns the table of an accumulator.
 
     Args:
         state: the accumulator.
         is_empty: whether the state to load has no gradients, or only of weight 0.
         num_sums: the number of partial sums in the state to load.
+        has_weight: whether the state has the sum of weights.
     """
+    weight = StateEntry(
+        lambda: parts_of(state.weight()),
+        partial(_sum_of_weights, is_empty),
+        lambda excess: partial(state.update, excess=excess),
+    )
     return StateTable(
         format=constant(state.storage.format),
         dtype=constant(str(state.dtype)),
@@ -141,11 +149,7 @@ def _table(state: AccumulatorState, is_empty: bool = False, num_sums: int = 0) -
         shape=constant(None if state.shape is None else list(state.shape)),
         global_step=attribute(state, "step", integer(-(2**63))),
         num_accumulated=attribute(state, "count", integer(0)),
-        weight=StateEntry(
-            lambda: parts_of(state.weight()),
-            partial(_sum_of_weights, is_empty),
-            lambda excess: partial(state.update, excess=excess),
-        ),
+        **({"weight": weight} if has_weight else {}),
         num_dropped=attribute(state, "num_dropped", integer(0)),
         sum_shape=attribute(
             state, "sum_shape", equal(None) if is_empty else partial(_sum_shape, state)

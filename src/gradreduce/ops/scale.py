@@ -75,8 +75,8 @@ def _product_rounded_to_odd(term: np.ndarray, weight: np.float64) -> np.ndarray:
     is exact, so that it is never in the middle between two float32.
     """
     high = (weight.view(np.uint64) & ~_LOW_BITS).view(np.float64)
-    wide = term.astype(np.float64)
-    upper, lower = wide * high, wide * (weight - high)
+    doubles = term.astype(np.float64)
+    upper, lower = doubles * high, doubles * (weight - high)
     product = upper + lower
     from_lower = product - upper
     rest = (upper - (product - from_lower)) + (lower - from_lower)

@@ -38,7 +38,7 @@ class Aggregator(ABC):
     def push(self, term: Buffer) -> None:
         """Adds the next term."""
 
-    def push_weighted(self, term: Buffer, weight: float) -> None:
+    def add_weighted(self, term: Buffer, weight: float) -> None:
         """Adds the next term times its weight; all terms of a sum have weights, or none."""
         self.push(scaled(term, weight))
 
@@ -123,8 +123,8 @@ class OneBuffer(Tree):
         else:
             self._sums[:] = None, _sum_of_pair(first, term)
 
-    def push_weighted(self, term: Buffer, weight: float) -> None:
-        """See ``Aggregator.push_weighted``; one launch multiplies and adds."""
+    def add_weighted(self, term: Buffer, weight: float) -> None:
+        """See ``Aggregator.add_weighted``; one launch multiplies and adds."""
         total = self._sums[1]
         if total is None:
             self._sums[1] = scaled(term, weight)
@@ -186,7 +186,7 @@ class MultiDeviceSum:
         if weight is None:
             part.push(term)
         else:
-            part.push_weighted(term, weight)
+            part.add_weighted(term, weight)
 
     def result(self) -> Buffer:
         """Returns the sum, on the device of the first term."""

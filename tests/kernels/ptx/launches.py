@@ -191,6 +191,8 @@ LAUNCHES = {
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
+    "scale": (2, (3.0, 1.0)),
+    "add_scaled": (2, (3.0,)),
     "divide": (2, (0.5,)),
     "segment_sum": (4, (0, 0, 1.0)),
     "take_rows": (3, ()),
@@ -375,6 +377,10 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
                 (1, 8, 3, 1.0), (1, 7, 4, by[0])]  # fmt: skip
     several: dict[str, list[tuple[float, ...]]] = {
         "pack": [(3.0,), (1.0,), (10.0,), (1.0,)] if divides else [(1.0,)] * 4,
+        "scale": [(0.1, 1.0), (3.0, 10.0), (1e-3, 3.0), (7.0, 1.0)] if divides
+        else [(3.0, 1.0), (2.0, 1.0), (5.0, 1.0), (300.0, 1.0)],
+        "add_scaled": [(0.1,), (3.0,), (1e-3,), (7.0,)] if divides
+        else [(3.0,), (2.0,), (5.0,), (300.0,)],
         "segment_sum": [(0, 0, 10.1), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
         else [(0, 0, 1.0), (1, 0, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
         "add_n": [made] * 4 if template[-1] else [(3,), (9,), (4,), (1,), (2,)],
