@@ -202,7 +202,8 @@ def test_operands_are_moved_by_vectors_or_by_several_loads_at_once(
         # A row that is not aligned: three loads of each operand, or more of the only one; there
         # three if a vector loop has four.
         if kernel.items is None:
-            assert sum(listing.unaligned) >= (5 if read < 4 else 3), template
+            several = read < 4 and (kernel.name != "scale" or ahead(kernel, template) > 1)
+            assert sum(listing.unaligned) >= (5 if several else 3), template
 
 
 @pytest.mark.nvrtc(f"{WHEELS[12]}=={VERSIONS[12]}")

@@ -118,6 +118,7 @@ for _kind in (*BITS, "pred"):
     add(f"and.{_kind}", f"{_kind} {_kind} {_kind}", "a & b")
     add(f"or.{_kind}", f"{_kind} {_kind} {_kind}", "a | b")
     add(f"not.{_kind}", f"{_kind} {_kind}", "!a" if _kind == "pred" else "~a")
+add("xor.pred", "pred pred pred", "a != b")
 for _kind in BITS:
     add(f"shl.{_kind}", f"{_kind} {_kind} u32", f"wu(a) << (b < {_kind[1:]} ? b : {_kind[1:]})")
 for _kind in FLOATS:

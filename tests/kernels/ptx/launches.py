@@ -135,8 +135,8 @@ class Launch:
             for row in self.rows
         ]
         items = [self.kernel.num_items([row])[0] if row[0].size else 0 for row in self.rows]
-        # Elementwise kernels have no use for the sizes of their last operands.
-        unused = self.kernel.items is None and self.kernel.name != "pack"
+        # Other elementwise kernels have no use for the sizes of their last operands.
+        unused = self.kernel.items is None and self.kernel.name not in PADDED
         sizes = [-1 if unused else row[-1].size for row in self.rows]
         words, num_chunks = row_words(*map(np.array, (items, sizes, addresses)), CHUNK)
         address = 0
@@ -185,6 +185,7 @@ def operand(made: np.ndarray, start: int = 0, before: int = 0, more: int = 0) ->
 # ---- elementwise kernels ------------------------------------------------------------------------
 
 
+PADDED = ("pack", "scale")  # their input may be shorter than their output
 # kernel, except those of rules -> operands, scalars
 LAUNCHES = {
     "add_n": (4, (3,)),
@@ -244,7 +245,7 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
         num_operands = num_written + int(scalars[kernel.name == "all_sum"])
     dtypes = dtypes_of(kernel, template, num_operands, num_written)
     sizes, skipped = [size] * num_operands, [before] * num_operands
-    if kernel.name == "pack":
+    if kernel.name in PADDED:
         sizes[1] = max(0, size - (0, 5, 40, 100)[number // 2 % 4])
     made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
     _prepare_results(kernel, scalars, made, number)
