@@ -59,10 +59,8 @@ def run_all(library: str, places: list[list[int]], work: Work, **options: Any) -
         if library != "ours":
             ranks = [5 + 2 * each for each in range(size)]  # of a larger group
             group = distributed.ProcessGroup("cpu:gloo,cuda:nccl", store, rank, ranks)
-        mesh = gr.open_mesh(places[rank], backend="cuda", process_group=group, **options)
-        found = work(mesh, range(firsts[rank], firsts[rank + 1]))
-        mesh.close()
-        return found
+        with gr.open_mesh(places[rank], backend="cuda", process_group=group, **options) as mesh:
+            return work(mesh, range(firsts[rank], firsts[rank + 1]))
 
     if library == "ours":
         return run_processes(size, run, gpu_library="nccl")
