@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -57,6 +58,8 @@ def _exit_actor() -> None:
 
 def _stand_in() -> ModuleType:
     ray: Any = ModuleType("ray")
+    spec = find_spec("ray")
+    ray.__path__ = spec.submodule_search_locations if spec else []
     ray.exceptions = SimpleNamespace(
         RayTaskError=RayTaskError, RayActorError=RayActorError, ObjectLostError=ObjectLostError,
         GetTimeoutError=type("GetTimeoutError", (RayError,), {}),
@@ -70,19 +73,21 @@ def _stand_in() -> ModuleType:
 def load() -> Iterator[SimpleNamespace]:
     """Imports modules of ``gradreduce.ray`` anew, with a stand-in for Ray; undoes it."""
 
-    def is_of_ray(name: str) -> bool:
-        return name.partition(".")[0] == "ray" or name.startswith("gradreduce.ray")
+    def ours() -> list[str]:
+        return [name for name in sys.modules if name.startswith("gradreduce.ray")]
 
-    had = {name: sys.modules.pop(name) for name in list(sys.modules) if is_of_ray(name)}
+    had = {name: sys.modules.pop(name) for name in ours()}
     attribute = vars(gradreduce).pop("ray", None)
-    sys.modules["ray"] = _stand_in()
     try:
-        files = Path(gradreduce.__file__).parent.joinpath("ray").glob("[!_]*.py")
-        names = sorted(file.stem for file in files)
-        found = {name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
+        with pytest.MonkeyPatch.context() as patch:
+            # Only while they are imported: threads of a Ray that runs may import parts of it.
+            patch.setitem(sys.modules, "ray", _stand_in())
+            files = Path(gradreduce.__file__).parent.joinpath("ray").glob("[!_]*.py")
+            names = sorted(file.stem for file in files)
+            found = {name: importlib.import_module(f"gradreduce.ray.{name}") for name in names}
         yield SimpleNamespace(**found)
     finally:
-        for name in [name for name in sys.modules if is_of_ray(name)]:
+        for name in ours():
             del sys.modules[name]
         sys.modules |= had
         vars(gradreduce).pop("ray", None)
