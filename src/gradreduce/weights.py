@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gradreduce.device import is_number
@@ -17,6 +17,8 @@ from gradreduce.errors import brief
 
 _UNIT = 1074  # the smallest float64 is 2**-1074
 ONE = 1 << _UNIT  # the weight 1
+# Integers of 62 bits: more than the sum of 2**64 weights has, as a multiple of 2**-1074.
+NUM_NUMBERS = 35
 
 
 def as_weight(name: str, weight: Any) -> float:
@@ -83,3 +85,13 @@ def bits_of(number: float) -> int:
 def from_bits(bits: int) -> float:
     """Returns the float64 of ``bits_of``."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def to_numbers(total: int) -> list[int]:
+    """Returns an exact sum as ``NUM_NUMBERS`` integers, which processes exchange."""
+    return [total >> 62 * place & (1 << 62) - 1 for place in range(NUM_NUMBERS)]
+
+
+def from_numbers(numbers: Sequence[int]) -> int:
+    """Returns the exact sum of ``to_numbers``."""
+    return sum([number << 62 * place for place, number in enumerate(numbers)])

@@ -47,7 +47,8 @@ def wanted(op, grads, weights):
         total = total.astype(acc)
         if op is MEAN:
             total = total / acc.type(sum(weights))
-        results.append(total.astype(dtype))
+        with np.errstate(over="ignore"):  # infinite in float16
+            results.append(total.astype(dtype))
     return results
 
 

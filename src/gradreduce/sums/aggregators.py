@@ -275,7 +275,8 @@ def _sum_of_pair(left: Buffer, right: Buffer) -> Buffer:
 def scaled(term: Buffer, weight: float) -> Buffer:
     """Returns a term times its weight, in the accumulate dtype and new memory on its device."""
     out = _empty_like(term, accumulate_dtype(term.dtype))
-    ops.scale([out], [term], weight, device=term.device)
+    if term.size:
+        ops.scale([out], [term], weight, device=term.device)
     return out
 
 

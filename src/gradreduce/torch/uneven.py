@@ -16,10 +16,10 @@ import torch
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.errors import CollectiveError, brief
+from gradreduce.weights import from_numbers, to_numbers
 
 from .data_parallel import DataParallel
 from .module_state import load_tensors, tensors_of
-from .weights import from_numbers, to_numbers
 
 T = TypeVar("T")
 _ENDED, _NEXT, _BROADCAST, _REDUCE = range(4)

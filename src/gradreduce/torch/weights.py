@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -11,9 +11,8 @@ import torch
 
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Mesh
-from gradreduce.weights import ONE, from_units
+from gradreduce.weights import ONE, from_numbers, from_units, to_numbers
 
-_NUMBERS = 35  # of 62 bits: more than the sum of 2**64 weights has, as a multiple of 2**-1074
 # The processes compare it, so an error contains it if only some use weights in a step.
 _CALL = "the sum of the weights, which all processes use in a step, or none"
 _numbers = count()
@@ -77,16 +76,6 @@ class StepDivisor:
                 "the weights of all micro-batches of this step are 0, so their gradients have no "
                 "mean: call backward with a weight above 0 in some process"
             )
-
-
-def to_numbers(units: int) -> list[int]:
-    """Returns an exact sum as integers that processes can exchange, always as many."""
-    return [units >> 62 * place & (1 << 62) - 1 for place in range(_NUMBERS)]
-
-
-def from_numbers(numbers: Sequence[int]) -> int:
-    """The inverse of ``to_numbers``."""
-    return sum([number << 62 * place for place, number in enumerate(numbers)])
 
 
 def divide(tensor: Any, total: float | None) -> None:

@@ -53,6 +53,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDev
 from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
 from gradreduce.sums.slices import concatenate_slices
+from gradreduce.weights import NUM_NUMBERS, from_numbers, to_numbers
 
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
@@ -290,8 +291,10 @@ class SyncStep(NotCopied):
             variable._check_memory()
         for state in self._states:
             state.check_step()
-        by = None if weights is None else TermWeights(weights, len(self.devices))
-        begun = [index for index, state in enumerate(self._states) if state.count]
+        by, begun = None, []
+        if weights is not None:
+            by = TermWeights(weights, len(self.devices))
+            begun = [index for index, state in enumerate(self._states) if state.count]
         placed = place_terms(terms, self.variables, self._sparse, self.devices, by, begun)
         with deadline_scope("a SyncStep", seconds, self.devices):
             gradients = self._aggregate(placed, by, stale=step < self.global_step)
@@ -456,14 +459,14 @@ class SyncStep(NotCopied):
         if checked is not None:
             numbers += first_nonfinite(() if step < now else checked, replicas.first)
         if weights is not None:
-            numbers += weights.to_numbers()
+            numbers += to_numbers(weights.total)
         with replicas.call(self._description(with_gradients, weights is not None)):
             of_processes = replicas.exchange_numbers(numbers)
             if len({each[1] for each in of_processes}) > 1:
                 what = {"call": "a SyncStep", "tensors": [], **scheduled}
                 replicas.compare(Description.of(what))
         if weights is not None:
-            weights.set_total(of_processes)
+            weights.total = sum([from_numbers(each[-NUM_NUMBERS:]) for each in of_processes])
         earliest = min([each[0] for each in of_processes])
         wrong = [] if checked is None else [each[2:4] for each in of_processes if each[2] >= 0]
         if wrong and earliest >= now:

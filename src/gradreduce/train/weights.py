@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradreduce import ops
 from gradreduce.accumulator.state import AccumulatorState, Addend, PendingGradient
-from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.errors import brief
-from gradreduce.sums.aggregators import aggregate_buffers
+from gradreduce.sums.aggregators import aggregate_buffers, scaled
 from gradreduce.sums.slices import concatenate_slices
-from gradreduce.weights import ONE, as_weight, bits_of, from_bits, parts_of, sum_weights
-
-_NUM_PARTS = 3  # float64 numbers in which a process sends its exact sum
+from gradreduce.weights import ONE, as_weight, sum_weights
 
 
 class TermWeights:
@@ -69,25 +66,6 @@ class TermWeights:
             left.append([terms for terms, _ in pairs])
             self.kept.append([kept for _, kept in pairs])
         return left
-
-    def to_numbers(self) -> list[int]:
-        """Returns the exact sum of this process as numbers for an exchange.
-
-        Raises:
-            ValueError: weights differ so much in size that these numbers do not suffice.
-        """
-        parts = parts_of(self.total)
-        if len(parts) > _NUM_PARTS:
-            raise ValueError(
-                f"weights={brief(self.of_replicas)} differ so much in size that their exact sum "
-                f"does not fit in {_NUM_PARTS} float64 numbers"
-            )
-        return [bits_of(each) for each in [*parts, *[0.0] * (_NUM_PARTS - len(parts))]]
-
-    def set_total(self, of_processes: Sequence[Sequence[int]]) -> None:
-        """Sets ``total`` from the last numbers of all processes."""
-        last = [each[-_NUM_PARTS:] for each in of_processes]
-        self.total = sum_weights([from_bits(number) for numbers in last for number in numbers])
 
     def check_total(self, states: Sequence[AccumulatorState]) -> None:
         """Raises ``ValueError`` if all weights of a sum would be 0, in all processes."""
@@ -147,13 +125,13 @@ class TermWeights:
             variable = variables[index]
             for terms, kept, device in zip(of_one, self.kept, variable.devices, strict=True):
                 pairs = zip(terms, kept[index], strict=False)  # none for IndexedSlices without rows
-                scaled: list[Any] = [_scale(*pair) for pair in pairs] or list(terms)
-                if not scaled:
+                products: list[Any] = [_scale(*pair) for pair in pairs] or list(terms)
+                if not products:
                     total: Part = device.zeros(variable.shape, accumulate_dtype(variable.dtype))
-                elif isinstance(scaled[0], IndexedSlices):
-                    total = concatenate_slices(scaled, device)
+                elif isinstance(products[0], IndexedSlices):
+                    total = concatenate_slices(products, device)
                 else:
-                    (total,) = aggregate_buffers([scaled], device, tree=tree)
+                    (total,) = aggregate_buffers([products], device, tree=tree)
                 sums[index].append([total])
         self.kept = [[[] for _ in row] for row in self.kept]
         return sums
@@ -161,11 +139,9 @@ class TermWeights:
 
 def _scale(term: Any, weight: float) -> Any:
     """Returns a term times its weight, in the accumulate dtype."""
-    rows = buffer_of(term)
-    out = rows.device.empty(rows.shape, accumulate_dtype(rows.dtype))
-    if rows.size:
-        ops.scale([out], [rows], weight, device=rows.device)
-    return out if isinstance(term, Buffer) else term._with_values(out)
+    if isinstance(term, Buffer):
+        return scaled(term, weight)
+    return term._with_values(scaled(term.values, weight))
 
 
 def _as_row(name: str, row: Any) -> tuple[float, ...]:
