@@ -6,6 +6,8 @@ from support import meshes
 from support.meshes import MeshCase, owned, per_replica, refused
 
 import gradreduce as gr
+from gradreduce.backends import CUDA
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.reduce.algorithms import ALGORITHMS
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -125,6 +127,43 @@ def test_planning_does_nothing_and_equal_calls_have_equal_plans(algorithm):
         assert journal.records == []
         assert meshes.num_grown(mesh) == grown
         assert all(map(np.array_equal, before, [buffer.numpy() for buffer in first.buffers]))
+
+
+def test_the_journal_agrees_on_weights(numpy_mesh):
+    weights = [2.5, 0, 1, 3, 0.5, 7, 9, 11, 1][: len(numpy_mesh)]
+    table = gr.PerReplica(
+        [gr.IndexedSlices(np.ones((3, 2), np.float32), [1, 0, 1], (4, 2))] * len(numpy_mesh),
+        numpy_mesh,
+    )
+    value, half = dense(numpy_mesh, (4, 2), "float32"), dense(numpy_mesh, (9,), "float16")
+    pairs = [(value, value), (half, half), (table, table), (value, "sim:0"), (half, numpy_mesh)]
+    for algorithm in ALGORITHMS:
+        for op in (SUM, MEAN):
+            ops = ops_of(algorithm, numpy_mesh)
+            plan = agreed(numpy_mesh, ops, op, pairs, weights=weights)
+            assert plan.weights == tuple(weights)
+            assert str(plan).splitlines()[1].startswith("  weights of the replicas: 2.5")
+            profile = ops.profile(op, pairs, weights=weights)
+            assert profile.plan == plan
+            assert profile.differences == ()
+            assert agreed(numpy_mesh, ops, op, pairs, weights=[1] * len(weights)).weights == ()
+
+
+def test_a_plan_asks_no_other_process_for_weights():
+    mesh = DryRunMesh((0, 1), CUDA, True, (0, (2, 2))).mesh
+    value, ops = dense(mesh, (3,), "float32"), ops_of("hierarchical_copy", mesh)
+    assert ops.plan(MEAN, [(value, value)], weights=[0, 0]).weights == (0, 0)
+    assert ops.plan(MEAN, [(value, value)], weights=[1, 1]).weights == ()
+    with MeshCase((0, 1)).open() as mesh:
+        value = dense(mesh, (3,), "int32")
+        for op, weights, text in (
+            (SUM, [0, 0], "the sum of all weights is 0"),
+            (SUM, [1], "weights has 1 entries; expected 2"),
+            (MEAN, [1, 2], "a mean of integers takes no weights"),
+        ):
+            for call in (ops_of("nccl", mesh).plan, ops_of("nccl", mesh).profile):
+                with refused(mesh, ValueError, text):
+                    call(op, [(value, value)], weights=weights)
 
 
 def test_it_is_printed_for_people():

@@ -161,6 +161,7 @@ def test_the_pack_multiplies(mesh):
             [("pack" if each.name == "scale" else each.name, each.kind) for each in journal.records]
         )
     assert logs[0] == logs[1]
+    assert {each.weight for each in journal.records} == {1, 2}
 
 
 def test_a_replica_with_weight_0_is_not_read(mesh):

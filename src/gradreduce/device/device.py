@@ -553,7 +553,10 @@ class Device(NotCopied, Backend):
         if self.compiles and (kernel, template) not in self.mesh_state.compiled:
             self.compile_kernel(kernel, template)
         queue, rows = work.queue, work.rows
-        record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
+        record = Record(
+            "launch", kernel.name, self.index, -1, crossing, queue.name, len(rows),
+            kernel.weight(scalars),
+        )  # fmt: skip
         command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
         if table is not None and queue is not self.compute:
             work = work._replace(also_read=(table,))

@@ -5,7 +5,7 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
@@ -35,11 +35,11 @@ from .arguments import Request, check_op, validate_mesh
 from .cross_device_ops import CrossDeviceOps
 from .nested_calls import NestedCalls
 from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, rehearse_reduction
-from .plan import ReducePlan, dry_run_of
+from .plan import DryRun, ReducePlan, dry_run_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
 from .profile import Profile, profile_of
 from .requests import copy_to_devices, with_all_reduced
-from .weighting import Weighting
+from .weighting import Weighting, own_weighting, weighting_of
 
 
 class AllReduceCrossDeviceOps(NestedCalls):
@@ -257,6 +257,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
+        weights: Sequence[float] | None = None,
     ) -> ReducePlan:
         """Returns what ``batch_reduce`` with the same arguments would do; print it.
 
@@ -267,6 +268,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one.
             coalesce: see ``batch_reduce``.
+            weights: see ``batch_reduce``. Those of other processes are not asked for: the plan of a
+                process whose weights are all 1 is that of a call without weights.
 
         Raises:
             ValueError: there is no pair, values are on several meshes, or as ``batch_reduce``.
@@ -284,7 +287,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
         coalesce = as_flag("coalesce", coalesce)
         with StreamScope():
             requests = self._plannable(reduce_op, value_destination_pairs)
-        return dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce).plan
+        weighting = None if weights is None else own_weighting(requests, reduce_op, weights)
+        return self._dry_run(reduce_op, requests, weighting, coalesce=coalesce).plan
 
     @StreamScope()
     def profile(
@@ -293,6 +297,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
+        weights: Sequence[float] | None = None,
         deadline: float | None = None,
     ) -> Profile:
         """Measures where the time of a ``batch_reduce`` is spent; print the result.
@@ -318,8 +323,11 @@ class AllReduceCrossDeviceOps(NestedCalls):
         """
         coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
-        planned = dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce)
+        weighting = None if weights is None else weighting_of(requests, reduce_op, weights)
+        planned = self._dry_run(reduce_op, requests, weighting, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
+        if weighting is not None:
+            reduce = partial(self._reduce_by, weighting, reduce_op, requests, coalesce=coalesce)
         mesh = requests[0].value.mesh
         with deadline_scope("profile", as_deadline(deadline), mesh.devices):
             return profile_of(planned, mesh, reduce)
@@ -331,6 +339,21 @@ class AllReduceCrossDeviceOps(NestedCalls):
             if request.is_all_reduced:
                 algorithm_of(self.settings, request.devices)
         return requests
+
+    def _dry_run(
+        self,
+        reduce_op: ReduceOp,
+        requests: Sequence[Request],
+        weighting: Weighting | None,
+        *,
+        coalesce: bool,
+    ) -> DryRun:
+        reduce: Callable[[list[Request]], object]
+        if weighting is None:
+            reduce = partial(reduce_requests, self.settings, reduce_op, coalesce=coalesce)
+        else:
+            reduce = partial(self._reduce_by, weighting, reduce_op, coalesce=coalesce)
+        return dry_run_of(self.settings, reduce_op, requests, reduce, weighting)
 
     @no_collection
     @StreamScope()

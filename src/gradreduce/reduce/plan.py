@@ -7,7 +7,7 @@ dtypes, settings and mesh, and on which tensors are in one flat buffer already.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradreduce.arrays.distributed import ReduceOp
@@ -31,8 +31,9 @@ from gradreduce.errors import counted
 from .algorithms import Settings
 from .arguments import Request, batches_of, check_one_mesh, names_of
 from .pack_buffers import lay_out
-from .pipeline import BatchPlan, plan_requests, reduce_requests
+from .pipeline import BatchPlan, plan_requests
 from .requests import dry_run_request, with_all_reduced
+from .weighting import Weighting
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class ReducePlan(OperationCounts):
         exchanges: the number of exchanges with other processes.
         exchange_bytes: the bytes that this process sends in exchanges; ``bytes`` includes them.
         names: the names of the tensors of the batch, by index; empty if none has a name.
+        weights: the weights of this process's replicas; empty if all are 1.
     """
 
     packs: tuple[PlannedPack, ...]
@@ -117,6 +119,7 @@ class ReducePlan(OperationCounts):
     exchanges: int = 0
     exchange_bytes: int = 0
     names: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         exchanges = of_process = ""
@@ -135,6 +138,8 @@ class ReducePlan(OperationCounts):
             f"{sum(self.sent.values()):,} by all"
             f"{of_process} (in a ring {self.ring_bytes:,} by each)"
         ]
+        if self.weights:
+            lines.append(f"  weights of the replicas: {', '.join(map(str, self.weights))}")
         for index, pack in enumerate(self.packs):
             several = len(pack.devices) > 1
             replicas = f"{'each of ' if several else ''}{counted(len(pack.devices), 'replica')}"
@@ -230,8 +235,8 @@ def dry_run_of(
     settings: Settings,
     reduce_op: ReduceOp,
     requests: Sequence[Request],
-    *,
-    coalesce: bool,
+    reduce: Callable[[list[Request]], object],
+    weighting: Weighting | None = None,
 ) -> DryRun:
     """Runs a reduction of these requests on dry-run devices.
 
@@ -239,7 +244,8 @@ def dry_run_of(
         settings: the settings of the reduction.
         reduce_op: see ``batch_reduce``.
         requests: checked requests.
-        coalesce: see ``batch_reduce``.
+        reduce: reduces requests with these settings, operation and weights.
+        weighting: the weights of the replicas; None: all are 1.
 
     Raises:
         ValueError: there is no request, or values are on several meshes.
@@ -250,14 +256,16 @@ def dry_run_of(
     requests = [dry_run_request(dry_run_mesh, request) for request in requests]
     commands = CommandList()
     with mesh.mesh_state.recording_commands(commands):
-        reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
+        reduce(requests)
     operations = tuple([each for each in commands.operations if each.records])
     log = Journal([record for each in operations for record in each.records])
     requests = with_all_reduced(requests)
     found, others = batches_of(requests, reduce_op)
     packs = []
     for indices, counts in found:
-        gradients, batch = plan_requests(settings, reduce_op, requests, indices, counts)
+        gradients, batch = plan_requests(
+            settings, reduce_op, requests, indices, counts, is_weighted=weighting is not None
+        )
         packs += _packs_of(batch, gradients, indices, settings.all_reduce_alg, log)
     packs += [_pack_of_one(requests[index], index, log) for index in others]
     exchanges, traffic = log.of("exchange"), Traffic()
@@ -277,6 +285,7 @@ def dry_run_of(
         exchanges=len(exchanges),
         exchange_bytes=sum([record.nbytes for record in exchanges]),
         names=names,
+        weights=() if weighting is None else weighting.own,
     )
     return DryRun(plan, operations)
 

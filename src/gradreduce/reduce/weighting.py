@@ -6,7 +6,8 @@ multiplied in a pass of their own, for all other reductions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.distributed import Part, ReduceOp, buffer_of
@@ -153,6 +154,23 @@ def weighting_of(
     return weighting
 
 
+def own_weighting(
+    requests: Sequence[Request], reduce_op: ReduceOp, weights: Any
+) -> Weighting | None:
+    """Does what ``weighting_of`` does, for a plan: does not ask other processes.
+
+    Over processes ``total`` is 1.
+    """
+    own = weights_for(requests, weights)
+    if not own or Replicas(requests[0].value.devices).group.size == 1:
+        return weighting_of(requests, reduce_op, weights)
+    if all([weight == 1 for weight in own]):
+        return None
+    weighting = Weighting(own, 1.0)
+    check_weighted(requests, reduce_op, weighting)
+    return weighting
+
+
 def rehearse_weights(request: Request, weighting: Weighting) -> None:
     """Compiles the kernels that scale a value and divide its sum."""
     dtype = request.value.parts[0].dtype
@@ -178,11 +196,18 @@ def scale_requests(requests: Sequence[Request], weighting: Weighting) -> list[Re
         parts = tuple([_scale(part, weight, moves) for part, weight in pairs])
         value = request.value._replace(_own=parts, _form=None)
         scaled.append(Request(value, request.devices))
-    mesh_state = requests[0].devices[0].mesh_state
-    with mesh_state.pack_scope(label_of(requests, range(len(requests)))):
-        mesh_state.thread.phase = "pack"
+    with _logged_as("pack", requests):
         move(moves)
     return scaled
+
+
+@contextmanager
+def _logged_as(phase: str, requests: Sequence[Request]) -> Iterator[None]:
+    """Labels the block's launches with all values."""
+    mesh_state = requests[0].devices[0].mesh_state
+    with mesh_state.pack_scope(label_of(requests, range(len(requests)))):
+        mesh_state.thread.phase = phase
+        yield
 
 
 def _scale(part: Part, weight: float, moves: list[PackMove]) -> Part:
@@ -208,9 +233,11 @@ def divide_sums(
     buffers = list(map(buffer_of, parts))
     if divisor == 1 and all([each.dtype is to for each, to in zip(buffers, dtypes, strict=True)]):
         return list(sums)
+    with _logged_as("unpack", requests):
+        means = quotients(buffers, divisor, dtypes)
     made = [
         rows if isinstance(part, Buffer) else part._with_values(rows)
-        for part, rows in zip(parts, quotients(buffers, divisor, dtypes), strict=True)
+        for part, rows in zip(parts, means, strict=True)
     ]
     rest = iter(made)
     return [tuple([next(rest) for _ in row]) for row in sums]

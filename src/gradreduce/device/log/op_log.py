@@ -60,6 +60,7 @@ class Record:
             processes.
         queue: ``compute`` or ``transfer``.
         num_rows: the number of rows (tensors) of a launch, or of operations in a capture; else 0.
+        weight: what a launch multiplies its terms by; see docs/weighted_means.md.
         label: the packs and tensors that it works on; None if unknown.
         phase: the step of the reduction, such as ``pack`` or ``unpack``; empty if unknown.
     """
@@ -71,6 +72,7 @@ class Record:
     nbytes: int = 0
     queue: str = "compute"
     num_rows: int = 0
+    weight: float = 1
     label: Label | None = field(default=None, compare=False, repr=False)
     phase: str = field(default="", compare=False, repr=False)
 

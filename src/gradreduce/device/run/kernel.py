@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,14 @@ class Kernel:
             return self.writes
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
+
+    def weight(self, scalars: Sequence[int | float]) -> float:
+        """Returns the weight by which a launch with these scalars multiplies its terms."""
+        return scalars[0] if self._has_weight else 1
+
+    @cached_property
+    def _has_weight(self) -> bool:
+        return "weight" in dict(self.scalars[:1])
 
     def num_items(self, rows: Sequence[Row]) -> list[int]:
         """Returns the number of work items of each row; rows with 0 are not launched."""
