@@ -7,7 +7,15 @@ from itertools import product
 import pytest
 from support.libraries import torch
 from support.thread_group import run_processes
-from support.torch_layers import assert_equal, batch, gradients, layers, open_mesh, plain
+from support.torch_layers import (
+    assert_equal,
+    batch,
+    fully_sharded,
+    gradients,
+    layers,
+    open_mesh,
+    plain,
+)  # fmt: skip
 
 import gradreduce as gr
 
@@ -135,19 +143,6 @@ def test_micro_batches_of_a_failed_backward_are_not_counted():
     wanted = [each / 3 for each in sum_of([(1, batch(0)), (2, batch(1))])]
     for found in in_ddp(2, work):
         assert_equal(found, wanted)
-
-
-def fully_sharded(mesh, net=None):
-    """A root whose layers and itself are sharded over one process."""
-    from torch.distributed.fsdp import fully_shard
-
-    net = net or layers()
-    shards = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    for module in (*net, net):
-        fully_shard(module, mesh=shards)
-        scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))
-        module.set_custom_reduce_scatter(scatter)
-    return net
 
 
 def local(parameters):

@@ -103,3 +103,16 @@ def zero(dp, step):
 def autocast(net, x, *_):
     with torch.autocast("cpu", torch.bfloat16):
         return net(x.float()).sum()
+
+
+def fully_sharded(mesh, net=None):
+    """A root whose layers and itself are sharded over the processes of the mesh."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = net or layers()
+    shards = torch.distributed.device_mesh.init_device_mesh("cpu", (mesh.num_processes,))
+    for module in (*net, net):
+        fully_shard(module, mesh=shards)
+        scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh))
+        module.set_custom_reduce_scatter(scatter)
+    return net
