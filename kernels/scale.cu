@@ -22,20 +22,16 @@ template <typename Acc> struct Weight {
     }
 };
 
-// A product in double rounds twice if the weight has more than 29 significant bits. So the weight is
-// split into two parts of at most 27, whose products with a float are exact in double.
+// A product in double rounds twice if the weight has more than 29 significant bits. The second rounding,
+// to float, is wrong only if the first one ends in the middle of two floats; below the normal ones the
+// middles are elsewhere. For such products the weight is split into two parts of at most 27 bits, whose
+// products with a float are exact in double.
 template <> struct Weight<float> {
     float value;
     bool is_float;
-    double high, low;
+    double all;
 
-    DEVICE explicit Weight(double weight) : value((float)weight), is_float((double)value == weight) {
-        union { double number; u64 bits; } pun;
-        pun.number = weight;
-        pun.bits &= ~0x7ffffffull;
-        high = pun.number;
-        low = weight - high;
-    }
+    DEVICE explicit Weight(double weight) : value((float)weight), is_float((double)value == weight), all(weight) {}
 
     template <int LANES> DEVICE void multiply(Lanes<float, LANES>& lanes) const {
         if (is_float) {
@@ -48,8 +44,18 @@ template <> struct Weight<float> {
     }
 
     DEVICE float product(float term) const {
-        const double upper = term * high, lower = term * low;
         union { double number; u64 bits; } pun;
+        pun.number = term * all;
+        const int twice = (pun.bits & 0x1fffffffull) == 0x10000000ull;
+        const int small = (pun.number != 0) & (pun.number < 0x1p-126) & (pun.number > -0x1p-126);
+        return twice | small ? exact(term) : (float)pun.number;
+    }
+
+    DEVICE float exact(float term) const {
+        union { double number; u64 bits; } pun;
+        pun.number = all;
+        pun.bits &= ~0x7ffffffull;
+        const double upper = term * pun.number, lower = term * (all - pun.number);
         pun.number = upper + lower;
         const double from_lower = pun.number - upper;
         const double rest = (upper - (pun.number - from_lower)) + (lower - from_lower);

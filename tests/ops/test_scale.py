@@ -136,6 +136,12 @@ def test_a_product_near_the_middle_of_two_floats_is_rounded_once(device):
         wanted = once(np.float32(odd), weight)
         if weight >= 2**52 and wanted != np.float32(odd * weight):
             cases.append((odd, weight, wanted))
+    while len(cases) < 80:  # of subnormal numbers
+        odd, below = int(rng.integers(2**22, 2**23)) * 2 + 1, int(rng.integers(1, 2**20))
+        weight = (below + 0.5) * 2.0**-149 / odd
+        wanted = once(np.float32(odd), weight)
+        if wanted != np.float32(odd * weight):
+            cases.append((odd, weight, wanted))
     for odd, weight, wanted in cases:
         term = np.full(37, odd, np.float32)
         for sign in (1, -1):

@@ -21,6 +21,11 @@ from gradreduce.device import (
 from .templates import CASTS, FLOATS, SAME, TO_ACC
 
 _LOW_BITS = np.uint64(0x7FFFFFF)  # the lower 27 of the 53 bits of a float64
+# A product in float64 rounds wrongly to float32 only if it lies in the middle of two float32. Then
+# its bits below those of a float32 are _HALF. Below _SMALLEST_NORMAL the middles are elsewhere.
+_BELOW_FLOAT, _HALF = np.int64(0x1FFFFFFF), np.int64(0x10000000)
+_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+_BLOCK = 1 << 14  # elements, whose float64 malloc does not get from the system each time
 
 
 def _scale_reference(table: Sequence[Arrays], weight: float, divisor: float) -> None:
@@ -65,7 +70,23 @@ def _product(
         into = out if out is not None and out.dtype == dtype else None
         product: np.ndarray = np.multiply(term, factor, out=into)
         return product
-    return _product_rounded_to_odd(term, np.float64(weight)).astype(np.float32)
+    product = np.empty(term.shape, np.float32)
+    for start in range(0, term.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        product[block] = _product_rounded_once(term[block], np.float64(weight))
+    return product
+
+
+def _product_rounded_once(term: np.ndarray, weight: np.float64) -> np.ndarray:
+    doubles = np.multiply(term, weight, dtype=np.float64)
+    product: np.ndarray = doubles.astype(np.float32)
+    twice = doubles.view(np.int64) & _BELOW_FLOAT == _HALF
+    sizes = np.abs(product)
+    if np.min(sizes, initial=np.inf) < _SMALLEST_NORMAL:
+        twice |= (sizes < _SMALLEST_NORMAL) & (doubles != 0)
+    if np.any(twice):
+        product[twice] = _product_rounded_to_odd(term[twice], weight).astype(np.float32)
+    return product
 
 
 def _product_rounded_to_odd(term: np.ndarray, weight: np.float64) -> np.ndarray:
