@@ -11,6 +11,7 @@ import pytest
 from comm.processes.test_values import cases
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.exact_data import same
 from support.exhaustive import examples
 from support.hanging_devices import clock
 from support.process_cases import LAYOUTS, WAYS, check, counts_of, results_of
@@ -109,6 +110,32 @@ def test_groups_of_processes_send_the_bytes_of_a_ring():
         assert abs(sent - 2 * 2 / 3 * 120000) <= 4 * 16
         assert num_exchanges == 2
     assert alone("processes", 5) == alone([range(5)], 5)
+
+
+def test_tensors_are_broadcast_in_packs_of_a_dtype(monkeypatch):
+    """Of 40 bytes here. Tensors on other devices are in them too. No tensor is written."""
+    monkeypatch.setattr("gradreduce.reduce.process_values._PACK_BYTES", 40)
+    shapes = [(3,), (5,), (2, 2), (), (40,), (0,), (4,), (3,)]
+    dtypes = ["f4", "f2", "f4", "f4", "f4", "f4", "f4", "c8"]
+
+    def work(group):
+        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
+            values = [
+                np.full(shape, 10 * group.rank + index).astype(dtype)
+                for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+            ]
+            tensors = [mesh[n * group.rank % 2].upload(each) for n, each in enumerate(values)]
+            for tensor in tensors:
+                tensor.block.writable = False
+            with mesh.journal() as journal:
+                found = gr.HierarchicalCopyAllReduce(mesh=mesh).broadcast(tensors, mesh, process=1)
+            copies = [[each.numpy() for each in of_tensor.buffers] for of_tensor in found]
+            return len(journal.of("exchange")), copies
+
+    for num_exchanges, found in run_processes(3, work):
+        assert num_exchanges == 5  # float32: 3 packs, of which one is the large tensor
+        for index, (copies, shape, dtype) in enumerate(zip(found, shapes, dtypes, strict=True)):
+            assert all(same(copy, np.full(shape, 10 + index, dtype)) for copy in copies)
 
 
 def test_calls_that_were_forgotten_are_compared_again(monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.comm.description import Description
 from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
-from gradreduce.device import Buffer, Device, DType, to_local
+from gradreduce.device import Buffer, Device, DType, flat_layout, group_by, to_local
+
+_PACK_BYTES = 1 << 26  # of tensors that are broadcast together
 
 
 def slices_of_all(
@@ -46,7 +50,9 @@ def slices_of_all(
 
 
 def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) -> list[Part]:
-    """Returns the values of one process, each on the device of this process's own value.
+    """Returns the values of one process, on devices of this process.
+
+    Dense values of a dtype travel in packs of at most ``_PACK_BYTES``, a larger value alone.
 
     Args:
         rank: the rank of that process.
@@ -60,17 +66,51 @@ def broadcast_from(rank: int, parts: Sequence[Part], names: Sequence[str] = ()) 
         "process": rank,
         "tensors": [_describe_part(part) for part in parts],
     }
-    values: list[Part] = []
+    values = list(parts)
+    dense = {index: part for index, part in enumerate(parts) if isinstance(part, Buffer)}
     with Replicas([device]).call(Description.of(what, names, compared=False)):
-        for part in parts:
+        for index, part in enumerate(parts):
             if isinstance(part, IndexedSlices):
-                values.append(_exchange_slices(part.values.device, [part], [1] * group.size)[rank])
-                continue
-            home = part.device
-            made = part if group.rank == rank else home.empty(part.shape, part.dtype)
-            Replicas([home]).broadcast(rank, made)
-            values.append(made)
+                home = part.values.device
+                values[index] = _exchange_slices(home, [part], [1] * group.size)[rank]
+        for indices in _plan_packs(dense):
+            received = _broadcast_pack(rank, [dense[index] for index in indices])
+            if group.rank != rank:
+                for index, buffer in zip(indices, received, strict=True):
+                    values[index] = buffer
     return values
+
+
+def _plan_packs(parts: Mapping[int, Buffer]) -> list[list[int]]:
+    """Returns the indices of the Buffers of each pack, the same in all processes."""
+    packs: list[list[int]] = []
+    for indices in group_by([(part.dtype, index) for index, part in parts.items()]).values():
+        nbytes = math.inf
+        for index in indices:
+            nbytes += parts[index].nbytes
+            if nbytes > _PACK_BYTES:
+                packs.append([])
+                nbytes = parts[index].nbytes
+            packs[-1].append(index)
+    return packs
+
+
+def _broadcast_pack(rank: int, own: Sequence[Buffer]) -> list[Buffer]:
+    """Returns Buffers of a process, of one dtype; ``own`` are those of this process."""
+    home, dtype = own[0].device, own[0].dtype
+    is_owner = group_of(home).rank == rank
+    if len(own) == 1:
+        pack = own[0] if is_owner else home.empty(own[0].shape, dtype)
+        Replicas([home]).broadcast(rank, pack)
+        return [pack]
+    layout = flat_layout([part.size for part in own], dtype.itemsize)
+    pack = home.empty((layout.size,), dtype)
+    if is_owner:
+        pieces = zip(layout.offsets, layout.spans, strict=True)
+        local = [to_local(home, part) for part in own]
+        ops.pack([pack.view(start, (span,)) for start, span in pieces], local, device=home)
+    Replicas([home]).broadcast(rank, pack)
+    return [pack.view(start, part.shape) for start, part in zip(layout.offsets, own, strict=True)]
 
 
 def _describe_part(part: Part) -> str:
