@@ -155,6 +155,7 @@ class CenterState(Center):
         variables: WorkerVariables,
         config: PushConfig,
         scalars: Scalars,
+        weight: float,
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
@@ -166,7 +167,7 @@ class CenterState(Center):
             if plan is None or sums is not variables.sums or slots is not own:
                 sums = variables.sums
                 plan = self._push_plan(optimizer, variables, config)
-            plan.run(scalars, then)
+            plan.run(scalars, weight, then)
             variables.last_push = (plan, sums, own) if plan.is_reusable else None
 
     def _push_plan(

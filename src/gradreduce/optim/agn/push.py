@@ -35,12 +35,10 @@ class PushConfig(NamedTuple):
     """Settings of a worker's pushes.
 
     Attributes:
-        period: the number of steps in a period; sums are divided by it.
         gamma: ``distance_scale``, or None.
         task: the name of the worker, for error messages.
     """
 
-    period: int
     gamma: float | None
     task: str
 
@@ -72,8 +70,9 @@ class PushPlan:
 
     - reduce: adds rows with the same index, and copies sums that the device cannot access;
     - scale: with a distance scaling, scales the sums;
-    - update: divides the sums by the period, updates the center, and writes the result to the
-      worker's variables. If that takes more than one launch, the means are computed first.
+    - update: divides the sums by the weight of the period, updates the center, and writes the
+      result to the worker's variables. If that takes more than one launch, the means are computed
+      first.
 
     A new plan runs the first two, and prepares the update. The lock of the center must be held from
     the creation of a plan, which reads the center, until ``run`` has returned.
@@ -95,11 +94,13 @@ class PushPlan:
         config: PushConfig,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._optimizer, self._config, self._failed = optimizer, config, failed
+        self._optimizer, self._failed = optimizer, failed
         self.is_reusable = (
             config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
         self._jobs: list[tuple[UpdateJob, ops.Variant]] = []
+        # For each device means that are computed first, and the sums that they are computed from.
+        self._means: list[tuple[Device, Sequence[Buffer], Sequence[Buffer]]] = []
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
         self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
         self._mesh_state = pushed[0].written[0].device.mesh_state
@@ -144,14 +145,14 @@ class PushPlan:
             self._jobs.append((UpdateJob(*zip(*fused, strict=True)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
-            ops.pack(outs, totals, divisor=self._config.period, device=device)
+            self._means.append((device, outs, totals))
             self._jobs.append((UpdateJob(*zip(*apart, strict=True)), "plain"))
 
-    def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
+    def run(self, scalars: Scalars, weight: float, then: Callable[[], None]) -> None:
         """Calls ``ready``, and the function that it returns."""
-        self.ready(scalars)(then)
+        self.ready(scalars, weight)(then)
 
-    def ready(self, scalars: Scalars) -> Callable[[Callable[[], None]], None]:
+    def ready(self, scalars: Scalars, weight: float) -> Callable[[Callable[[], None]], None]:
         """Computes a Python rule; returns a function that launches the push.
 
         The argument ``then`` of that function is called after the launches. If the function fails
@@ -160,9 +161,12 @@ class PushPlan:
 
         Args:
             scalars: the scalars of the rule.
+            weight: the sum of the weights of the period, which the sums are divided by.
         """
-        lead = {"global": (self._config.period,), "plain": ()}
+        lead = {"global": (weight,), "plain": ()}
         with self._mesh_state.label_scope(self._label):
+            for device, outs, totals in self._means:
+                ops.pack(outs, totals, divisor=weight, device=device)
             launches = [
                 launch
                 for job, variant in self._jobs
