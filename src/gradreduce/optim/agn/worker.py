@@ -124,6 +124,7 @@ class Worker:
         if not weight.units:
             for var in variables:
                 self.variables.center_of(var)
+                var.devices[0].mesh_state.check_usable(var.devices[0])  # as no launch does
             return ()
         sums = self.variables.sums.values() if plan is None else ()
         others = [copy for total in sums if isinstance(total, tuple) for copy in total]
