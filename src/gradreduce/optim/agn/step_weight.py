@@ -25,6 +25,9 @@ class StepWeight(NamedTuple):
         return 1.0 if self.units == ONE else from_units(self.units)
 
 
+_ONE = StepWeight()
+
+
 def as_step_weight(weight: Any, num_replicas: int) -> StepWeight:
     """Validates the weight of a step.
 
@@ -36,6 +39,8 @@ def as_step_weight(weight: Any, num_replicas: int) -> StepWeight:
         TypeError: a weight is not a number on the host.
         ValueError: it is negative, infinite or NaN; or the list has a wrong length.
     """
+    if type(weight) is int and weight == 1:  # the default
+        return _ONE
     weights = as_weights(weight)
     if isinstance(weights, float):
         return StepWeight(sum_weights([weights]))
