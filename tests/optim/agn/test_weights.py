@@ -273,9 +273,9 @@ def test_no_weighted_step_compiles_after_its_first_launch(make, first):
         yield
         whole = starts["one"]
         rows = gr.IndexedSlices(whole[:2], [1, 2])
-        for given, weight in [(whole, first), (whole, 3), (whole, 1), (rows, 2), (rows, 2), (rows, 1),
-                              (whole, 2), (rows, 2), (whole, 0), (whole, 1)]:  # fmt: skip
-            worker.step({"one": given, "two": whole}, weight=weight)
+        given = whole, whole, whole, rows, rows, rows, whole, rows, whole, whole
+        for each, weight in zip(given, (first, 3, 1, 2, 2, 1, 2, 2, 0, 1), strict=True):
+            worker.step({"one": each, "two": whole}, weight=weight)
             yield
 
     with gr.open_mesh(1, backend="sim") as mesh:
