@@ -181,7 +181,7 @@ def rehearse_push(
             sums = step.sums
             rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
             pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
-            PushPlan(pushed, dry, config, lambda error: None).ready((), 1.0)(lambda: None)
+            PushPlan(pushed, dry, config, 1.0, lambda error: None).ready(())(lambda: None)
 
     what = ("a push", config.gamma is None, sparse, steps, weight == 1)
     optimizer._rehearse(variables, what, push_each_sum)

@@ -81,9 +81,12 @@ class PushPlan:
         pushed: the memory of each variable, at least one; the slots exist.
         optimizer: has the rule, whose kernels are compiled.
         config: settings of the push.
+        weight: see below.
         failed: called with the error if the push fails part-way.
 
     Attributes:
+        weight: the sum of the weights of the period, which the sums are divided by. If the plan
+            runs again, it is set before.
         is_reusable: whether the plan can run again, because it has no temporary memory.
     """
 
@@ -92,15 +95,14 @@ class PushPlan:
         pushed: Sequence[PushedVariable],
         optimizer: Optimizer,
         config: PushConfig,
+        weight: float,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._optimizer, self._failed = optimizer, failed
+        self._optimizer, self.weight, self._failed = optimizer, weight, failed
         self.is_reusable = (
             config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
         self._jobs: list[tuple[UpdateJob, ops.Variant]] = []
-        # For each device means that are computed first, and the sums that they are computed from.
-        self._means: list[tuple[Device, Sequence[Buffer], Sequence[Buffer]]] = []
         self._pulls: list[tuple[Buffer, Buffer]] = []  # destination and source
         self._label = PackInfo(range(len(pushed)), names=[each.name for each in pushed])
         self._mesh_state = pushed[0].written[0].device.mesh_state
@@ -145,14 +147,14 @@ class PushPlan:
             self._jobs.append((UpdateJob(*zip(*fused, strict=True)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
-            self._means.append((device, outs, totals))
+            ops.pack(outs, totals, divisor=self.weight, device=device)
             self._jobs.append((UpdateJob(*zip(*apart, strict=True)), "plain"))
 
-    def run(self, scalars: Scalars, weight: float, then: Callable[[], None]) -> None:
+    def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
         """Calls ``ready``, and the function that it returns."""
-        self.ready(scalars, weight)(then)
+        self.ready(scalars)(then)
 
-    def ready(self, scalars: Scalars, weight: float) -> Callable[[Callable[[], None]], None]:
+    def ready(self, scalars: Scalars) -> Callable[[Callable[[], None]], None]:
         """Computes a Python rule; returns a function that launches the push.
 
         The argument ``then`` of that function is called after the launches. If the function fails
@@ -161,12 +163,9 @@ class PushPlan:
 
         Args:
             scalars: the scalars of the rule.
-            weight: the sum of the weights of the period, which the sums are divided by.
         """
-        lead = {"global": (weight,), "plain": ()}
+        lead = {"global": (self.weight,), "plain": ()}
         with self._mesh_state.label_scope(self._label):
-            for device, outs, totals in self._means:
-                ops.pack(outs, totals, divisor=weight, device=device)
             launches = [
                 launch
                 for job, variant in self._jobs
