@@ -1,12 +1,12 @@
 // update:        the rule's step on var and slots, by grad
 // local_update:  sum = grad, or sum + grad; and update
-// global_update: update by the mean, sum / period; then copy = var
+// global_update: update by the mean, sum / divisor; then copy = var
 // order    the rule's, one rounding per operation (-fmad=false), one at each store; the sum left to right
 // types    <Rule, T, State, double…>: 16-bit T computed in float; State (of the slots) is T, or float
 //          with a master; the sum is T, or float for 16-bit T; one double for each scalar of the rule
 // aliasing copy may be the variable, and the copy's master the variable's; no others overlap
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
-// limits   none on rows or elements; num_written: operands before the last; first: 1 or 0; period: 1 or more
+// limits   none on rows or elements; num_written: operands before the last; first: 1 or 0; the divisor is rounded to Acc once
 // reference src/gradreduce/ops/update.py, bit-equal except NaN payloads
 // source   TensorFlow's AGNOptimizer (agn_optimizer.md): local and global update
 #include "rules.cuh"
@@ -135,11 +135,11 @@ struct GlobalUpdate : Changed<Rule, T, State> {
     T* copy;
     State* master;
     const Acc* sum;
-    const Divisor<Acc> period;
+    const Divisor<Acc> divisor;
 
     template <typename... Scalars>
-    DEVICE GlobalUpdate(const Row& row, i64 num_written, i64 period, Scalars... scalars)
-        : Base(row, scalars...), period((double)period) {
+    DEVICE GlobalUpdate(const Row& row, i64 num_written, double divisor, Scalars... scalars)
+        : Base(row, scalars...), divisor(divisor) {
         copy = row.operand<T>(Base::NEXT);
         master = row.operand<State>(Base::NEXT + 1);
         sum = row.operand<const Acc>(num_written);
@@ -148,7 +148,7 @@ struct GlobalUpdate : Changed<Rule, T, State> {
     template <int LANES> DEVICE void at(i64 i) const {
         const auto before = this->template before<LANES>(i);
         Lanes<Acc, LANES> mean = load<Acc, LANES>(sum, i);
-        period.divide(mean);
+        divisor.divide(mean);
         const Lanes<Acc, LANES> v = this->template by<LANES>(i, before, mean);
         store(copy, i, v);
         if constexpr (Base::MASTER) store(master, i, v);
@@ -168,6 +168,6 @@ __global__ void local_update(TABLE_ARGUMENT table, i64 num_written, i64 first, S
 }
 
 template <template <typename> class Rule, typename T, typename State, typename... Scalars>
-__global__ void global_update(TABLE_ARGUMENT table, i64 num_written, i64 period, Scalars... scalars) {
-    elementwise<GlobalUpdate<Rule, T, State>, lanes_of<T, State>::value>(table, num_written, period, scalars...);
+__global__ void global_update(TABLE_ARGUMENT table, i64 num_written, double divisor, Scalars... scalars) {
+    elementwise<GlobalUpdate<Rule, T, State>, lanes_of<T, State>::value>(table, num_written, divisor, scalars...);
 }

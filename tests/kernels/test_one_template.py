@@ -46,7 +46,7 @@ CASES = {
     "adagrad": (ADAGRAD, (SINGLE, SINGLE), (2, 0.1)),
     "rmsprop": (RMSPROP, (SINGLE, SINGLE), (3, 0.1, 0.2, 0.3, 0.01, 0.02)),
     "local_momentum": (LOCAL, (HALF, SINGLE), (4, 0, 0.1, 0.2)),
-    "global_momentum": (GLOBAL, (HALF, SINGLE), (5, 3, 0.1, 0.2)),
+    "global_momentum": (GLOBAL, (HALF, SINGLE), (5, 3.3, 0.1, 0.2)),
     "distance_scale": (DISTANCE_SCALE, (HALF,), (0.3,)),
     "take_rows": (TAKE_ROWS, ("uint32",), ()),
     "square_sum": (SQUARE_SUM, (SINGLE,), (32, 20, 1, 1)),

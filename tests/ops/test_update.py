@@ -33,7 +33,7 @@ class TestGlobalUpdate(UpdateBody):
     """AGN's push, global update and pull."""
 
     variant = "global"
-    leads = 1, 10  # period
+    leads = 1.0, 10.3  # divisor
 
     def written(self, case, row, scalars, lead):
         total = row[-1]

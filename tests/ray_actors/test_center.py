@@ -42,8 +42,8 @@ def state_of(modules, optimizer):
     scalars = tuple(getattr(optimizer, name) for name in optimizer._hyperparameters)
 
     def push(names):
-        config = push_config(2, None, "w")
-        command = commands.Push([names], frozenset(), config, scalars, {})
+        config = push_config(None, "w")
+        command = commands.Push([names], frozenset(), config, scalars, {}, 2.0)
         ones = [np.ones(SHAPES[name], np.float32) for name in names]
         return state.run(command, message(modules, *ones))
 

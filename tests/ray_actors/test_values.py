@@ -5,7 +5,7 @@ import re
 import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -283,8 +283,11 @@ MODES = {
     "sparse": {"is_sparse": True},
     "scaled": {"distance_scale": 0.5},
     "replicas": {"num_replicas": 2, "reset_momentum": True},
-    "all": {"dtype": "float16", "is_sparse": True, "distance_scale": 0.5},
-}
+    "weights": {"weights": (3, 1, 0, 0.5, 1)},
+    "all": {
+        "dtype": "float16", "is_sparse": True, "distance_scale": 0.5, "weights": (3, 1, 0, 0.5, 1),
+    },
+}  # fmt: skip
 
 
 class Worker:
@@ -292,11 +295,11 @@ class Worker:
 
     def __init__(
         self, center: Any, rule: str, *, dtype: str = "float32", is_sparse: bool = False,
-        num_replicas: int = 1, **options: Any,
+        num_replicas: int = 1, weights: Sequence[float] = (1,), **options: Any,
     ) -> None:  # fmt: skip
         place = gr.default_mesh()[:num_replicas] if num_replicas > 1 else gr.default_mesh()[0]
         self.getter = gr.AGNCustomGetter(place, center=center)
-        self._is_sparse = is_sparse
+        self._is_sparse, self._weights = is_sparse, weights
         make = partial(gr.get_variable, dtype=dtype, custom_getter=self.getter)
         self.variables = [
             make(f"v{number}", exact_data(shape, dtype, seed=number))
@@ -313,7 +316,8 @@ class Worker:
         ]
         if self._is_sparse:
             grads[1] = gr.IndexedSlices(grads[1][:2], [seed % 5, 3], [6, 2])
-        self.optimizer.apply_gradients(list(zip(grads, self.variables, strict=True)))
+        weight = self._weights[seed % len(self._weights)]
+        self.optimizer.apply_gradients(list(zip(grads, self.variables, strict=True)), weight=weight)
 
     def values(self) -> list[np.ndarray]:
         centers = [self.getter.center_variable(var) for var in self.variables]

@@ -139,6 +139,7 @@ AGN_WAYS = {
     "lazy adam": (lambda: gr.AdamOptimizer(0.5, lazy=True), {"use_locking": False}),
     "own": (Own, {}),
 }  # fmt: skip
+AGN_WEIGHTS = (1, 1, 3, 2, [3, 1], 1, 0, 0.5, 1)  # of the steps
 
 
 def trained_by_agn(way: str, mesh: Mesh) -> list[np.ndarray]:
@@ -151,7 +152,7 @@ def trained_by_agn(way: str, mesh: Mesh) -> list[np.ndarray]:
     team = [Worker(home, center, starts, make, 3, 2, **more) for home in homes]
     for turn in range(9):
         worker = team[turn % 3]
-        worker.step(_agn_gradients(worker, mesh, dtype, turn))
+        worker.step(_agn_gradients(worker, mesh, dtype, turn), weight=AGN_WEIGHTS[turn])
         if turn == 4:
             worker.optimizer.get_init_op(1)()
         if turn == 5:

@@ -42,10 +42,10 @@ def all_scalars(
     scalars: Sequence[float],
     *,
     first: int = 0,
-    period: int = 3,
+    divisor: float = 3.0,
 ) -> tuple[float, ...]:
     """All scalars of the kernel; ``scalars`` are those of its rule."""
-    lead = {"plain": (), "local": (first,), "global": (period,)}[kernel.variant]
+    lead = {"plain": (), "local": (first,), "global": (divisor,)}[kernel.variant]
     return (len(layout(kernel, template)) - 1, *lead, *scalars)
 
 

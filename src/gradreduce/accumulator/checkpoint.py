@@ -26,7 +26,7 @@ from gradreduce.checkpoint import (
     validate_state,
 )
 from gradreduce.errors import CollectiveError, about, brief
-from gradreduce.weights import ONE, parts_of, sum_weights
+from gradreduce.weights import ONE, is_too_large, parts_of, sum_weights
 
 from .state import AccumulatorState
 from .take_queue import complete_ready
@@ -138,7 +138,7 @@ def _table(
     """
     weight = StateEntry(
         lambda: parts_of(state.weight()),
-        partial(_sum_of_weights, is_empty),
+        partial(sum_of_weights, is_empty),
         lambda excess: partial(state.update, excess=excess),
     )
     return StateTable(
@@ -169,7 +169,7 @@ def _table(
     )
 
 
-def _sum_of_weights(is_empty: bool, where: str, saved: Any) -> int:
+def sum_of_weights(is_empty: bool, where: str, saved: Any) -> int:
     """Validates the saved sum of weights, a list of numbers; returns it in exact units."""
     found = plain(where, saved)
     if not isinstance(found, list) or not all([type(each) in (int, float) for each in found]):
@@ -178,8 +178,8 @@ def _sum_of_weights(is_empty: bool, where: str, saved: Any) -> int:
         total = sum_weights(map(float, found))
     except (OverflowError, ValueError):
         total = -1
-    if total < 0 or (is_empty and total):
-        wanted = "empty" if is_empty else "finite numbers, whose sum is at least 0"
+    if total < 0 or is_too_large(total) or (is_empty and total):
+        wanted = "empty" if is_empty else "finite numbers, whose sum is at least 0 and finite"
         raise ValueError(f"{where}={brief(found)} must be {wanted}")
     return total
 

@@ -62,8 +62,8 @@ def _local(step: _UpdateStep, scalars: Sequence[Any], operands: Arrays, scratch:
 
 
 def _global(step: _UpdateStep, scalars: Sequence[Any], operands: Arrays, scratch: Arrays) -> None:
-    (*changed, copy, total), (period, *others), (mean, *spare) = operands, scalars, scratch
-    np.true_divide(total, period, out=mean)
+    (*changed, copy, total), (divisor, *others), (mean, *spare) = operands, scalars, scratch
+    np.true_divide(total, divisor, out=mean)
     step(*changed, mean, *(spare or scratch), *others)  # no spare: the mean may be overwritten
     np.copyto(copy, changed[0])
 
@@ -75,13 +75,13 @@ class _KernelForm:
     Attributes:
         block: the NumPy reference of one block.
         num_more: the number of operands between the slots and the gradient, without masters.
-        lead: the names of scalars before those of the rule.
+        lead: the names and dtypes of scalars before those of the rule.
         num_scratch: the number of scratch arrays besides those of the rule.
     """
 
     block: Callable[..., None]
     num_more: int = 0
-    lead: tuple[str, ...] = ()
+    lead: tuple[tuple[str, str], ...] = ()
     num_scratch: int = 0
 
 
@@ -89,10 +89,10 @@ _FORMS: dict[Variant, _KernelForm] = {
     "plain": _KernelForm(_plain),
     # The extra operand is the sum of a period, in the accumulate dtype. first: 1 writes the
     # gradient to it, 0 adds the gradient.
-    "local": _KernelForm(_local, 1, ("first",)),
+    "local": _KernelForm(_local, 1, (("first", "int64"),)),
     # The extra operand is the pulled copy, with its master if the variable has one. The gradient is
-    # the sum, which is divided by ``period``.
-    "global": _KernelForm(_global, 1, ("period",), 1),
+    # the sum, which is divided by ``divisor``.
+    "global": _KernelForm(_global, 1, (("divisor", "float64"),), 1),
 }
 
 
@@ -132,7 +132,7 @@ def _prefix(variant: Variant) -> str:
 def _kernel(rule: UpdateRule, variant: Variant) -> RuleKernel:
     """Creates the kernel of a rule in one variant."""
     form = _FORMS[variant]
-    scalars = [*((name, "int64") for name in ("num_written", *form.lead)),
+    scalars = [("num_written", "int64"), *form.lead,
                *((name, "float64") for name in rule.scalars)]  # fmt: skip
     return RuleKernel(
         _prefix(variant) + rule.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce import ops
@@ -61,9 +62,13 @@ def ready_count(global_step: Variable | None) -> Callable[[], None]:
 
 
 def validate_pairs(
-    grads_and_vars: Iterable[tuple[Any, Variable]],
+    grads_and_vars: Iterable[tuple[Any, Variable]], *, is_read: bool = True
 ) -> tuple[list[Any], list[Variable]]:
     """Validates pairs; returns the gradients that are not None, and their variables.
+
+    Args:
+        grads_and_vars: the pairs.
+        is_read: False: returns no gradients, which may all be None, and all variables.
 
     Raises:
         ValueError: there is no pair, a variable is in two pairs, or all gradients are None.
@@ -87,6 +92,8 @@ def validate_pairs(
             f"grads_and_vars contains {listed(repeated(variables))} more than once; pass each "
             "variable once"
         )
+    if not is_read:
+        return [], variables
     gradients = [grad for grad, _ in pairs if grad is not None]
     if not gradients:
         raise ValueError(
@@ -116,6 +123,7 @@ def to_variables(
     cross_device_ops: CrossDeviceOps,
     *,
     over_processes: bool = False,
+    weights: Sequence[float] | None = None,
 ) -> list[Colocated]:
     """Returns, for each variable, a gradient colocated with each of its copies.
 
@@ -127,6 +135,7 @@ def to_variables(
         cross_device_ops: reduces ``PerReplica`` gradients.
         over_processes: whether an array or IndexedSlices is the gradient of this process, which is
             averaged over the processes of the mesh. False: it is reduced already.
+        weights: the weight of each replica of ``PerReplica`` gradients; None: all are 1.
 
     Raises:
         ValueError: a gradient has another shape, dtype or device than its variable, or rows that
@@ -144,7 +153,10 @@ def to_variables(
         for grad, var in zip(placed, variables, strict=True)
         if isinstance(grad, PerReplica)
     ]
-    reduced = iter(cross_device_ops.batch_reduce(ReduceOp.MEAN, per_replica) if per_replica else ())
+    mean = partial(cross_device_ops.batch_reduce, ReduceOp.MEAN)
+    if weights is not None:  # subclasses of callers may take none
+        mean = partial(mean, weights=weights)
+    reduced = iter(mean(per_replica) if per_replica else ())
     return [
         _colocate(next(reduced) if isinstance(grad, PerReplica) else grad, var)
         for grad, var in zip(placed, variables, strict=True)

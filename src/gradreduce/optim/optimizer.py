@@ -402,15 +402,22 @@ class Optimizer(OptimizerState):
             (array([0.5, 1.5], dtype=float32), 1)
         """
         as_deadline(deadline)  # an invalid one raises before the loss is called
+        options = (gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss)
+        pairs = self._gradients_to_apply(loss, var_list, *options, engine=engine)
+        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
+
+    def _gradients_to_apply(
+        self, loss: Callable[[], Any], var_list: Any, *options: Any, engine: Engine | None
+    ) -> list[tuple[Any, Variable]]:
+        """Computes the gradients of all replicas; the arguments are those of ``minimize``."""
         check_outside_replica("minimize")
         if isinstance(var_list, Iterator):  # used once for each replica
             var_list = list(var_list)
-        options = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
         _, pairs = gradients_of_replicas(
-            lambda: (None, self.compute_gradients(loss, *options, grad_loss, engine=engine)),
+            lambda: (None, self.compute_gradients(loss, var_list, *options, engine=engine)),
             self._devices,
         )
-        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
+        return pairs
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.
@@ -498,6 +505,7 @@ class Optimizer(OptimizerState):
         *,
         over_processes: bool = False,
         rehearse: Callable[..., None] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> Sequence[Part]:
         """Validates gradients; returns a colocated gradient for each copy of each variable.
 
@@ -508,6 +516,7 @@ class Optimizer(OptimizerState):
             others: without a plan, what the call writes besides the variables and their slots.
             over_processes: whether arrays and IndexedSlices are averaged over processes.
             rehearse: called instead of ``_rehearse_update``.
+            weights: the weight of each replica of ``PerReplica`` gradients; None: all are 1.
         """
         plain = None if plan is None or over_processes else plan.plain(gradients)
         if plain is not None:
@@ -521,7 +530,11 @@ class Optimizer(OptimizerState):
         rehearse(sparse, sparse=True)
         rehearse([] if plan else variables)
         colocated = to_variables(
-            gradients, variables, self.cross_device_ops, over_processes=over_processes
+            gradients,
+            variables,
+            self.cross_device_ops,
+            over_processes=over_processes,
+            weights=weights,
         )
         ranges = self._slots.ranges(variables, others) if plan is None else plan.ranges
         check_no_overlap(variables, colocated, ranges)

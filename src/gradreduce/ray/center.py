@@ -218,6 +218,7 @@ class RemoteCenter(Center):
         variables: WorkerVariables,
         config: PushConfig,
         scalars: Scalars,
+        weight: float,
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
@@ -235,8 +236,9 @@ class RemoteCenter(Center):
             sent = connection.sent
             if sent is None or sent.sums is not sums or sent.names != names:
                 sent = connection.sent = SentSums(variables, names, config)
-            command, messages = Push(names, sent.sparse, config, scalars, settings), sent.messages()
-            return self._client.call(command, messages, origin, key, _time_left(self.devices[0]))
+            command = Push(names, sent.sparse, config, scalars, settings, weight)
+            left = _time_left(self.devices[0])
+            return self._client.call(command, sent.messages(), origin, key, left)
 
         self._exchange(optimizer, variables, sums, call, then)
 

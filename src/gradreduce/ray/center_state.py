@@ -100,33 +100,37 @@ class DensePush:
         self._packs = columns[0] if columns else []  # the small variables
         self._rows = rows
         small = zip(*columns, strict=True)
-        self._plan = self._plan_updates(
+        self._plans = self._plan_updates(
             [("small variables", row, total) for row, total in zip(small, self._sums, strict=True)]
         )
 
-    def run(self, scalars: Scalars, message: TensorMessage) -> TensorMessage:
-        """Pushes the sums of a message; returns the new values."""
+    def run(self, scalars: Scalars, weight: float, message: TensorMessage) -> TensorMessage:
+        """Pushes the sums of a message, divided by a weight; returns the new values."""
         self._layout.upload(self._sums, message)
         names, alone = self.key.names, self._layout.alone(self._device, message)
         rows = {index: [each.buffers[0] for each in self._rows[index]] for index in alone}
         rest = self._plan_updates(
             [(names[index], row, alone[index]) for index, row in rows.items()]
         )
-        self._plan(scalars, partial(rest, scalars, lambda: None))
+        push: Callable[[], None] = lambda: None  # noqa: E731
+        for plan in (*rest, *self._plans):  # the last one calls the others
+            plan.weight = weight
+            push = partial(plan.run, scalars, push)
+        push()
         return self._layout.message_of(self._packs, {index: row[0] for index, row in rows.items()})
 
     def _plan_updates(
         self, updates: Sequence[tuple[str, Sequence[Buffer], Buffer]]
-    ) -> Callable[[Scalars, Callable[[], None]], None]:
-        """Returns the ``run`` of a plan.
+    ) -> list[PushPlan]:
+        """Returns a plan of updates, or none.
 
         Args:
             updates: for each update its name, the Buffers that it writes, and the sum.
         """
         if not updates:
-            return lambda scalars, then: then()
+            return []
         pushed = [PushedVariable(name, row, (total,), [row[:1]]) for name, row, total in updates]
-        return PushPlan(pushed, self._optimizer, self.key.config, self._failed).run
+        return [PushPlan(pushed, self._optimizer, self.key.config, 1.0, self._failed)]
 
 
 class CenterShardState(ShardState):
@@ -219,7 +223,7 @@ class CenterShardState(ShardState):
         if self._dense is None or self._dense.key != key:
             self._dense = self._dense_push(key, optimizer)
         if self._dense is not None:
-            answer = self._dense.run(command.scalars, message)
+            answer = self._dense.run(command.scalars, command.weight, message)
         else:
             launch, self._checked = self._checked, None
             if names:
@@ -286,7 +290,7 @@ class CenterShardState(ShardState):
             PushedVariable(name, written, total, (), then)
             for name, written, total, then in zip(names, rows, sums, last, strict=True)
         ]
-        plan = PushPlan(pushed, optimizer, command.config, self._note_fault)
+        plan = PushPlan(pushed, optimizer, command.config, command.weight, self._note_fault)
         return partial(plan.ready(command.scalars), lambda: None)
 
     def _operands(

@@ -162,6 +162,7 @@ class Push(Change[TensorMessage | None]):
         config: settings of the push.
         scalars: scalars of the rule.
         settings: attributes of the optimizer that choose its rule.
+        weight: the sum of the weights of the period, which the sums are divided by.
     """
 
     names: list[list[str]]
@@ -169,6 +170,7 @@ class Push(Change[TensorMessage | None]):
     config: PushConfig
     scalars: Scalars
     settings: Mapping[str, Any]
+    weight: float
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def dtypes_of(kernel, template, num_operands, num_written):
 
 def launch_of(kernel, template):
     if isinstance(kernel, RuleKernel):
-        scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], period=1)
+        scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], divisor=1.0)
         return len(layout(kernel, template)), scalars
     if kernel.name == "add_n" and template[2]:
         return 1 + template[2], (template[2],)
@@ -368,7 +368,7 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
     divides = all("float" in part for part in template if isinstance(part, str))
     if isinstance(kernel, RuleKernel):
         numbers = FORMULAS[rule_of(kernel)][2]
-        return [all_scalars(kernel, template, numbers, first=k % 2, period=3 - k % 3)
+        return [all_scalars(kernel, template, numbers, first=k % 2, divisor=(3.5, 2.0, 1.0)[k % 3])
                 for k in range(4)]  # fmt: skip
     if name == "all_sum":
         by, n = (10.1, 7.0) if divides else (1.0, 1.0), template[2]

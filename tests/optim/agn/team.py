@@ -130,14 +130,20 @@ class ModelWorker:
         }
         self.pulled = {name: copy.value for name, copy in self.local.items()}
         self.sums = {name: None for name in starts}  # sum, and the rows that were touched
+        self.weights = []  # of the steps since the last push
         self.steps = self.turn = 0
 
-    def step(self, grads) -> bool:
+    def refuses(self, weight) -> bool:
+        """Whether all steps of the period would have weight 0."""
+        return not (weight or any(self.weights) or (self.steps + 1) % self.period)
+
+    def step(self, grads, weight=1) -> bool:
         """Runs a step with dense gradients, each with the rows that it touches."""
-        self.turn += 1
-        for name, (grad, rows) in grads.items():
+        self.turn += weight != 0
+        self.weights.append(weight)
+        for name, (grad, rows) in grads.items() if weight else ():
             move(self.local[name], self.turn, grad[rows], rows)
-            wide = grad.astype(self.local[name].wide)
+            wide = grad.astype(self.local[name].wide) * weight
             total, touched = self.sums[name] or (np.zeros_like(wide), set())
             self.sums[name] = (total + wide, None if rows is ... or touched is None
                                else touched | set(rows))  # fmt: skip
@@ -147,6 +153,7 @@ class ModelWorker:
         self.turn += 1
         for name in self.sums:
             self.push(name)
+        self.weights = []
         return True
 
     def push(self, name):
@@ -157,7 +164,9 @@ class ModelWorker:
             away = center.value.astype(center.wide) - self.pulled[name].astype(center.wide)
             total = total / (away * away / center.wide.type(self.gamma) + center.wide.type(1))
         rows = ... if touched is None else sorted(touched)
-        move(center, self.turn, (total / center.wide.type(self.period))[rows], rows)
+        weight = sum(self.weights)
+        by = self.period if weight == len(self.weights) else weight
+        move(center, self.turn, (total / center.wide.type(by))[rows], rows)
         local.state[0] = center.state[0].copy()
         self.pulled[name], self.sums[name] = center.value, None
         for name, state in zip(KINDS[self.kind][2], local.state[1:], strict=True):
@@ -169,6 +178,7 @@ class ModelWorker:
         for name, center in self.center.items():
             self.local[name].state[0] = center.state[0].copy()
             self.pulled[name], self.sums[name] = center.value, None
+        self.weights = []
 
     def check(self, worker: Worker):
         """Checks all values, bit by bit, on every device of the worker."""

@@ -55,7 +55,9 @@ def trained(mesh, center, kind, **options):
             with team[1].optimizer.make_session_run_hook(False, 1):
                 pass
         for place, worker in enumerate(team):
-            worker.step(gradients(2 * turn + place))
+            # The first period has no weights, the others have.
+            weight = (1, [3, 1][: 2 - place], 0, 0.75, 1, 5)[max(0, turn - 2) % 6]
+            worker.step(gradients(2 * turn + place), weight=weight)
     return [worker.everything() for worker in team]
 
 
@@ -68,6 +70,21 @@ def test_training_over_a_center_elsewhere_has_the_same_bits(modules, here, kind,
         for center in (gr.AGNCenter(here), center_on_shards(modules, here, num_shards)[0])
     )
     assert found == wanted
+
+
+def test_a_push_carries_the_sum_of_the_weights(modules, here, monkeypatch):
+    elsewhere, client = center_on_shards(modules, here, 2)
+    found, call = [], client.call
+
+    def recording(command, *rest):
+        found.append(getattr(command, "weight", None))
+        return call(command, *rest)
+
+    monkeypatch.setattr(client, "call", recording)
+    worker = Worker(here[[0, 1]], elsewhere, STARTS, lambda: KINDS["momentum"][1](), period=2)
+    for weight in (1, 1, 3, [2, 0.5], 0, 0.25, 1e16, 1):
+        worker.step(gradients(1), weight=weight)
+    assert [each for each in found if each is not None] == [2, 5.5, 0.25, 1e16]
 
 
 def test_ctrl_c_ends_a_push_that_waits_and_the_next_call_makes_it(modules, here, monkeypatch):

@@ -12,12 +12,15 @@ import gradreduce as gr
 
 pytestmark = BOTH_IMPLEMENTATIONS
 FORMS = ("dense", "dense", "rows", "no rows", "none", "replicas", "rows of replicas")
+# Of a step, or of each replica.
+WEIGHTS = (1,) * 8 + (0, 2, 3, 0.5, 4096, (3, 1), (2, 2), (1, 0), (0, 0))
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 7),
         st.tuples(*[st.sampled_from(FORMS)] * 3),
         st.booleans(),
         st.sampled_from([False, False, False, True]),
+        st.sampled_from(WEIGHTS),
     ),
     min_size=1,
     max_size=12,
@@ -30,7 +33,7 @@ SETTINGS = settings(
 ROWS = np.array([3, 1, 3])
 
 
-def gradient(form, worker, name, dtype, seed):
+def gradient(form, worker, name, dtype, seed, weight):
     """A gradient for the optimizer; and for the model, a dense one and the rows it touches."""
     var = worker.variables[name]
     if not var.shape and "rows" in form:
@@ -46,6 +49,9 @@ def gradient(form, worker, name, dtype, seed):
     apart = [values] * len(var.devices)
     if len(apart) > 1:  # replicas that differ, of the same mean
         apart[0], apart[1] = values + values, values - values
+    if "replicas" in form and isinstance(weight, tuple) and any(weight):
+        values = (apart[0] * weight[0] / sum(weight)).astype(dtype)
+        apart = [part if each else part * np.nan for part, each in zip(apart, weight, strict=True)]
     if "rows" not in form:
         given = values if form == "dense" else gr.PerReplica(apart, devices=var.devices)
         return given, (values, ...)
@@ -81,7 +87,7 @@ class Run:
         self.shared = gr.Variable(0, trainable=False, dtype="int64", device=mesh.devices[0])
         self.pushes = 0
 
-    def step(self, place, forms, looks, starts, seed):
+    def step(self, place, forms, looks, starts, weight, seed):
         worker, model = (each[place % len(self.workers)] for each in (self.workers, self.models))
         if starts:
             start = worker.optimizer.get_init_op(place)
@@ -91,27 +97,37 @@ class Run:
             model.check(worker)
             model.check_sums(worker)
         found = {
-            name: gradient(form, worker, name, self.dtype, 3 * seed + at)
+            name: gradient(form, worker, name, self.dtype, 3 * seed + at, weight)
             for at, (form, name) in enumerate(zip(forms, STARTS, strict=True))
         }
-        if all(given is None for given, _ in found.values()):
+        total = sum(weight) if isinstance(weight, tuple) else weight
+        if total and all(given is None for given, _ in found.values()):
             return
+        if isinstance(weight, tuple) and len(worker.getter.devices) == 1:
+            weight = [total]
         whole_rows = {
             name: (dense, ... if self.kind in ("adam", "adamw", "lion") else rows)
             for name, (given, pair) in found.items() if given is not None
             for dense, rows in [pair]
         }  # fmt: skip
-        wanted = model.step(whole_rows)
         given = {name: grad for name, (grad, _) in found.items()}
-        assert worker.step(given, global_step=self.shared) is wanted
+        if not total:  # the gradients are not read
+            given = dict.fromkeys(given)
+        if model.refuses(total):
+            with pytest.raises(ValueError, match="steps of this period would have weight 0"):
+                worker.step(given, weight=weight)
+            return
+        wanted = model.step(whole_rows, total)
+        more = {} if weight == 1 else {"weight": weight}
+        assert worker.step(given, global_step=self.shared, **more) is wanted
         self.pushes += wanted
         model.check(worker)
         if looks:  # which changes nothing of what comes
             model.check_sums(worker)
 
     def run(self, steps):
-        for seed, (place, forms, looks, starts) in enumerate(steps):
-            self.step(place, forms, looks, starts, seed)
+        for seed, step in enumerate(steps):
+            self.step(*step, seed)
         for worker, model in zip(self.workers, self.models, strict=True):
             model.check(worker)
             model.check_sums(worker)
@@ -153,6 +169,7 @@ def test_half_precision(mesh, kind, dtype, masters, mirrored):
     """The data are exact; the rule rounds where the model rounds."""
     forms = [("dense", "dense", "dense"), ("rows", "none", "dense"), ("replicas", "rows", "dense"),
              ("rows of replicas", "dense", "none")]  # fmt: skip
-    steps = [(place, forms[turn % 4], turn % 3 == 0, turn == 3)
+    weights = 1, 1, 3, (3, 1), 1.5, 0.5
+    steps = [(place, forms[turn % 4], turn % 3 == 0, turn == 3, weights[turn])
              for turn in range(6) for place in (0, 1)]  # fmt: skip
     Run(mesh, kind, 2, 2, dtype=dtype, masters=masters, mirrored=mirrored).run(steps)

@@ -155,6 +155,7 @@ class CenterState(Center):
         variables: WorkerVariables,
         config: PushConfig,
         scalars: Scalars,
+        weight: float,
         then: Callable[[], None],
     ) -> None:
         """See ``Center``."""
@@ -165,12 +166,13 @@ class CenterState(Center):
             own = self.slots and self.slots.by_name  # replaced by a checkpoint that is loaded
             if plan is None or sums is not variables.sums or slots is not own:
                 sums = variables.sums
-                plan = self._push_plan(optimizer, variables, config)
+                plan = self._push_plan(optimizer, variables, config, weight)
+            plan.weight = weight
             plan.run(scalars, then)
             variables.last_push = (plan, sums, own) if plan.is_reusable else None
 
     def _push_plan(
-        self, optimizer: Optimizer, variables: WorkerVariables, config: PushConfig
+        self, optimizer: Optimizer, variables: WorkerVariables, config: PushConfig, weight: float
     ) -> PushPlan:
         """Plans a push of the sums of a worker."""
         slots, centers, sums = optimizer._slots, variables.centers, variables.sums
@@ -185,7 +187,8 @@ class CenterState(Center):
             )
             for written, (var, total) in zip(rows, sums.items(), strict=True)
         ]
-        return PushPlan(pushed, optimizer, config, partial(self.mark_push_failed, config.task))
+        failed = partial(self.mark_push_failed, config.task)
+        return PushPlan(pushed, optimizer, config, weight, failed)
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]

@@ -13,6 +13,7 @@ from typing import Any
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.weights import ONE
 
 from .push import PushConfig, PushPlan
 from .session_hook import Registry
@@ -24,8 +25,10 @@ class WorkerVariables:
 
     Attributes:
         centers: the center variable of each variable, in the order of creation.
-        sums: the sums of gradients since the last push. A step or push sets a new mapping; items
-            are not added to, or removed from, the old one.
+        sums: the sums of gradients times weights since the last push. A step or push sets a new
+            mapping; items are not added to, or removed from, the old one.
+        count: the number of steps since the last push or pull.
+        excess: the sum of weight - 1 of these steps, in the units of ``weights.py``.
         pulled: the value from which the distance scaling measures, on the worker's first device;
             see ``Worker._end_period``.
         num_steps: the number of local steps.
@@ -36,9 +39,14 @@ class WorkerVariables:
     def __init__(self) -> None:
         self.centers: dict[Variable, Variable] = {}
         self.sums: Sums = {}
+        self.count = self.excess = 0
         self.pulled: dict[Variable, Buffer] = {}
         self.num_steps = 0
         self.last_push: tuple[PushPlan, Sums, object] | None = None
+
+    def weight(self) -> int:
+        """Returns the sum of the weights since the last push or pull, in exact units."""
+        return self.count * ONE + self.excess
 
     def center_of(self, var: Any) -> Variable:
         """Returns the center variable of ``var``; raises ``KeyError`` if there is none."""
@@ -125,6 +133,7 @@ class Center(ABC):
         variables: WorkerVariables,
         config: PushConfig,
         scalars: Scalars,
+        weight: float,
         then: Callable[[], None],
     ) -> None:
         """Updates the center by ``variables.sums``, and pulls.
@@ -138,6 +147,7 @@ class Center(ABC):
                 their masters.
             config: settings of the push.
             scalars: the scalars of the rule.
+            weight: the sum of the weights of the period, which the sums are divided by.
             then: called at the end, while Ctrl-C is deferred. It replaces the sums and records the
                 values that were pulled.
         """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from gradreduce.accumulator.checkpoint import sum_of_weights
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.variable import Variable
 from gradreduce.checkpoint import (
@@ -20,6 +21,7 @@ from gradreduce.checkpoint import (
     constant,
     flag,
     integer,
+    load_all,
     optional,
     queue_copy,
     some_of,
@@ -27,9 +29,10 @@ from gradreduce.checkpoint import (
     validate_state,
     values_of,
 )
-from gradreduce.errors import listed
+from gradreduce.errors import brief, listed
 from gradreduce.optim.checkpoint import slots_table
 from gradreduce.optim.slots import Slots
+from gradreduce.weights import parts_of
 
 from .sums import Sum
 from .worker import Worker
@@ -58,9 +61,16 @@ def ready_center(
     return table.ready(validate_state("state", state, table))
 
 
-def worker_table(worker: Worker) -> StateTable:
-    """Returns the table of a worker."""
+def worker_table(worker: Worker, *, has_weight: bool) -> StateTable:
+    """Returns the table of a worker.
+
+    Args:
+        worker: the worker.
+        has_weight: whether the state has the sum of the weights of the steps since the last push.
+            Otherwise all of them are 1.
+    """
     shared = worker.variables
+    weight = StateEntry(lambda: parts_of(shared.weight()), partial(sum_of_weights, False))
     variables = by_name(shared.centers)
     return StateTable(
         format=constant(_WORKER),
@@ -93,13 +103,15 @@ def worker_table(worker: Worker) -> StateTable:
             ),
         ),
         local_step=attribute(shared, "num_steps", integer(0, 2**31 - 1)),
+        **({"weight": weight} if has_weight else {}),
         is_due=attribute(worker, "push_pending", flag),
     )
 
 
 def load_worker(worker: Worker, state: Any) -> None:
     """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``."""
-    table = worker_table(worker)
+    has_weight = isinstance(state, Mapping) and "weight" in state
+    table = worker_table(worker, has_weight=has_weight)
     values = validate_state("state", state, table)
     unknown = sorted(values["sums"].keys() - values["pulled"].keys())
     if unknown and worker.config.gamma is not None:
@@ -109,7 +121,19 @@ def load_worker(worker: Worker, state: Any) -> None:
         )
     if values["is_due"] and not values["sums"]:
         raise ValueError("state['is_due'] is true, but there are no sums to push")
-    table.ready(values)()
+    if has_weight and bool(values["weight"]) is not bool(values["sums"]):
+        raise ValueError(
+            f"state['weight'] is {brief(state['weight'])}, but state['sums'] has "
+            f"{len(values['sums'])} sums; the first is empty if there are none"
+        )
+    if has_weight:
+        count, excess = 0, values["weight"]
+    else:
+        period = worker.period
+        count, excess = (values["local_step"] % period or period) if values["sums"] else 0, 0
+    load_all(
+        [table.ready(values), partial(vars(worker.variables).update, count=count, excess=excess)]
+    )
 
 
 def _ready_sum(var: Variable, where: str, saved: Any) -> Callable[[], Sum]:

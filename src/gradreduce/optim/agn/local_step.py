@@ -1,7 +1,7 @@
 """Local steps of a worker: add gradients to the period's sums, and update variables.
 
-With a compiled rule, one launch does both for dense gradients. For sparse gradients and Python
-rules, the update is that of ``Optimizer``, and separate launches add the gradients.
+With a compiled rule, one launch does both for dense gradients. For sparse gradients, Python rules
+and weights, the update is that of ``Optimizer``, and separate launches add the gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gradreduce.device import Buffer, by_physical
 from gradreduce.optim.gradient_inputs import Colocated, make_dense
 from gradreduce.optim.optimizer import Optimizer, Scalars, gradients_like
 from gradreduce.optim.update_plan import Plan
+from gradreduce.sums.aggregators import scaled
 
 from .push import PushConfig, PushedVariable, PushPlan
 from .sums import Sum, Sums, dense_sum
@@ -29,12 +30,14 @@ class LocalStep:
     """A local step of a worker, with all memory allocated; ``launches`` run it.
 
     Its stages are accumulate and update. For dense gradients and a compiled rule, one launch for
-    each physical device and dtype does both; otherwise the update is launched first.
+    each physical device and dtype does both; otherwise, and for a weight that is not 1, the update
+    is launched first.
 
     Args:
         optimizer: has the rule and slots of the variables.
         scalars: the scalars of the rule.
         sums: the sums of the period so far.
+        weight: multiplies the gradients that are added to the sums, not those of the update.
 
     Attributes:
         launches: called in this order.
@@ -43,8 +46,10 @@ class LocalStep:
             Python rule.
     """
 
-    def __init__(self, optimizer: Optimizer, scalars: Scalars, sums: Sums) -> None:
-        self._optimizer, self._scalars = optimizer, scalars
+    def __init__(
+        self, optimizer: Optimizer, scalars: Scalars, sums: Sums, weight: float = 1.0
+    ) -> None:
+        self._optimizer, self._scalars, self._weight = optimizer, scalars, weight
         self.launches: list[Callable[[], None]] = []
         self.sums = sums
         self.plan: Plan | None = None
@@ -88,6 +93,8 @@ class LocalStep:
     def accumulate_and_update(self, plan: Plan, gradients: Sequence[Part]) -> None:
         """Prepares one launch for each physical device and dtype, by a compiled rule.
 
+        If the weight is not 1, there are two: the update, and the addition to the sums.
+
         Args:
             plan: the plan of the variables and their sums. Either all of the variables have a sum,
                 which is in the plan's memory, or none has.
@@ -98,7 +105,14 @@ class LocalStep:
             self.sums = {**self.sums, **plan.totals} if self.sums else plan.totals
         scalars = (int(first), *self._scalars)
         for job in plan.jobs(gradients):
-            self.launches += self._optimizer._ready(job, scalars, "local")
+            if self._weight == 1:
+                self.launches += self._optimizer._ready(job, scalars, "local")
+                continue
+            totals, terms = zip(*[row[-2:] for row in job.updates], strict=True)
+            job.updates = [[*row[:-2], row[-1]] for row in job.updates]
+            self.launches += self._optimizer._ready(job, self._scalars)
+            add = ops.scale if first else ops.add_scaled
+            self.launches.append(partial(add, totals, terms, self._weight, device=job.device))
 
     def _accumulate(self, gradients: Mapping[Variable, Colocated]) -> Launches:
         """Returns launches that add gradients to the sums."""
@@ -109,6 +123,8 @@ class LocalStep:
             total, gradient = self.sums.get(var), colocated[0]
             if isinstance(gradient, IndexedSlices) and not isinstance(total, tuple):
                 values, segments = gradient.values, ops.plan_segments(gradient.indices)
+                if self._weight != 1:
+                    values = scaled(values, self._weight)
                 addend = Addend(0, values, var.shape, segments)
                 sparse.append(Addition(var, 0, var.devices[0], total, [addend]))
             else:
@@ -118,7 +134,13 @@ class LocalStep:
         launches = []
         for indices in by_physical([total.device for total, _ in rows]).values():
             on_gpu = [rows[index] for index in indices]
-            launches.append(partial(ops.add_to_rows, on_gpu, on_gpu[0][0].device))
+            device = on_gpu[0][0].device
+            if self._weight == 1:
+                launches.append(partial(ops.add_to_rows, on_gpu, device))
+            else:
+                totals, addends = zip(*on_gpu, strict=True)
+                add = partial(ops.add_scaled, totals, addends, self._weight, device=device)
+                launches.append(add)
         out_of_place, in_place = launches_of(SPARSE, sparse)
         self.sums = {**self.sums, **added, **{each.owner: each.total for each in sparse}}
         return [*launches, *out_of_place, *in_place]
@@ -131,6 +153,7 @@ def rehearse_push(
     *,
     sparse: bool,
     steps: bool = False,
+    weight: float = 1.0,
 ) -> None:
     """Compiles the kernels of a push to variables like these.
 
@@ -140,22 +163,25 @@ def rehearse_push(
         config: settings of the push.
         sparse: whether some gradients are rows.
         steps: whether to compile also the kernels of the local steps before the push.
+        weight: 1 for steps without weights.
     """
 
     def push_each_sum(dry: Optimizer, likes: Sequence[Variable]) -> None:
         gradients: list[Sequence[Part]] = [[var.buffers[0] for var in likes]]
+        if weight != 1:  # the first gradient and later ones have different kernels
+            gradients *= 2
         if sparse:  # new rows, more rows, rows in place, an array, and rows that are added to it
             some, rows = [gradients_like(dry, likes, each) for each in ([0], [0, 1])]
             gradients = [some, rows, rows, *gradients, rows]
         sums: Sums = {}
         for parts in gradients:
-            step = LocalStep(dry, (), sums)
+            step = LocalStep(dry, (), sums, weight)
             step.add(likes, parts)
             launch_all(step.launches if steps else ())
             sums = step.sums
             rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
             pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
-            PushPlan(pushed, dry, config, lambda error: None).ready(())(lambda: None)
+            PushPlan(pushed, dry, config, 1.0, lambda error: None).ready(())(lambda: None)
 
-    what = ("a push", config.gamma is None, sparse, steps)
+    what = ("a push", config.gamma is None, sparse, steps, weight == 1)
     optimizer._rehearse(variables, what, push_each_sum)

@@ -2,10 +2,11 @@
 
 See arXiv 1710.02368.
 
-local:  w <- rule(w, g); a <- a + g                 each step
-global: c <- rule(c, a / period); w <- c; a <- 0    once per period
+local:  w <- rule(w, g); a <- a + weight * g                 each step
+global: c <- rule(c, a / sum of weights); w <- c; a <- 0     once per period
 
-With dense gradients each is one launch per GPU and dtype.
+With dense gradients each is one launch per GPU and dtype, if all weights are 1. A local step with
+another weight is two.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from gradreduce.accumulator.validate import as_timeout
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.variable import Variable
+from gradreduce.autodiff.gradients import Engine
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag, as_positive
 from gradreduce.errors import brief
@@ -24,10 +26,12 @@ from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.sums.aggregation import AggregationMethod
 
 from .checkpoint import load_worker, worker_table
 from .push import PushConfig
 from .session_hook import AGNHook
+from .step_weight import as_step_weight
 from .variables import AGNCustomGetter, step_counter
 from .worker import Worker
 
@@ -38,8 +42,8 @@ class AGNOptimizer(Optimizer):
     Create an AGNOptimizer for each worker, with its own getter and inner optimizer. Each
     ``apply_gradients`` updates the worker's variables by the inner rule and adds the gradients to a
     sum. Every ``communication_period`` calls, it also updates the center variables by the mean
-    (push), and copies them to the worker's variables (pull). ``docs/agn.md`` describes steps,
-    pushes, pulls, and workers with several replicas.
+    (push), and copies them to the worker's variables (pull). With ``weight=`` it is the weighted
+    mean. ``docs/agn.md`` describes steps, pushes, pulls, and workers with several replicas.
 
     After the training, read the center variables. Gradients of an unfinished period are not pushed.
 
@@ -109,13 +113,14 @@ class AGNOptimizer(Optimizer):
         self._num_worker = as_integer("num_worker", num_worker, least=1)
         period = as_integer("communication_period", communication_period, least=1)
         as_flag("use_locking", use_locking)
-        config = PushConfig(period, _as_scale(distance_scale), name)
+        config = PushConfig(_as_scale(distance_scale), name)
         self._step = step_counter(custom_getter._shared, custom_getter.devices[0])
         self._worker = Worker(
             optimizer,
             custom_getter._shared,
             self._center,
             config,
+            period=period,
             resets=as_flag("reset_momentum", reset_momentum),
         )
         _check_free(custom_getter, optimizer)
@@ -131,7 +136,7 @@ class AGNOptimizer(Optimizer):
     def __repr__(self) -> str:
         return (
             f"<AGNOptimizer {self._name!r} of {self._inner!r}, communication_period "
-            f"{self._worker.config.period}, local_step {self._worker.variables.num_steps}>"
+            f"{self._worker.period}, local_step {self._worker.variables.num_steps}>"
         )
 
     # -- members ----------------------------------------------------------------------------------
@@ -173,8 +178,12 @@ class AGNOptimizer(Optimizer):
         name: str | None = None,
         *,
         deadline: float | None = None,
+        weight: float | Sequence[float] = 1,
     ) -> bool:
         """Runs a local step and, every ``communication_period`` steps, a push and a pull.
+
+        A push is the mean of the gradients of its period, weighted by ``weight``: the sum of the
+        products, divided by the sum of the weights. The local step uses the gradients as they are.
 
         The host waits for devices only where ``Optimizer.apply_gradients`` does. It may wait until
         another worker has launched its push.
@@ -188,19 +197,101 @@ class AGNOptimizer(Optimizer):
             global_step: a Variable that is incremented by one with each push.
             name: ignored.
             deadline: seconds from now; if the devices are not done by then, the mesh fails.
+            weight: the weight of the gradients in the push, such as their number of examples: a
+                number of at least 0 on the host. For a worker with several replicas also a list
+                with a number for each: then ``PerReplica`` gradients are averaged with these
+                weights, for the local step too, and the weight of the step is their sum. A product
+                is rounded once to the accumulate dtype; the sum of weights is exact, and rounded
+                once to float64. With weight 0 the gradients are not read, and may be None or NaN:
+                the step is counted, but changes neither the worker's variables nor the push; with
+                0 in a list, that replica's are not read.
 
         Returns:
             True if it pushed and pulled, otherwise False.
 
         Raises:
             KeyError: the getter did not create a variable.
-            ValueError, TypeError: see ``Optimizer.apply_gradients``.
+            ValueError, TypeError: see ``Optimizer.apply_gradients``. Also if a weight is negative,
+                not finite or not a number, if a list has another length than the worker has
+                replicas, or if all steps of a period would have weight 0. That error is raised by
+                the call that would end the period, which is not counted: make it again with other
+                gradients and a weight above 0.
             CollectiveError: the center rejects pushes, because a push failed part-way.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+            >>> w = gr.get_variable("w", np.float32([0]), custom_getter=getter)
+            >>> inner = gr.GradientDescentOptimizer(1.0)
+            >>> optimizer = gr.AGNOptimizer(inner, 1, getter, communication_period=2)
+            >>> optimizer.apply_gradients([(np.float32([1]), w)], weight=3)
+            False
+            >>> optimizer.apply_gradients([(np.float32([5]), w)], weight=1)
+            True
+            >>> w.numpy()  # minus (3 * 1 + 1 * 5) / (3 + 1)
+            array([-2.], dtype=float32)
         """
         seconds = as_deadline(deadline)
-        gradients, variables = validate_pairs(grads_and_vars)
+        step_weight = as_step_weight(weight, len(self._getter.devices))
+        is_read = step_weight.units != 0
+        gradients, variables = validate_pairs(grads_and_vars, is_read=is_read)
         check_global_step(global_step)
-        return self._worker.apply(gradients, variables, global_step, seconds)
+        return self._worker.apply(gradients, variables, step_weight, global_step, seconds)
+
+    def minimize(  # noqa: PLR0913  # the signature of TensorFlow
+        self,
+        loss: Callable[[], Any],
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = Optimizer.GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
+        deadline: float | None = None,
+        weight: float | Sequence[float] = 1,
+    ) -> bool:
+        """Computes the gradients of ``loss`` on each replica and applies them, in one call.
+
+        See ``Optimizer.minimize``. The loss is called also if ``weight`` is 0.
+
+        Args:
+            loss: see ``Optimizer.minimize``.
+            global_step: see ``apply_gradients``.
+            var_list: see ``Optimizer.minimize``.
+            gate_gradients: see ``Optimizer.minimize``.
+            aggregation_method: see ``Optimizer.minimize``.
+            colocate_gradients_with_ops: see ``Optimizer.minimize``.
+            name: ignored.
+            grad_loss: see ``Optimizer.minimize``.
+            engine: see ``Optimizer.minimize``.
+            deadline: see ``apply_gradients``; it starts when the gradients are computed.
+            weight: see ``apply_gradients``.
+
+        Returns:
+            True if it pushed and pulled, otherwise False.
+
+        Raises:
+            Exception: any error of ``Optimizer.minimize`` and ``apply_gradients``.
+
+        Example:
+            >>> mesh = gr.open_mesh(1, backend="sim")
+            >>> getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+            >>> w = gr.get_variable("w", np.float32([0]), custom_getter=getter)
+            >>> inner = gr.GradientDescentOptimizer(1.0)
+            >>> optimizer = gr.AGNOptimizer(inner, 1, getter, communication_period=2)
+            >>> for batch in np.float32([1, 1, 1]), np.float32([5]):
+            ...     pushed = optimizer.minimize(lambda: np.mean(w * batch), weight=len(batch))
+            >>> w.numpy()
+            array([-2.], dtype=float32)
+        """
+        as_deadline(deadline)  # an invalid argument raises before the loss is called
+        as_step_weight(weight, len(self._getter.devices))
+        options = (gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss)
+        pairs = self._gradients_to_apply(loss, var_list, *options, engine=engine)
+        return self.apply_gradients(pairs, global_step, name, deadline=deadline, weight=weight)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates slots of worker and center.
@@ -292,9 +383,10 @@ class AGNOptimizer(Optimizer):
     ) -> dict[str, Any]:
         """Returns the state of the worker as host data, for a checkpoint.
 
-        The state has variables, sums of gradients, inner optimizer and ``local_step``. To continue
-        a training with the same bits, save the ``state_dict`` of all workers and of the center
-        while no worker runs a step. The call waits for the devices.
+        The state has variables, sums of gradients, inner optimizer and ``local_step``; if the
+        weights of the steps since the last push are not all 1, also their sum. To continue a
+        training with the same bits, save the ``state_dict`` of all workers and of the center while
+        no worker runs a step. The call waits for the devices.
 
         Args:
             deadline: seconds from now; if the devices are not done by then, the mesh fails.
@@ -304,7 +396,8 @@ class AGNOptimizer(Optimizer):
             ValueError: two variables have the same name, ``deadline`` is not a number above 0,
                 ``output_type`` is unknown, or it is ``"torch"`` and PyTorch is not imported.
         """
-        return downloader(as_deadline(deadline), output_type)(worker_table(self._worker).save())
+        table = worker_table(self._worker, has_weight=self._worker.variables.excess != 0)
+        return downloader(as_deadline(deadline), output_type)(table.save())
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None

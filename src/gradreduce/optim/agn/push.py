@@ -35,12 +35,10 @@ class PushConfig(NamedTuple):
     """Settings of a worker's pushes.
 
     Attributes:
-        period: the number of steps in a period; sums are divided by it.
         gamma: ``distance_scale``, or None.
         task: the name of the worker, for error messages.
     """
 
-    period: int
     gamma: float | None
     task: str
 
@@ -72,8 +70,9 @@ class PushPlan:
 
     - reduce: adds rows with the same index, and copies sums that the device cannot access;
     - scale: with a distance scaling, scales the sums;
-    - update: divides the sums by the period, updates the center, and writes the result to the
-      worker's variables. If that takes more than one launch, the means are computed first.
+    - update: divides the sums by the weight of the period, updates the center, and writes the
+      result to the worker's variables. If that takes more than one launch, the means are computed
+      first.
 
     A new plan runs the first two, and prepares the update. The lock of the center must be held from
     the creation of a plan, which reads the center, until ``run`` has returned.
@@ -82,9 +81,12 @@ class PushPlan:
         pushed: the memory of each variable, at least one; the slots exist.
         optimizer: has the rule, whose kernels are compiled.
         config: settings of the push.
+        weight: see below.
         failed: called with the error if the push fails part-way.
 
     Attributes:
+        weight: the sum of the weights of the period, which the sums are divided by. If the plan
+            runs again, it is set before.
         is_reusable: whether the plan can run again, because it has no temporary memory.
     """
 
@@ -93,9 +95,10 @@ class PushPlan:
         pushed: Sequence[PushedVariable],
         optimizer: Optimizer,
         config: PushConfig,
+        weight: float,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._optimizer, self._config, self._failed = optimizer, config, failed
+        self._optimizer, self.weight, self._failed = optimizer, weight, failed
         self.is_reusable = (
             config.gamma is None and optimizer._rule is not None and all(map(_is_in_reach, pushed))
         )
@@ -144,7 +147,7 @@ class PushPlan:
             self._jobs.append((UpdateJob(*zip(*fused, strict=True)), "global"))
         if apart:
             outs, totals = map(list, zip(*means, strict=True))
-            ops.pack(outs, totals, divisor=self._config.period, device=device)
+            ops.pack(outs, totals, divisor=self.weight, device=device)
             self._jobs.append((UpdateJob(*zip(*apart, strict=True)), "plain"))
 
     def run(self, scalars: Scalars, then: Callable[[], None]) -> None:
@@ -161,7 +164,7 @@ class PushPlan:
         Args:
             scalars: the scalars of the rule.
         """
-        lead = {"global": (self._config.period,), "plain": ()}
+        lead = {"global": (self.weight,), "plain": ()}
         with self._mesh_state.label_scope(self._label):
             launches = [
                 launch

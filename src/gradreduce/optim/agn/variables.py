@@ -70,7 +70,7 @@ def step_counter(worker: WorkerVariables, device: Device) -> LazyVariable:
 
 
 class Accumulation(LazyVariable):
-    """The sum of the gradients of a worker's variable since its last push.
+    """The sum of the gradients times weights of a worker's variable since its last push.
 
     Its dtype is the accumulate dtype: float32 for float16 and bfloat16. Reading a sparse sum
     returns a dense array, and the sum stays sparse: an update by rows has another result than an
@@ -221,7 +221,7 @@ class AGNCustomGetter(NotCopied):
         return self._shared.center_of(var)
 
     def accumulation(self, var: Variable) -> Variable:
-        """Returns the read-only sum of gradients of a variable since the last push.
+        """Returns the read-only sum of gradients times weights since the last push.
 
         The result is a Variable: zeros after a push, and float32 for float16 and bfloat16. Only the
         optimizer writes it; ``assign`` raises ``TypeError``. Reading a sum of sparse gradients

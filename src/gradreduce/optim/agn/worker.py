@@ -19,10 +19,12 @@ from gradreduce.device import Buffer, Device, PackInfo, copy_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.update_plan import Plan
+from gradreduce.weights import ONE, from_units, is_too_large
 
 from .center_interface import Center, WorkerVariables
 from .local_step import LocalStep, rehearse_push
 from .push import PushConfig
+from .step_weight import StepWeight
 
 
 class Worker:
@@ -33,12 +35,14 @@ class Worker:
         variables: the variables of the worker's getter.
         center: receives the pushes.
         config: the settings of the pushes.
+        period: the number of steps in a period.
         resets: whether a pull sets the worker's momentum to zero.
 
     Attributes:
         inner: see above.
         variables: see above.
         config: see above.
+        period: see above.
         push_pending: whether the next step must first retry a push, because the push failed before
             it changed the center.
     """
@@ -50,9 +54,10 @@ class Worker:
         center: Center,
         config: PushConfig,
         *,
+        period: int,
         resets: bool,
     ) -> None:
-        self.inner, self.variables, self.config = inner, variables, config
+        self.inner, self.variables, self.config, self.period = inner, variables, config, period
         self._center, self._resets = center, resets
         self.push_pending = False
         self._local: Plan | None = None  # the plan of the last step, if it was dense
@@ -61,35 +66,78 @@ class Worker:
         self,
         gradients: Sequence[Any],
         variables: Sequence[Variable],
+        weight: StepWeight,
         global_step: Variable | None,
         seconds: float | None,
     ) -> bool:
         """Implements ``AGNOptimizer.apply_gradients``, without validating arguments.
 
         Args:
-            gradients: one for each variable.
+            gradients: one for each variable; not used if the weight is 0.
             variables: each once.
+            weight: the weight of the step.
             global_step: a Variable that counts the pushes, or None.
             seconds: the seconds until the deadline, from ``as_deadline``.
         """
         inner, retry_push = self.inner, self.push_pending
+        self._check_weight(weight)
         plan = None if retry_push else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
         devices = plan.devices if plan else [each for var in variables for each in var.devices]
         with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
-            sums = self.variables.sums.values() if plan is None else ()
-            others = [copy for total in sums if isinstance(total, tuple) for copy in total]
-            if retry_push:  # the retried push writes the center before the step reads gradients
-                others += self._center.list_written_buffers(self.variables)
-            parts = inner._colocate_gradients(
-                gradients, variables, plan, others, rehearse=self._rehearse
-            )
+            parts = self._colocate(gradients, variables, plan, weight)
             if retry_push:
                 self._submit(self._ready_push(inner._slots.powers, variables, global_step))
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
-                self._step(variables, devices, parts, plan, global_step)
-        return retry_push or not self.variables.num_steps % self.config.period
+                self._step(variables, devices, parts, plan, weight, global_step)
+        return retry_push or not self.variables.num_steps % self.period
+
+    def _check_weight(self, weight: StepWeight) -> None:
+        """Raises ``ValueError`` unless the period can have a step of this weight."""
+        shared = self.variables
+        if weight.units == ONE and not shared.excess:
+            return
+        total = weight.units if self.push_pending else shared.weight() + weight.units
+        if is_too_large(total):
+            raise ValueError(
+                "weight: the sum of the weights of a period exceeds the largest float64"
+            )
+        if not total and self._is_at_end():
+            raise ValueError(
+                f"weight=0: all {self.period} steps of this period would have weight 0, and there "
+                "would be no mean to push; the last step needs a weight above 0"
+            )
+
+    def _is_at_end(self) -> bool:
+        """Whether the next step is the last of its period."""
+        return not (self.variables.num_steps + 1) % self.period
+
+    def _colocate(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        plan: Plan | None,
+        weight: StepWeight,
+    ) -> Sequence[Part]:
+        """Validates gradients; returns one for each copy of each variable, or () for weight 0."""
+        if not weight.units:
+            for var in variables:
+                self.variables.center_of(var)
+                var.devices[0].mesh_state.check_usable(var.devices[0])  # as no launch does
+            return ()
+        sums = self.variables.sums.values() if plan is None else ()
+        others = [copy for total in sums if isinstance(total, tuple) for copy in total]
+        if self.push_pending:  # the retried push writes the center before the step reads gradients
+            others += self._center.list_written_buffers(self.variables)
+        rehearse = self._rehearse
+        if weight.units != ONE:
+            rehearse = partial(rehearse, weight=weight.factor)
+            if plan is not None:
+                rehearse(variables)
+        return self.inner._colocate_gradients(
+            gradients, variables, plan, others, rehearse=rehearse, weights=weight.of_replicas
+        )
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -99,24 +147,30 @@ class Worker:
         devices: Sequence[Device],
         parts: Sequence[Part],
         plan: Plan | None,
+        weight: StepWeight,
         global_step: Variable | None,
     ) -> None:
         """Runs a local step, and a push if the step is the last of its period."""
-        inner, shared = self.inner, self.variables
-        # Called first, because a hyperparameter may be a callable that raises.
-        scalars, powers = inner._next_update(inner._slots.powers)
+        inner, powers = self.inner, self.inner._slots.powers
+        scalars: Scalars = ()
+        if parts:
+            # Called first, because a hyperparameter may be a callable that raises.
+            scalars, powers = inner._next_update(powers)
         pushes = []
-        if not (shared.num_steps + 1) % self.config.period:
+        if self._is_at_end():
             pushes = [self._ready_push(powers, variables, global_step)]
-        step = LocalStep(inner, scalars, shared.sums)
+        step = LocalStep(inner, scalars, self.variables.sums, weight.factor)
         if plan is not None and {*map(type, parts)} == {Buffer}:
             label = plan.label
             step.accumulate_and_update(plan, parts)
         else:
             label = PackInfo(range(len(variables)), names=[var.name for var in variables])
-            self.prepare(variables)
-            step.add(variables, parts, self._local)
-        count = partial(self._count_step, step, bool(pushes))
+            if parts:
+                self.prepare(variables)
+                step.add(variables, parts, self._local)
+            else:
+                step.plan = self._local
+        count = partial(self._count_step, step, weight, bool(pushes))
         self._submit(partial(inner._launch, step.launches, devices, label, powers, count), *pushes)
 
     def _submit(self, *calls: Callable[[], None]) -> None:
@@ -124,17 +178,21 @@ class Worker:
         with self._center.push_scope():
             launch_all(calls)
 
-    def _count_step(self, step: LocalStep, ends_period: bool) -> None:
+    def _count_step(self, step: LocalStep, weight: StepWeight, ends_period: bool) -> None:
         """Counts a local step whose work is launched; keeps the sums after it, and its plan."""
         self.variables.num_steps += 1
+        self.variables.count += 1
+        self.variables.excess += weight.units - ONE
         self.push_pending = ends_period  # until the push has been launched
         self.variables.sums, self._local = step.sums, step.plan
 
-    def _rehearse(self, variables: Sequence[Variable], *, sparse: bool = False) -> None:
+    def _rehearse(
+        self, variables: Sequence[Variable], *, sparse: bool = False, weight: float = 1.0
+    ) -> None:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
         for var in variables:
             self.variables.center_of(var)
-        rehearse_push(self.inner, variables, self.config, sparse=sparse, steps=True)
+        rehearse_push(self.inner, variables, self.config, sparse=sparse, steps=True, weight=weight)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles kernels of step and push, and creates slots of worker and center.
@@ -171,7 +229,14 @@ class Worker:
         scalars, powers_after = inner._next_update(powers)
 
         then = partial(self._count_push, powers_after, count)
-        return partial(self._center.push, inner, shared, self.config, scalars, then)
+        return partial(self._push, scalars, then)
+
+    def _push(self, scalars: Scalars, then: Callable[[], None]) -> None:
+        """Pushes the sums, and the sum of their weights; see ``Center.push``."""
+        shared = self.variables
+        # Without weights the divisor is the period, also if a start has dropped some of its steps.
+        weight = from_units(shared.weight()) if shared.excess else float(self.period)
+        self._center.push(self.inner, shared, self.config, scalars, weight, then)
 
     def _count_push(self, powers: Scalars, count: Callable[[], None]) -> None:
         """Ends the period of a push whose work is launched.
@@ -199,6 +264,7 @@ class Worker:
             kept = self.variables.pulled[var]
             kept.device.copy(kept, var.buffers[0])
         self.variables.sums = {}
+        self.variables.count = self.variables.excess = 0
         self.push_pending = False
 
     def _reset(self, variables: Iterable[Variable]) -> None:
