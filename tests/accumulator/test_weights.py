@@ -216,6 +216,15 @@ def test_wrong_weights_of_replicas_change_nothing(device, weight, message):
     assert counters(acc) == [(0, 0, 0)]
 
 
+@pytest.mark.parametrize("weight", [2, 0.1])
+def test_a_weighted_gradient_without_rows_is_saved(make, weight):
+    acc = make(Sparse, "float32")
+    acc.apply_grad(np.zeros(0, int), np.zeros((0, 1), "float32"), weight=weight)
+    acc.load_state_dict(acc.state_dict())
+    acc.apply_grad([3], [[4.0]], weight=2)
+    assert same(acc.take_grad(2)[1], np.float32([[4]]))
+
+
 @pytest.mark.parametrize(
     ("weight", "kind", "message"),
     [
