@@ -1,5 +1,8 @@
 """The rows of a growing sparse sum, compared with a dictionary and with a loop of takes."""
 
+from collections import Counter
+from fractions import Fraction
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from gradreduce.ops import RowIndex, merge_row_index
 from gradreduce.ops.row_index import MAX_TOUCHES
 
 ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
+WEIGHTS = st.sampled_from([1, 2, 3, 512, 0.5, 0.1, 1 / 3, 2.0**-60, 2.0**53, 1e300])
 
 
 class Model:
@@ -64,6 +68,25 @@ def test_sums_are_merged_in_their_order(sums, mean):
         ]
         count = sum(model.counts.get(index, 0) for _, model in made)
         assert (by if isinstance(by, float) else by[place]) == (count if mean else 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sums=st.lists(st.lists(st.tuples(ROWS, WEIGHTS), max_size=4), min_size=1), saved=st.booleans()
+)
+def test_divisors_are_exact_sums_of_weights_that_are_rounded_once(sums, saved):
+    made, exact = [], Counter()
+    for gradients in sums:
+        slots = RowIndex.none()
+        for indices, weight in gradients:
+            slots, _ = slots.add_gradient(np.array(indices, np.int64), weight)
+            exact.update(dict.fromkeys(indices, Fraction(weight)))
+        if saved:
+            slots = RowIndex.of(slots.indices, slots.num_touches(), slots.weights_to_save())
+        made.append(slots)
+    segments, by = merge_row_index(made, mean=True)
+    wanted = [float(exact[index]) for index in segments.indices.tolist()]
+    assert np.broadcast_to(by, len(wanted)).tolist() == wanted
 
 
 def test_counts_are_those_of_every_touch_however_many():

@@ -25,7 +25,8 @@ def of_worker(worker: int) -> np.ndarray:
 
 def apply_all(shared: Any, worker: int) -> None:
     for _ in range(NUM_CALLS):
-        assert shared.apply_grads([of_worker(worker), np.float64(1.0)])
+        grads = [of_worker(worker), np.float64(1.0)] if worker else [None, None]
+        assert shared.apply_grads(grads, weight=worker)
 
 
 def push_all(center: Any, worker: int) -> None:
@@ -64,9 +65,12 @@ def test_applies_and_takes(unique_name, tmp_path, kills):
         assert num_kills > 0 or not kills
         count = shared.num_accumulated()
         assert count == NUM_WORKERS * NUM_CALLS
+        weights = [NUM_CALLS * worker for worker in range(NUM_WORKERS)]
+        for state in shared.state_dict()["accumulators"]:
+            assert state["weight"] == [sum(weights)]
         rows, one = shared.take_grads(count, timeout=60)
-        assert rows.tolist() == [NUM_CALLS] * NUM_WORKERS
-        assert one == count
+        assert rows.tolist() == weights
+        assert one == sum(weights)
 
 
 @pytest.mark.parametrize("kills", [False, True])

@@ -16,6 +16,7 @@ from support.libraries import jnp, torch
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
+from gradreduce.errors import brief
 
 pytestmark = pytest.mark.ray
 BIG = (300, 100)  # travels alone
@@ -52,6 +53,14 @@ def check_same(found: list[Any], wanted: list[Any]) -> None:
             assert same(np.asarray(left), np.asarray(right))
 
 
+def apply_to_both(shared: Any, own: list[Any], grads: list[Any], step: int, weight: float) -> None:
+    """Also tries to apply a stale gradient."""
+    named = dict(reversed(list(zip(specs(), grads, strict=True))))
+    for of_shared, local_step, is_added in ((named, step, True), (grads, step - 1, False)):
+        assert shared.apply_grads(of_shared, local_step, weight=weight) is is_added
+        assert gr.apply_grads(own, grads, local_step, weight=weight) is is_added
+
+
 KINDS: dict[str, tuple[str, dict[str, str]]] = {  # the reduction type, and options
     "MEAN": ("MEAN", {}),
     "SUM": ("SUM", {}),
@@ -83,17 +92,14 @@ def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards
     make = partial(gr.ray.AccumulatorSet, specs(), unique_name, reduction_type, **options)
     with make() as shared:
         other = pickle.loads(pickle.dumps(make()))
-        for turn, (step, num_required) in enumerate([(0, 2), (1, 3), (7, 1)]):
+        for turn, (step, weights) in enumerate([(0, [1, 1]), (1, [0, 3, 1]), (7, [0.5])]):
+            num_required = len(weights)
             if step == 7:
                 for each in (shared, *own):
                     each.set_global_step(step)
-            for number in range(num_required):
-                grads = gradients(10 * turn + number)
-                named = dict(reversed(list(zip(specs(), grads, strict=True))))
-                worker = (shared, other)[number % 2]
-                assert worker.apply_grads(named, step) == gr.apply_grads(own, grads, step) is True
-                stale = step - 1
-                assert worker.apply_grads(grads, stale) == gr.apply_grads(own, grads, stale)
+            for number, weight in enumerate(weights):
+                grads = gradients(10 * turn + number) if weight else [None] * len(own)
+                apply_to_both((shared, other)[number % 2], own, grads, step, weight)
                 assert counts(shared) == counts(own[0])
             in_actor(unique_name, lambda actor: actor._load(actor._snapshots.newest()) and None)
             # To this process, and from it.
@@ -101,6 +107,7 @@ def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards
             state = shared.state_dict()
             for each, left, right in zip(own, state["accumulators"], states, strict=True):
                 assert left.keys() == right.keys()
+                assert left.get("weight") == right.get("weight")
                 each.load_state_dict(left)
             other.load_state_dict({**state, "accumulators": states})
             taken = shared.take_grads(num_required, timeout=30)
@@ -108,6 +115,44 @@ def test_a_set_is_its_accumulators_called_together(unique_name, kind, num_shards
             wanted = gr.take_grads(own, num_required, output_type="numpy")
             check_same(list(taken.values()), wanted)
             assert counts(other) == counts(own[0])
+
+
+def test_a_weight_is_in_the_command_that_sends_the_gradient(unique_name, monkeypatch):
+    with gr.ray.ConditionalAccumulator("float32", [2], unique_name) as shared:
+        call, sent = shared._client.call, []
+
+        def noted(command, messages, origin):
+            sent.append((command.weight, messages))
+            return call(command, messages, origin)
+
+        monkeypatch.setattr(shared._client, "call", noted)
+        for weight in (1, 2, 0):
+            shared.apply_grad([1.0, 2.0], weight=weight)
+        (_, unweighted), *_ = sent
+        assert sent == [(1, unweighted), (2, unweighted), (0, [])]
+        assert len(unweighted) == 1
+
+
+def test_errors_of_weights_change_no_shard(unique_name):
+    specs = {"w": ("float64", [3]), "b": ("float64", [])}
+    with gr.ray.AccumulatorSet(specs, unique_name, num_shards=2) as shared:
+        assert shared.apply_grads({"w": None, "b": None}, weight=0)
+        with pytest.raises(gr.errors.InvalidArgumentError, match=r"^all gradients in the accumu"):
+            shared.take_grads(1, timeout=30)
+        grads = [[1.0, 0.5, 0.0], -1.0]
+        assert shared.apply_grads(grads, weight=1e308)
+        with pytest.raises(gr.errors.InvalidArgumentError, match=r"the sum of all weights exce"):
+            shared.apply_grads(grads, weight=1e308)
+        for weight, kind in (([1], TypeError), (-1, ValueError), (1 + 0j, TypeError)):
+            with pytest.raises(kind, match=rf"^weight={re.escape(brief(weight))} must be a "):
+                shared.apply_grads(grads, weight=weight)
+        with pytest.raises(ValueError, match=r"^grads has 1 entries, the set has 2"):
+            shared.apply_grads([None], weight=0)
+        assert (shared.global_step, shared.num_accumulated()) == (0, 2)
+        states = shared.state_dict()["accumulators"]
+        assert [state["weight"] for state in states] == [[1e308]] * 2
+        found = shared.take_grads(2, timeout=30)
+        assert (found["w"].tolist(), found["b"]) == (grads[0], grads[1])
 
 
 def test_a_sparse_accumulator_has_the_mean_of_one_in_this_process(unique_name):
@@ -198,20 +243,21 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
     """Also after the actor, which does not import PyTorch, has loaded a snapshot."""
     options = {"snapshots": tmp_path, "durability": "push"}
     with gr.ray.ConditionalAccumulator("bfloat16", [2], unique_name, **options) as shared:
+        shared.apply_grad(None, weight=0)  # not read, so it is not the first
         shared.apply_grad(torch.ones(2, dtype=torch.bfloat16))
         shared.apply_grad(np.ones(2), 0, cast=True)
         assert "torch" not in in_actor(unique_name, lambda _: list(__import__("sys").modules))
-        in_actor(unique_name, lambda actor: actor._load(2) and None)
+        in_actor(unique_name, lambda actor: actor._load(3) and None)
         state = shared.state_dict()
         assert state["kind"] == "torch"
-        found = shared.take_grad(2, timeout=30)
+        found = shared.take_grad(3, timeout=30)
         assert (type(found), found.dtype) == (torch.Tensor, torch.bfloat16)
         assert found.tolist() == [1.0, 1.0]
         found += 1  # the caller owns it
         shared.load_state_dict(state)
         own = gr.ConditionalAccumulator("bfloat16", [2])
         own.load_state_dict(state)
-        assert torch.equal(own.take_grad(2), shared.take_grad(2, timeout=30))
+        assert torch.equal(own.take_grad(3), shared.take_grad(3, timeout=30))
         for output_type, kind in (("numpy", np.ndarray), ("torch", torch.Tensor)):
             shared.apply_grad([1.0, 2.0], shared.global_step)
             assert type(shared.take_grad(1, timeout=30, output_type=output_type)) is kind
@@ -220,7 +266,7 @@ def test_tensors_in_tensors_out(unique_name, tmp_path, monkeypatch):
             shared.take_grad(2, output_type="list")
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, "torch")
-            assert type(shared.take_grad(2, timeout=30)) is np.ndarray
+            assert type(shared.take_grad(3, timeout=30)) is np.ndarray
 
 
 @pytest.mark.torch

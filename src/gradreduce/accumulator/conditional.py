@@ -14,7 +14,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
-from gradreduce.device import Mesh, is_number
+from gradreduce.device import Mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
@@ -336,8 +336,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             CancelledError: the accumulator was closed.
         """
         self._state.mesh_state.check_process()
-        is_read = not is_number(weight) or weight != 0
-        slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype) if is_read else None
+        slices = as_rows(grad_values, grad_indices, grad_shape, self.dtype, weight)
         return add_all((self._state,), (slices,), local_step, cast, weight)
 
     def apply_indexed_slices_grad(

@@ -14,7 +14,7 @@ from gradreduce.arrays.distributed import Part, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.replica_context import current_device, current_replica
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DType, as_index, names_of
+from gradreduce.device import Buffer, DType, as_index, is_number, names_of
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief
 from gradreduce.weights import ONE, as_weight, sum_weights
 
@@ -244,8 +244,15 @@ def _as_integer(name: str, number: int | Variable) -> int:
         raise TypeError(f"{name}={brief(number)} must be an integer or a Variable") from None
 
 
-def as_rows(values: Any, indices: Any, shape: Sequence[int] | None, dtype: DType) -> IndexedSlices:
-    """Makes IndexedSlices; numbers and nested lists get the accumulator's dtype."""
+def as_rows(
+    values: Any, indices: Any, shape: Sequence[int] | None, dtype: DType, weight: Any
+) -> IndexedSlices | None:
+    """Makes IndexedSlices; numbers and nested lists get the accumulator's dtype.
+
+    Returns None if the weight is 0, because then they are not read.
+    """
+    if is_number(weight) and weight == 0:
+        return None
     if kind_of(values) == "native" and not is_array(values):
         values = numbers(values, dtype)
     return IndexedSlices(values, indices, shape)

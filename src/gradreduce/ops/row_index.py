@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 import numpy as np
 
-from gradreduce.weights import ONE, from_units, parts_of, sum_weights, to_units
+from gradreduce.weights import from_units, parts_of, to_units
 
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
@@ -33,8 +34,8 @@ class RowIndex:
         counts: int64: for the first rows of the sum, the number of gradients that touched each,
             not counting those in ``touches``.
         touches: for each later gradient the rows that it touched, int64, without duplicates.
-        excesses: Python integers: for the first rows of the sum, the sum of weight - 1 of the
-            gradients that touched each, in the units of ``weights.py``. None: all weights are 1.
+        excesses: for the first rows of the sum, the sum of weight - 1 of the gradients that touched
+            each, as ``_exact_sum`` returns it. None: all weights are 1.
     """
 
     indices: np.ndarray
@@ -59,8 +60,9 @@ class RowIndex:
         """
         excesses = None
         if weights is not None:
-            units = np.array([sum_weights(parts) for parts in weights.tolist()], object)
-            excesses = units - counts.astype(object) * ONE
+            excesses = -counts.astype(np.float64)
+            for parts in weights.T:
+                excesses = _exact_sum(excesses, parts)
         return cls(indices, np.arange(indices.size), counts, (), excesses)
 
     @property
@@ -103,7 +105,10 @@ class RowIndex:
         excesses = self.excesses
         if weight != 1:
             excesses = _extended(excesses, sum_indices.size)
-            excesses[rows] += to_units(weight) - ONE
+            excess = _exact_sum(np.array([weight], np.float64), np.array([-1.0]))
+            changed = _exact_sum(excesses[rows], excess)
+            excesses = excesses if changed.dtype == np.float64 else _to_units(excesses)
+            excesses[rows] = changed
         made = type(self)(sum_indices, sum_rows, counts, touches, excesses)
         return made, np.where(known, ~rows, rows)
 
@@ -115,25 +120,52 @@ class RowIndex:
     def weights(self) -> np.ndarray:
         """Returns the sum of the weights of the gradients that touched each index.
 
-        Python integers, in the units of ``weights.py`` and in the order of ``indices``.
+        It is as ``_exact_sum`` returns it, in the order of ``indices``.
         """
         excesses = _extended(self.excesses, self.num_rows)
-        weights: np.ndarray = self.num_touches().astype(object) * ONE + excesses[self.rows]
-        return weights
+        return _exact_sum(self.num_touches().astype(np.float64), excesses[self.rows])
 
     def weights_to_save(self) -> np.ndarray:
         """Returns ``weights`` as float64, ``(num_rows, width)``: the exact sum of each row."""
-        parts = [parts_of(each) for each in self.weights()]
-        width = max(map(len, parts), default=0)
-        return np.array([[*each, *[0.0] * (width - len(each))] for each in parts], np.float64)
+        weights = self.weights()
+        if weights.dtype == np.float64:
+            return weights[:, None]
+        parts = [parts_of(each) for each in weights]
+        width = max(map(len, parts), default=1)
+        rows = [[*each, *[0.0] * (width - len(each))] for each in parts]
+        return np.array(rows, np.float64).reshape(-1, width)
 
 
 def _extended(excesses: np.ndarray | None, num_rows: int) -> np.ndarray:
     """Returns a copy with zeros for the rows after the first ones."""
-    whole = np.zeros(num_rows, object)
+    whole = np.zeros(num_rows, np.float64 if excesses is None else excesses.dtype)
     if excesses is not None:
         whole[: excesses.size] = excesses
     return whole
+
+
+def _exact_sum(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Adds sums of weights: in float64 if that rounds no element, else as Python integers.
+
+    Args:
+        left: float64, or Python integers in the units of ``weights.py``.
+        right: the same.
+    """
+    if left.dtype == right.dtype == np.float64:
+        with np.errstate(over="ignore", invalid="ignore"):
+            total: np.ndarray = left + right
+            # One of the differences is exact, so a rounded sum changes it.
+            if ((total - left == right) & (total - right == left)).all():
+                return total
+    units: np.ndarray = _to_units(left) + _to_units(right)
+    return units
+
+
+def _to_units(weights: np.ndarray) -> np.ndarray:
+    """Returns a result of ``_exact_sum`` as Python integers."""
+    if weights.dtype == np.float64:
+        return np.array([to_units(each) for each in weights.tolist()], object)
+    return weights
 
 
 def _count_touches(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
@@ -143,6 +175,14 @@ def _count_touches(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: 
     for rows in touches:
         total[rows] += 1
     return total
+
+
+def _by_segment(slots: RowIndex, plan: Segments) -> np.ndarray:
+    """Returns the weights of a sum for each segment; 0 for a segment without a row of the sum."""
+    weights = slots.weights()
+    by_segment = np.zeros(plan.num_segments, weights.dtype)
+    by_segment[np.searchsorted(plan.indices, slots.indices)] = weights
+    return by_segment
 
 
 def merge_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, Divisor]:
@@ -167,7 +207,7 @@ def merge_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, 
         counts = np.concatenate([each.num_touches() for each in sums])[plan.order]
         by = np.add.reduceat(counts, plan.bounds[:-1]).astype(np.float64)
     else:
-        weights = np.concatenate([each.weights() for each in sums])[plan.order]
-        units = np.add.reduceat(weights, plan.bounds[:-1])
-        by = np.array([from_units(each) for each in units], np.float64)
+        by = reduce(_exact_sum, [_by_segment(each, plan) for each in sums])
+        if by.dtype != np.float64:
+            by = np.array(list(map(from_units, by)), np.float64)
     return segments, float(by[0]) if (by == by[0]).all() else by

@@ -138,11 +138,15 @@ class AccumulatorSetState(ShardState):
     # -- commands ---------------------------------------------------------------------------------
 
     @Apply.handler
-    def apply(self, command: Apply, message: TensorMessage) -> bool | int:
+    def apply(self, command: Apply, message: TensorMessage | None = None) -> bool | int:
         """See ``Apply``."""
-        is_first = not self._accumulators[0].num_accumulated()
-        grads = self._spec.gradients(self._settings.shard, message)
-        if not apply_grads(self._accumulators, grads, command.local_step, cast=True):
+        grads, is_first = [None] * len(self._accumulators), False
+        if message is not None:
+            grads = self._spec.gradients(self._settings.shard, message)
+            is_first = self._accumulators[0].accumulator_ref.sum_shape is None
+        if not apply_grads(
+            self._accumulators, grads, command.local_step, cast=True, weight=command.weight
+        ):
             return self.clock
         if is_first:
             for index, each in zip(self._indices, self._accumulators, strict=True):

@@ -110,6 +110,7 @@ class AccumulatorSet(SharedAccumulator):
         local_step: int | Variable = DEFAULT_STEP,
         *,
         cast: bool = False,
+        weight: float = 1,
     ) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all.
 
@@ -122,20 +123,25 @@ class AccumulatorSet(SharedAccumulator):
                 may overwrite the gradients when this returns.
             local_step: see ``gr.ConditionalAccumulator.apply_grad``.
             cast: convert arrays of another float dtype instead of raising ``ValueError``.
+            weight: the weight of all gradients, a number; see
+                ``gr.ConditionalAccumulator.apply_grad``. Gradients with weight 0 are not sent.
 
         Returns:
             True if all were added, False if all were dropped because the step is stale.
 
         Raises:
-            ValueError: the number, a name, a dtype or a shape of the gradients is wrong; nothing
-                was added.
+            ValueError: the number, a name, a dtype or a shape of the gradients is wrong, or
+                ``weight`` is negative, infinite or NaN; nothing was added.
+            InvalidArgumentError: the sum of all weights exceeds the largest float64; nothing was
+                added.
             TypeError: a gradient has a wrong type, such as ``PerReplica``; or ``grads`` is a dict,
-                but ``specs`` is a list. Nothing was added.
+                but ``specs`` is a list; or ``weight`` is not a number on the host. Nothing was
+                added.
             DeadlineExceededError: no answer within ``timeout``; the actors may still add the
                 gradients.
             OSError: ``durability="push"``, and the snapshot cannot be written; nothing was added.
         """
-        return self._apply(self._in_order(grads), local_step, cast)
+        return self._apply(self._in_order(grads), local_step, cast, weight)
 
     def _in_order(self, grads: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         """Returns the gradients in the order of ``specs``."""
@@ -185,7 +191,8 @@ class AccumulatorSet(SharedAccumulator):
             types are copies on the first device of ``gr.default_mesh()``.
 
         Raises:
-            InvalidArgumentError: ``num_required`` is less than 1.
+            InvalidArgumentError: ``num_required`` is less than 1, or all gradients have weight 0;
+                nothing was taken.
             ValueError: ``output_type`` is unknown, or its library is not imported; nothing was
                 taken.
             DeadlineExceededError: there were not enough gradients in time; nothing was taken.
@@ -288,10 +295,15 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         return self._states[0].shape
 
     def apply_grad(
-        self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
+        self,
+        grad: Any,
+        local_step: int | Variable = DEFAULT_STEP,
+        *,
+        cast: bool = False,
+        weight: float = 1,
     ) -> bool:
         """Adds a gradient unless it is stale; see ``AccumulatorSet.apply_grads``."""
-        return self._apply([grad], local_step, cast)
+        return self._apply([grad], local_step, cast, weight)
 
     def take_grad(
         self,
@@ -376,19 +388,25 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         local_step: int | Variable = DEFAULT_STEP,
         *,
         cast: bool = False,
+        weight: float = 1,
     ) -> bool:
         """Adds rows unless they are stale; see ``gr.SparseConditionalAccumulator.apply_grad``."""
-        slices = as_rows(grad_values, grad_indices, grad_shape, self._states[0].dtype)
-        return self._apply([slices], local_step, cast)
+        slices = as_rows(grad_values, grad_indices, grad_shape, self._states[0].dtype, weight)
+        return self._apply([slices], local_step, cast, weight)
 
     def apply_indexed_slices_grad(
-        self, grad: Any, local_step: int | Variable = DEFAULT_STEP, *, cast: bool = False
+        self,
+        grad: Any,
+        local_step: int | Variable = DEFAULT_STEP,
+        *,
+        cast: bool = False,
+        weight: float = 1,
     ) -> bool:
         """Adds IndexedSlices, or a ``torch.sparse_coo`` tensor, unless they are stale.
 
         See ``AccumulatorSet.apply_grads``.
         """
-        return self._apply([grad], local_step, cast)
+        return self._apply([grad], local_step, cast, weight)
 
     def take_grad(
         self,

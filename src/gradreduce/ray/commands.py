@@ -71,10 +71,12 @@ class Apply(Change[bool | int]):
     Attributes:
         local_step: the step with which all gradients were computed.
         kinds: for each accumulator of the set the array type that the caller passed.
+        weight: the weight of all gradients; with weight 0 there are no arrays.
     """
 
     local_step: int
     kinds: Sequence[Kind]
+    weight: float
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, as_dtype, as_flag
 from gradreduce.errors import about, brief
+from gradreduce.weights import as_weight
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec
 from .client import SharedObject, shards_for
 from .commands import Apply, Counts, LoadStates, Origin, SetGlobalStep, States
-from .messages import Layout, specs_of
+from .messages import Layout, TensorMessage, specs_of
 from .shard_state import ActorSettings
 
 _KEPT_KINDS = ("torch", "coo", "jax")  # results of other gradients are NumPy arrays
@@ -113,25 +114,32 @@ class SharedAccumulator(SharedObject):
     # -- gradients --------------------------------------------------------------------------------
 
     @StreamScope()
-    def _apply(self, grads: Sequence[Any], local_step: int | Variable, cast: bool) -> bool:
+    def _apply(
+        self, grads: Sequence[Any], local_step: int | Variable, cast: bool, weight: float
+    ) -> bool:
         """Adds one gradient to each accumulator; adds all or drops all."""
         step, cast = as_step("local_step", local_step), as_flag("cast", cast)
-        checked_grads = [
-            self._validate_gradient(index, grad, cast) for index, grad in enumerate(grads)
-        ]
-        kinds = [kind for kind, _ in checked_grads]
-        parts_of_shards = [
-            [part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]]
-            for shard in range(1 + max(self._spec.shards))
-        ]
-        messages = [Layout(specs_of(each)).pack(self._device, each) for each in parts_of_shards]
-        command, origin = Apply(step, kinds), Origin(self._worker, step, step)
+        weight = as_weight("weight", weight)
+        kinds, messages = self._messages(grads, cast) if weight else ([], [])
+        command, origin = Apply(step, kinds, weight), Origin(self._worker, step, step)
         answer = self._client.call(command, messages, origin)[0]
         if answer is not True and local_step is DEFAULT_STEP:
             for state in self._states:
                 state.step = answer
             warn_of_default(self._states)
         return answer is True
+
+    def _messages(self, grads: Sequence[Any], cast: bool) -> tuple[list[Kind], list[TensorMessage]]:
+        """Checks the gradients; returns their array types, and the message for each shard."""
+        checked_grads = [
+            self._validate_gradient(index, grad, cast) for index, grad in enumerate(grads)
+        ]
+        parts_of_shards = [
+            [part for index in self._spec.of_shard(shard) for part in checked_grads[index][1]]
+            for shard in range(1 + max(self._spec.shards))
+        ]
+        messages = [Layout(specs_of(each)).pack(self._device, each) for each in parts_of_shards]
+        return [kind for kind, _ in checked_grads], messages
 
     def _validate_gradient(self, index: int, grad: Any, cast: bool) -> tuple[Kind, list[Buffer]]:
         """Checks a gradient; returns its array type, and the Buffers to send."""
