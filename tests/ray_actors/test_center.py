@@ -162,6 +162,31 @@ def test_after_a_failure_sums_go_to_the_shards_that_now_have_the_variables(modul
     assert [variable.numpy().tolist() for variable in variables] == [[-4.0, -4.0]] * 2
 
 
+def test_a_push_is_made_although_actors_are_lost_again_before_each_try(modules, monkeypatch):
+    client = Client(modules, 2)
+    optimizer, variables = worker_of(modules, client, "ab", gr.GradientDescentOptimizer(1.0))
+    call, restarts = client.call, iter(range(9))
+    other = modules.center.RemoteCenter(client, gr.default_mesh().devices, "other")
+
+    def restarted(command, *rest):
+        if isinstance(command, modules.commands.Push) and next(restarts, None) is not None:
+            client.restart()
+            for name in "ab":  # another worker creates them, but does not know the rule
+                other._create(name, gr.Variable(np.zeros(2), name))
+        return call(command, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "call", restarted)
+        optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+        assert [variable.numpy().tolist() for variable in variables] == [[-1.0, -1.0]] * 2
+        restarts = iter(range(99))
+        with pytest.raises(modules.center_state.NotJoinedError):
+            optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+        assert next(restarts) == 11
+    optimizer.apply_gradients([(np.ones(2), variable) for variable in variables])
+    assert [variable.numpy().tolist() for variable in variables] == [[-2.0, -2.0]] * 2
+
+
 class RaisingRule(gr.Optimizer):
     """A Python rule that raises at a shard if told to."""
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ _NOT_OF_RULE = ("_slots", "_cross_device_ops", "_plan")
 
 _Names = list[list[str]]  # for each shard the names of its variables
 _LOOK_SECONDS = 0.1  # between two looks whether all workers have begun
+_MOST_JOINS = 10  # for one push or pull
 
 
 class RemoteRegistry(Registry):
@@ -264,7 +266,8 @@ class RemoteCenter(Center):
     ) -> None:
         """Makes a call, and writes what it returns to variables of the worker.
 
-        If an actor has lost variables or the rule, joins and makes the call again.
+        If an actor has lost variables or the rule, joins and makes the call again. It may be lost
+        again meanwhile, so this is done up to ``_MOST_JOINS`` times.
 
         Args:
             optimizer: the worker's optimizer.
@@ -274,16 +277,19 @@ class RemoteCenter(Center):
             then: see ``Center``.
         """
         by_name, connection = {var.name: var for var in of}, self._connection(variables)
-        try:
-            answers = call(names := self._by_shard(by_name))
-        except NotJoinedError:
-            for var in variables.centers:
-                self._create(var.name, var)
-            self.join(optimizer)
-            answers = call(names := self._by_shard(by_name))  # the variables may have moved
-        messages = [answer for answer in answers if answer is not None]
-        # There is none if a retry found that the push was applied, but its answer was lost.
-        messages = messages or self._client.read(Pull(names))
+        for joins in count():
+            try:
+                names = self._by_shard(by_name)  # the variables may have moved
+                messages = [answer for answer in call(names) if answer is not None]
+                # None if a retry found that the push was applied, but its answer was lost.
+                messages = messages or self._client.read(Pull(names))
+                break
+            except NotJoinedError:
+                if joins == _MOST_JOINS:
+                    raise
+                for var in variables.centers:
+                    self._create(var.name, var)
+                self.join(optimizer)
         with DeferInterrupts():
             connection.clock = self._write(optimizer, by_name, names, messages)
             connection.pending = None  # a failed push is not retried after a pull
