@@ -11,7 +11,8 @@
 // source   own; the exact product is Dekker's (Numerische Mathematik 18, 1971)
 #include "common.cuh"
 
-template <typename Acc> struct Weight {
+// ANY: also weights that are no Acc; else multiply has no branch.
+template <typename Acc, bool ANY = true> struct Weight {
     Acc value;
 
     DEVICE explicit Weight(double weight) : value(is_float<Acc>::value ? (Acc)weight : (Acc)(i64)weight) {}
@@ -26,7 +27,7 @@ template <typename Acc> struct Weight {
 // to float, is wrong only if the first one ends in the middle of two floats; below the normal ones the
 // middles are elsewhere. For such products the weight is split into two parts of at most 27 bits, whose
 // products with a float are exact in double.
-template <> struct Weight<float> {
+template <> struct Weight<float, true> {
     float value;
     bool is_float;
     double all;
@@ -107,12 +108,12 @@ __global__ void __launch_bounds__(256, sizeof(Out) == 8 ? 2 : 4) scale(
     elementwise<Scale<Out, In>, lanes_of<Out, In>::value>(table, weight, divisor);
 }
 
-template <typename Total, typename In> struct AddScaled : Elementwise {
+template <typename Total, typename In, bool ANY> struct AddScaled : Elementwise {
     static constexpr bool GROUPED = true;
     typedef typename wider<Total, typename accumulate<In>::type>::type Acc;
     Total* total;
     const In* in;
-    Weight<Acc> weight;
+    Weight<Acc, ANY> weight;
 
     DEVICE AddScaled(const Row& row, double weight) : weight(weight) {
         total = row.operand<Total>(0);
@@ -132,5 +133,10 @@ template <typename Total, typename In> struct AddScaled : Elementwise {
 
 template <typename Total, typename In>
 __global__ void add_scaled(TABLE_ARGUMENT table, double weight) {
-    elementwise<AddScaled<Total, In>, lanes_of<Total, In>::value>(table, weight);
+    constexpr int lanes = lanes_of<Total, In>::value;
+    typedef typename AddScaled<Total, In, true>::Acc Acc;
+    if (!is_float<Acc>::value || sizeof(Acc) == 8 || (double)(float)weight == weight)
+        elementwise<AddScaled<Total, In, false>, lanes>(table, weight);
+    else
+        elementwise<AddScaled<Total, In, true>, lanes>(table, weight);
 }
