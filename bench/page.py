@@ -87,6 +87,14 @@ SUMMARY: dict[str, tuple[str, *tuple[tuple[str, Figure], ...]]] = {
         ("numpy", counted("us in and out")),
         ("torch", counted("us in and out")),
     ),
+    "weights": (
+        "**Weights**: an all-reduce of ResNet-50's gradients with whole weights takes {} (NumPy) "
+        "and {} (compiled kernels) of the time without, an apply {} and {}.",
+        ("all-reduce", counted("numpy, whole numbers")),
+        ("all-reduce", counted("compiled, whole numbers")),
+        ("apply", counted("numpy, whole numbers")),
+        ("apply", counted("compiled, whole numbers")),
+    ),
     "ops": (
         "**Sums**: `add_n` of 8 arrays of 32 MiB takes {} (NumPy) and {} (compiled kernels) of the "
         "time of NumPy's additions.",
