@@ -189,6 +189,7 @@ PADDED = ("pack", "scale")  # their input may be shorter than their output
 # kernel, except those of rules -> operands, scalars
 LAUNCHES = {
     "add_n": (4, (3,)),
+    "exact_sum": (4, (3,)),
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
@@ -218,7 +219,7 @@ def launch_of(kernel, template):
     if isinstance(kernel, RuleKernel):
         scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], period=1)
         return len(layout(kernel, template)), scalars
-    if kernel.name == "add_n" and template[2]:
+    if kernel.name in ("add_n", "exact_sum") and template[2]:
         return 1 + template[2], (template[2],)
     if kernel.name == "all_sum" and template[2]:
         return 2 + template[2], (2, template[2], template[2] // 2, 1.0)
@@ -241,7 +242,7 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
                 size: int, before: int) -> Row:  # fmt: skip
     """A row; its number decides where its operands start, and whether two share memory."""
     num_operands, num_written = launch_of(kernel, template)[0], kernel.num_written(scalars)
-    if kernel.name in ("add_n", "accumulate_n", "all_sum"):
+    if kernel.name in ("add_n", "exact_sum", "accumulate_n", "all_sum"):
         num_operands = num_written + int(scalars[kernel.name == "all_sum"])
     dtypes = dtypes_of(kernel, template, num_operands, num_written)
     sizes, skipped = [size] * num_operands, [before] * num_operands
@@ -385,6 +386,7 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
         "segment_sum": [(0, 0, 10.1), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
         else [(0, 0, 1.0), (1, 0, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
         "add_n": [made] * 4 if template[-1] else [(3,), (9,), (4,), (1,), (2,)],
+        "exact_sum": [made] * 4 if template[-1] else [(9,), (3,), (10,), (1,), (2,)],
         "accumulate_n": [(3,), (9,), (4,), (1,), (2,)],
         "divide": [(3.0,), (0.1,), (7.0,), (3.0,)],
         "clip": [(0.3,), (4.0,), (0.07,), (0.3,)],
