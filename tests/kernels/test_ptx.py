@@ -38,7 +38,7 @@ MUTATED = (
     ("clip", (DOUBLE,)), ("distance_scale", (SINGLE,)), ("adam", (BRAIN, SINGLE)),
     ("local_momentum", (SINGLE, SINGLE)), ("global_momentum", (BRAIN, SINGLE)),
     ("nesterov", (DOUBLE, DOUBLE)), ("rmsprop_centered", (SINGLE, SINGLE)),
-    ("adagrad", (SINGLE, SINGLE)), ("exact_sum", (SINGLE, SINGLE, 2)),
+    ("adagrad", (SINGLE, SINGLE)), ("exact_sum", (SINGLE, SINGLE, 4)),
     ("exact_sum", (HALF, SINGLE, 0)),
 )  # fmt: skip
 SEED = 1

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from support.exact_data import finite_data, random_data, same, specials
+from support.exact_sums import adversarial_terms
 from support.implementations import accumulate_dtype_of, start_patterns
 from support.update_formulas import FORMULAS
 from support.update_operands import all_scalars, layout, rule_of
@@ -250,6 +251,8 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
         sizes[1] = max(0, size - (0, 5, 40, 100)[number // 2 % 4])
     made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
     _prepare_results(kernel, scalars, made, number)
+    if kernel.name == "exact_sum" and number % 2:
+        made[1:] = adversarial_terms(num_operands - 1, size, dtypes[-1], number, dtypes[0])
     if kernel.name == "clip":
         made[2], skipped[2] = np.array([(2.0, np.inf, 30.0, np.nan, 7.0)[number % 5]]), 0
     if isinstance(kernel, RuleKernel):
