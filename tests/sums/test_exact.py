@@ -84,6 +84,7 @@ def test_integers_are_added_modulo_their_size_as_without_it(mesh):
     assert same(found, gr.add_n(terms))
     twice = gr.aggregate(iter(terms), exact=True, weights=[2, 0, 1, 1])
     assert same(twice, gr.aggregate(terms, weights=[2, 0, 1, 1]))
+    assert same(gr.add_n([[3, 4], [1, 2]], exact=True), np.array([4, 6]))
 
 
 def test_a_single_term_is_returned_itself():
@@ -119,6 +120,7 @@ NARROW = "exact=True does not support {} yet: pass terms of a narrower dtype, or
 REFUSED = [
     ([np.ones(2)], TypeError, NARROW.format("float64")),
     ([np.ones(2), np.ones(2)], TypeError, NARROW.format("float64")),
+    ([[1.0, 2.0], [3.0, 4.0]], TypeError, NARROW.format("float64")),
     ([np.ones(2, "complex128")] * 2, TypeError, NARROW.format("complex128")),
     ([SLICES], ValueError, "exact=True does not support IndexedSlices: pass .to_dense()"),
     ([np.ones((3, 2), np.float32), SLICES], ValueError,

@@ -40,7 +40,7 @@ from .aggregators import (
     round_to,
     scaled,
 )
-from .exact_terms import add_exactly, check_exact_terms
+from .exact_terms import add_exactly, check_exact_dtype, check_exact_terms
 from .methods import AGGREGATORS, AggregationMethod, as_aggregation_method
 from .slices import (
     concatenate,
@@ -518,12 +518,8 @@ def _require_exact(term: Any) -> None:
     kind_of_term(term)  # raises for what is no array
     if isinstance(term, IndexedSlices):
         raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
-    dtype = str(term.dtype).removeprefix("torch.")
-    if dtype in ("float64", "complex128"):
-        raise TypeError(
-            f"exact=True does not support {dtype} yet: pass terms of a narrower dtype, or "
-            "exact=False"
-        )
+    if hasattr(term, "dtype"):  # a list has none yet
+        check_exact_dtype(term.dtype)
 
 
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:

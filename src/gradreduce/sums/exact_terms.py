@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import Buffer, ensure_accessible
@@ -11,10 +12,21 @@ from .aggregators import AddN, MultiDeviceSum, round_to, scaled
 from .term_weights import check_whole
 
 
+def check_exact_dtype(dtype: Any) -> None:
+    """Raises ``TypeError`` for a dtype of any library whose terms cannot be added exactly."""
+    name = str(dtype).removeprefix("torch.")
+    if name in ("float64", "complex128"):
+        raise TypeError(
+            f"exact=True does not support {name} yet: pass terms of a narrower dtype, or "
+            "exact=False"
+        )
+
+
 def check_exact_terms(terms: Sequence[Buffer], weights: Sequence[float]) -> None:
     """Raises unless all terms have one shape and dtype, and integers have whole weights."""
     like = MultiDeviceSum(AddN)
     for term in terms:
+        check_exact_dtype(term.dtype)
         like.check(term.shape, term.dtype)
     for weight in weights:
         check_whole(weight, terms[0].dtype)
