@@ -59,7 +59,8 @@ from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh 
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.reduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
-from gradreduce.sums.aggregation import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.sums.aggregation import accumulate_n, add_n, aggregate
+from gradreduce.sums.methods import AggregationMethod
 from gradreduce.train.scaling import DynamicLossScale
 from gradreduce.train.sync_step import SyncStep
 

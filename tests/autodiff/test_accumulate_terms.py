@@ -10,7 +10,7 @@ from support.meshes import mesh_of
 
 import gradreduce as gr
 from gradreduce.autodiff.accumulate_terms import TermAccumulator
-from gradreduce.sums.aggregation import AggregationMethod
+from gradreduce.sums.methods import AggregationMethod
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 METHODS = list(AggregationMethod)

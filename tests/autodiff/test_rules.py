@@ -20,7 +20,7 @@ from gradreduce.autodiff.accumulate_terms import TermAccumulator
 from gradreduce.autodiff.backward import _as_operand as as_operand
 from gradreduce.autodiff.backward import backward
 from gradreduce.autodiff.tape import Node, Trace, Traced
-from gradreduce.sums.aggregation import AggregationMethod
+from gradreduce.sums.methods import AggregationMethod
 
 
 class Sum(TermAccumulator):

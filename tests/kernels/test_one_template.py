@@ -20,6 +20,7 @@ from gradreduce.ops.add_n import ADD_N
 from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
+from gradreduce.ops.exact_sum import EXACT_SUM
 from gradreduce.ops.pack import PACK
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 from gradreduce.ops.square_sum import SQUARE_SUM
@@ -38,6 +39,9 @@ CASES = {
     "add_n of 3": (ADD_N, (SINGLE, SINGLE, 3), (3,)),
     "add_n of any": (ADD_N, (SINGLE, SINGLE, 0), (3,)),
     "all_sum of 4": (ALL_SUM, (SINGLE, SINGLE, 4), (4, 4, 1, 3.0)),
+    "exact_sum of 3": (EXACT_SUM, (SINGLE, SINGLE, 3), (3,)),
+    "exact_sum of any": (EXACT_SUM, (SINGLE, SINGLE, 0), (9,)),
+    "exact_sum to half": (EXACT_SUM, (HALF, SINGLE, 0), (3,)),
     "pack": (PACK, (SINGLE, SINGLE), (3.0,)),
     "segment_sum": (SEGMENT_SUM, (SINGLE, SINGLE), (1, 1, 1.0)),
     "adam": (ADAM, (HALF, SINGLE), (4, 0.1, 0.2, 0.3, 0.01)),
@@ -54,7 +58,7 @@ CASES = {
 }
 # The fast build leaves out the loops over vectors.
 PLACES = [("exact", case) for case in CASES]
-PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum")]
+PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum", "exact_sum of any")]
 
 
 def launched(implementation, kernel, template, scalars):

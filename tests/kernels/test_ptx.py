@@ -7,18 +7,22 @@ thread, or does not end. Registers that nothing wrote have random bits.
 
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from kernels.nvrtc import WHEELS, compiled
-from kernels.ptx.launches import launches
+from kernels.ptx.launches import Geometry, Launch, launches, operand
 from kernels.ptx.machine import Machine, PtxError
 from kernels.ptx.mutants import mutants
 from kernels.ptx.text import parsed
 from kernels.sass import ARCHITECTURES
+from support.exact_data import same
+from support.exact_sums import COUNTS, adversarial_rows, exact_sums
 from support.exhaustive import covering
 from support.skip_rules import find_compiler
 
 from gradreduce.device.run.kernel import kernel_text
 from gradreduce.ops import KERNELS, RuleKernel
+from gradreduce.ops.exact_sum import EXACT_SUM
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.host]
 
@@ -34,7 +38,8 @@ MUTATED = (
     ("clip", (DOUBLE,)), ("distance_scale", (SINGLE,)), ("adam", (BRAIN, SINGLE)),
     ("local_momentum", (SINGLE, SINGLE)), ("global_momentum", (BRAIN, SINGLE)),
     ("nesterov", (DOUBLE, DOUBLE)), ("rmsprop_centered", (SINGLE, SINGLE)),
-    ("adagrad", (SINGLE, SINGLE)),
+    ("adagrad", (SINGLE, SINGLE)), ("exact_sum", (SINGLE, SINGLE, 4)),
+    ("exact_sum", (HALF, SINGLE, 0)),
 )  # fmt: skip
 SEED = 1
 FEW, ALL = 4, 10  # mutants of each
@@ -153,3 +158,26 @@ def test_mutants_are_caught(pool, number):
     futures = [pool.submit(survivors, *case, number) for case in MUTATED]
     missed = [change for future in futures for change in future.result()]
     assert len(missed) <= MISSED * number * len(MUTATED), "\n".join(missed)
+
+
+MANY_BLOCKS = 10**9  # of instructions: the elements that go on to the integer take thousands
+
+
+@pytest.mark.parametrize(
+    ("counts", "share"),
+    [((3, 9), 40), pytest.param(tuple(COUNTS), 1, marks=pytest.mark.exhaustive)],
+    ids=["500", "100000"],
+)
+def test_exact_sums_are_those_of_integers(counts, share):
+    """Of adversarial terms; the oracle is Python's integers."""
+    for count, terms in zip(COUNTS, adversarial_rows(SINGLE, 0, share), strict=True):
+        if count not in counts:
+            continue
+        template = (SINGLE, SINGLE, count if 2 <= count <= 8 else 0)
+        ((_, program),) = programs(12, "exact_sum", [90], [template])
+        out = np.full(terms[0].size, np.nan, np.float32)
+        rows = [[operand(each) for each in (out, *terms)]]
+        launch = Launch(EXACT_SUM, rows, (count,), Geometry(False, 32))
+        assert same(launch.expected[0], exact_sums(terms))
+        machine = Machine(parsed(program.parameters, program.body))
+        assert launch.problem(machine, MANY_BLOCKS) == ""

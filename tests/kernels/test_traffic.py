@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from support.exact_data import random_data
+from support.exact_data import finite_data, random_data
 from support.implementations import (
     Operand,
     blank,
@@ -28,6 +28,7 @@ from gradreduce.device import Device
 from gradreduce.device.run.kernel import Kernel
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 from gradreduce.ops.all_sum import ALL_SUM, UNROLLED
+from gradreduce.ops.exact_sum import EXACT_SUM
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
 pytestmark = pytest.mark.host
@@ -104,6 +105,9 @@ READ, WRITTEN, BOTH = (1, 0), (0, 1), (1, 1)
 # kernel -> template, scalars, dtypes of the operands, how often each is read and written
 MOVED = {
     "add_n": (("bfloat16", "bfloat16", 3), (3,), ["bfloat16"] * 4, [WRITTEN, READ, READ, READ]),
+    "exact_sum": (
+        ("bfloat16", "bfloat16", 3), (3,), ["bfloat16"] * 4, [WRITTEN, READ, READ, READ]
+    ),
     "accumulate_n": (
         ("float32", "bfloat16"), (2,), ["float32", *["bfloat16"] * 2], [BOTH, READ, READ]
     ),
@@ -170,9 +174,10 @@ def test_the_first_gradient_of_a_period_does_not_read_the_sum(counter):
 
 
 def check(counter, kernel, template, scalars, dtypes, expected):
+    """With numbers of similar magnitudes: exact_sum reads others again."""
     for starts in start_patterns(len(expected))[:3]:
         row = [
-            Operand(counter.device, random_data((SIZE,), dtype, seed=place), start)
+            Operand(counter.device, finite_data((SIZE,), dtype, seed=place), start)
             for place, (dtype, start) in enumerate(zip(dtypes, starts, strict=True))
         ]
         assert counter.moved(kernel, template, row, scalars) == expected
@@ -192,6 +197,14 @@ def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
     inputs = operands(counter.device, terms)
     in_place = counter.moved(ALL_SUM, template, [*inputs, *inputs], scalars)
     assert in_place == [BOTH] * 2 * num_inputs
+
+
+def test_three_words_hold_the_sum_of_more_than_eight_terms(counter):
+    """So these are not read again for an integer."""
+    terms = [np.full(1003, 2.0**-power, np.float32) for power in (0, 30, 60, *[30] * 6)]
+    row = [blank(counter.device, 1003, "float32"), *operands(counter.device, terms)]
+    moved = counter.moved(EXACT_SUM, ("float32", "float32", 0), row, (9,))
+    assert moved == [WRITTEN] + [READ] * 9
 
 
 @pytest.mark.parametrize("width", [7, 8])

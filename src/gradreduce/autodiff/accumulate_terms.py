@@ -14,8 +14,9 @@ from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Device
-from gradreduce.sums.aggregation import AGGREGATORS, AggregationMethod, aggregate, kind_of_term
+from gradreduce.sums.aggregation import aggregate, kind_of_term
 from gradreduce.sums.aggregators import MultiDeviceSum
+from gradreduce.sums.methods import AGGREGATORS, AggregationMethod
 
 UseOrder = tuple[int, int]  # of a use of a tensor: the node, and which of its operands
 

@@ -20,7 +20,7 @@ from gradreduce.arrays.trace_context import current_reader, reading_by
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
-from gradreduce.sums.aggregation import AggregationMethod
+from gradreduce.sums.methods import AggregationMethod
 
 from .accumulate_terms import TermAccumulator
 from .backward import backward

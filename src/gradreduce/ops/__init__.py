@@ -8,6 +8,7 @@ from .all_sum import ALL_SUM, all_sum
 from .clip import CLIP, clip
 from .distance_scale import DISTANCE_SCALE, distance_scale
 from .divide import DIVIDE, divide
+from .exact_sum import EXACT_SUM, exact_sum
 from .pack import PACK, pack, pack_rows, pack_to_rows
 from .ranges import Ranges
 from .row_index import RowIndex, merge_row_index
@@ -21,5 +22,5 @@ from .update_rules import RULES, UpdateRule
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SCALE, ADD_SCALED, DIVIDE, SEGMENT_SUM, TAKE_ROWS,
-    SQUARE_SUM, CLIP, DISTANCE_SCALE, *RULE_KERNELS.values(),
+    SQUARE_SUM, CLIP, DISTANCE_SCALE, EXACT_SUM, *RULE_KERNELS.values(),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import ENGINES, Engine, Pairs, gradients_of
 from gradreduce.device import Device, as_index
 from gradreduce.errors import InvalidVariableError, brief
-from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
+from gradreduce.sums.methods import AggregationMethod, as_aggregation_method
 
 from .gradient_inputs import check_float
 

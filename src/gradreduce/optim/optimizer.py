@@ -32,7 +32,7 @@ from gradreduce.device import (
 from gradreduce.errors import brief
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.sums.aggregation import AggregationMethod
+from gradreduce.sums.methods import AggregationMethod
 
 from .checkpoint import OptimizerState
 from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients

@@ -8,7 +8,6 @@ dense arrays first.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
@@ -34,8 +33,6 @@ from gradreduce.device import (
 from gradreduce.errors import brief, listed
 
 from .aggregators import (
-    AddN,
-    Aggregator,
     MultiDeviceSum,
     OneBuffer,
     Tree,
@@ -43,6 +40,8 @@ from .aggregators import (
     round_to,
     scaled,
 )
+from .exact_terms import add_exactly, check_exact_dtype, check_exact_terms
+from .methods import AGGREGATORS, AggregationMethod, as_aggregation_method
 from .slices import (
     concatenate,
     concatenate_slices,
@@ -74,68 +73,42 @@ def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
 _END = object()  # marks the end of an iterator
 
 
-class AggregationMethod(enum.IntEnum):
-    """How the terms of a gradient are combined (tf.AggregationMethod).
-
-    Attributes:
-        ADD_N: adds all terms in one operation, and keeps all of them until it runs.
-        DEFAULT: the same as ``ADD_N``.
-        EXPERIMENTAL_TREE: adds pairs, then pairs of pairs. Error and memory grow with log n instead
-            of n: at most ⌈log2 n⌉ + 1 buffers are alive at a time (for two terms: both and their
-            sum).
-        EXPERIMENTAL_ACCUMULATE_N: adds each term into a single buffer, in the order of arrival, and
-            then drops the term. If there are IndexedSlices among arrays, the same as
-            ``EXPERIMENTAL_TREE``; terms of a generator before the first IndexedSlices then count as
-            one sum.
-
-    Example:
-        >>> terms = [np.ones(2), np.full(2, 3.0)]
-        >>> gr.aggregate(terms, gr.AggregationMethod.EXPERIMENTAL_TREE)
-        array([4., 4.])
-    """
-
-    ADD_N = 0
-    DEFAULT = 0
-    EXPERIMENTAL_TREE = 1
-    EXPERIMENTAL_ACCUMULATE_N = 2
-
-
-def as_aggregation_method(method: AggregationMethod | int | None) -> AggregationMethod:
-    """Returns the member for a member, for 0, 1 or 2, or for None (DEFAULT).
-
-    Raises:
-        ValueError: anything else.
-    """
-    if method is None:
-        return AggregationMethod.DEFAULT
-    try:
-        return AggregationMethod(method)
-    except ValueError:
-        raise ValueError(
-            f"Invalid aggregation_method specified: {brief(method)}; allowed: 0, 1, 2 or a member "
-            "of AggregationMethod"
-        ) from None
-
-
 @overload
 def add_n(
-    inputs: Sequence[ArrayT], name: str | None = None, *, output_type: None = None
+    inputs: Sequence[ArrayT],
+    name: str | None = None,
+    *,
+    exact: bool = False,
+    output_type: None = None,
 ) -> ArrayT: ...
 @overload
 def add_n(
-    inputs: Sequence[Any], name: str | None = None, *, output_type: Literal["numpy"]
+    inputs: Sequence[Any],
+    name: str | None = None,
+    *,
+    exact: bool = False,
+    output_type: Literal["numpy"],
 ) -> np.ndarray: ...
 @overload
 def add_n(
-    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+    inputs: Sequence[Any],
+    name: str | None = None,
+    *,
+    exact: bool = False,
+    output_type: OutputType | None = None,
 ) -> Any: ...
 @traceable
 def add_n(
-    inputs: Sequence[Any], name: str | None = None, *, output_type: OutputType | None = None
+    inputs: Sequence[Any],
+    name: str | None = None,
+    *,
+    exact: bool = False,
+    output_type: OutputType | None = None,
 ) -> Any:
     """Sums ``inputs`` left to right (tf.add_n).
 
-    float16 and bfloat16 are added in float32 and rounded once.
+    float16 and bfloat16 are added in float32 and rounded once. With ``exact=True`` the inputs are
+    added as real numbers and the sum is rounded once, so that their order changes no bit.
 
     Args:
         inputs: a list or tuple of arrays of one shape and dtype (no broadcasting). A single input
@@ -143,6 +116,10 @@ def add_n(
             devices are first added on each device. IndexedSlices are converted to dense arrays,
             also a single one.
         name: ignored; TensorFlow's name of the operation.
+        exact: round the sum once, in the dtype of the inputs. An infinity or a NaN gives the sum of
+            IEEE 754, a finite sum does not overflow on the way, and a sum of zero is -0.0 only if
+            all inputs are. All inputs are added on the device of the first one. Integers are
+            always exact, modulo 2**bits. Not for float64, complex128 and IndexedSlices yet.
         output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of the first input.
 
@@ -152,16 +129,23 @@ def add_n(
 
     Raises:
         ValueError: ``inputs`` is not a list or tuple, is empty or contains None, shapes differ, a
-            single IndexedSlices has no ``dense_shape``, or ``output_type`` is unknown or its
-            library is not imported.
+            single IndexedSlices has no ``dense_shape``, there are IndexedSlices with
+            ``exact=True``, or ``output_type`` is unknown or its library is not imported.
         TypeError: an input is not an array (``Mirrored`` and ``PerReplica`` are not), dtypes differ
-            or cannot be added, or IndexedSlices among several inputs have no ``dense_shape``.
+            or cannot be added (float64 and complex128 not with ``exact=True``), or IndexedSlices
+            among several inputs have no ``dense_shape``.
         DeviceMismatchError: inputs are on different meshes.
 
     Example:
         >>> gr.add_n([np.array([1, 2]), np.array([10, 20])])
         array([11, 22])
+        >>> terms = [np.full(2, term, "float32") for term in (1e8, 0.1, -1e8)]
+        >>> gr.add_n(terms), gr.add_n(terms, exact=True)
+        (array([0., 0.], dtype=float32), array([0.1, 0.1], dtype=float32))
     """
+    if exact:
+        _check_inputs(inputs, "Tensor")
+        return _aggregate_exactly(inputs, (), output_type)
     if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
         made = _sum_directly(inputs)
         if made is not None:
@@ -269,6 +253,7 @@ def aggregate(
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     output_type: None = None,
 ) -> ArrayT | Any: ...  # None without a term
 @overload
@@ -277,6 +262,7 @@ def aggregate(
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     output_type: Literal["numpy"],
 ) -> np.ndarray | Any: ...
 @overload
@@ -285,6 +271,7 @@ def aggregate(
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     output_type: OutputType | None = None,
 ) -> Any: ...
 @traceable
@@ -293,6 +280,7 @@ def aggregate(
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     output_type: OutputType | None = None,
 ) -> Any:
     """Sums the terms of one gradient by an aggregation method.
@@ -308,6 +296,9 @@ def aggregate(
             result is then the sum of weight times term; a product is rounded once, to the
             accumulate dtype. A term with weight 0 is not read. Integers take whole weights.
             Default: all weights are 1.
+        exact: as in ``add_n``, with any method: keep all terms until the last one has come, add
+            them as real numbers, and round their sum once. Products are rounded before, to the
+            accumulate dtype.
         output_type: the kind of the result; see ``add_n``. Default: the kind of the first term.
 
     Returns:
@@ -319,10 +310,11 @@ def aggregate(
     Raises:
         ValueError: ``method`` or ``output_type`` is invalid, shapes differ, an index exceeds the
             ``dense_shape`` of the first term, there is not one weight for each term, a weight is
-            negative or not finite, or all weights are 0.
+            negative or not finite, all weights are 0, or a term of ``exact=True`` is IndexedSlices.
         TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
             not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
-            ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
+            ``PerReplica`` or ``Mirrored``, which must be reduced across devices; with
+            ``exact=True`` also for float64 and complex128.
 
     Example:
         >>> micro_batches = (np.full(2, scale) for scale in (1.0, 2.0, 4.0))
@@ -334,9 +326,13 @@ def aggregate(
     if isinstance(terms, DistributedValues):  # replicas are not terms
         kind_of_term(terms)  # raises
     if isinstance(terms, list | tuple):
+        if exact:
+            by = () if weights is None else validate_weights(weights, len(terms))
+            return _aggregate_exactly(terms, by, output_type)
         return _aggregate_list(terms, method, weights, output_type)
-    if current_reader() is not None:  # some may be traced values
-        return aggregate(list(terms), method, weights=weights, output_type=output_type)
+    if exact or current_reader() is not None:  # some may be traced values
+        terms = list(terms)
+        return aggregate(terms, method, weights=weights, exact=exact, output_type=output_type)
     if weights is not None:
         by = validate_weights(weights, None)
         return _aggregate_weighted(terms, by, method, output_type)
@@ -485,6 +481,47 @@ def _aggregate_weighted(
     return from_buffer(total.result(), kind) if total.count else None
 
 
+def _aggregate_exactly(
+    terms: Sequence[Any], weights: Sequence[float], output_type: OutputType | None
+) -> Any:
+    """Sums terms as real numbers, all checked before anything is launched.
+
+    Args:
+        terms: any objects; None is skipped.
+        weights: one for each term, or none.
+        output_type: the kind of the result.
+    """
+    pairs = pairs_of(terms, weights or [1.0] * len(terms))
+    kept = [(as_slices(term), by) for term, by in pairs if term is not None and by]
+    for term, _ in kept:
+        _require_exact(term)
+    if not kept:
+        return None
+    if len(kept) == 1 and not weights:
+        return _to_result_kind(kept[0][0], output_type)
+    kind = as_result_kind(output_type, kind_of_term(kept[0][0]))
+    with StreamScope():
+        placed = on_current_devices([term for term, _ in kept])
+        by = [weight for _, weight in kept] if weights else []
+        check_exact_terms(placed, by)
+        if len({term.device.mesh_state for term in placed}) == 1:  # or it raises
+            rehearse_parts(
+                ("exact", bool(by)),
+                placed,
+                lambda dry_run: add_exactly([dry_run.buffer(term) for term in placed], by),
+            )
+        return from_buffer(add_exactly(placed, by), kind)
+
+
+def _require_exact(term: Any) -> None:
+    """Raises unless terms like this one can be added with ``exact=True``."""
+    kind_of_term(term)  # raises for what is no array
+    if isinstance(term, IndexedSlices):
+        raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
+    if hasattr(term, "dtype"):  # a list has none yet
+        check_exact_dtype(term.dtype)
+
+
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
     """Iterates over ``terms`` outside the ``StreamScope``, because the caller's code makes them."""
     left = iter(terms)
@@ -555,11 +592,3 @@ def _check_inputs(inputs: Any, what: str) -> None:
     raise ValueError(
         f"inputs must be a list of at least one {what} with the same dtype and shape, got {actual}"
     )
-
-
-# The class that adds the terms of one device by each method.
-AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
-    AggregationMethod.ADD_N: AddN,
-    AggregationMethod.EXPERIMENTAL_TREE: Tree,
-    AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: OneBuffer,
-}

@@ -50,8 +50,8 @@ from gradreduce.device import (
 from gradreduce.errors import NotCopied, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from gradreduce.sums.aggregation import AggregationMethod, as_aggregation_method
 from gradreduce.sums.aggregators import aggregate_buffers
+from gradreduce.sums.methods import AggregationMethod, as_aggregation_method
 from gradreduce.sums.slices import concatenate_slices
 from gradreduce.weights import NUM_NUMBERS, from_numbers, to_numbers
 

@@ -42,6 +42,15 @@ template <typename T> T extracted(T a, uint32_t b, uint32_t c) {
         found |= T(k < size && place + k <= msb ? a >> (place + k) & 1 : sign) << k;
     return found;
 }
+// b with so many of the lowest bits of a from a place on.
+template <typename T> T inserted(T a, T b, uint32_t c, uint32_t d) {
+    const int msb = 8 * sizeof(T) - 1, place = c & 255, size = d & 255;
+    for (int k = 0; k < size && place + k <= msb; ++k) {
+        const T bit = T(1) << (place + k);
+        b = a >> k & 1 ? b | bit : b & ~bit;
+    }
+    return b;
+}
 // Any four of the eight bytes of a and b; bit 3 of a choice copies the byte's sign.
 inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t c) {
     const uint64_t both = uint64_t(b) << 32 | a;
@@ -61,7 +70,7 @@ class Operation(NamedTuple):
 
     result: str  # the type of what it writes
     sources: tuple[str, ...]  # types of what it reads
-    text: str  # of C++, with its sources as a, b and c
+    text: str  # of C++, with its sources as a, b, c and d
 
 
 TABLE: dict[str, Operation] = {}
@@ -100,6 +109,7 @@ def _floats(kind: str) -> None:
         count = 1 + max("abc".index(letter) for letter in "abc" if letter in text.split("(")[-1])
         add(f"{name}.{mode}.{kind}", f"{kind} " * (1 + count), f"canonical({text})")
     add(f"neg.{kind}", f"{kind} {kind}", "-a")
+    add(f"abs.{kind}", f"{kind} {kind}", "a < 0 ? -a : a == 0 ? 0 : a")
 
 
 def _conversions() -> None:
@@ -119,6 +129,10 @@ for _kind in (*BITS, "pred"):
     add(f"or.{_kind}", f"{_kind} {_kind} {_kind}", "a | b")
     add(f"not.{_kind}", f"{_kind} {_kind}", "!a" if _kind == "pred" else "~a")
 add("xor.pred", "pred pred pred", "a != b")
+add("xor.b32", "b32 b32 b32", "a ^ b")
+for _kind in BITS[1:]:
+    add(f"bfi.{_kind}", f"{_kind} {_kind} {_kind} u32 u32", "inserted(a, b, c, d)")
+add("clz.b64", "u32 b64", "a ? __builtin_clzll(a) : 64")
 for _kind in BITS:
     add(f"shl.{_kind}", f"{_kind} {_kind} u32", f"wu(a) << (b < {_kind[1:]} ? b : {_kind[1:]})")
 for _kind in FLOATS:

@@ -279,7 +279,7 @@ class _Translation:
             raise ValueError(texts)
         reads = "".join(
             f"{C_TYPES[kind]} {letter} = {self._read(each, kind, wider=wider)}; "
-            for letter, each, kind in zip("abc", texts, sources, strict=False)
+            for letter, each, kind in zip("abcd", texts, sources, strict=False)
         )
         computed = f"{C_TYPES[result]} found = {text};"
         if ".rz." in name:

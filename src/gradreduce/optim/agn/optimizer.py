@@ -26,7 +26,7 @@ from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
-from gradreduce.sums.aggregation import AggregationMethod
+from gradreduce.sums.methods import AggregationMethod
 
 from .checkpoint import load_worker, worker_table
 from .push import PushConfig

@@ -1,0 +1,278 @@
+// exact_sum: out[t][i] = in[t][0][i] + … + in[t][num_inputs-1][i] as real numbers, for every row t
+// order    any order of the inputs gives the same bits: the exact sum is rounded once, to Out
+// types    <Out, In, N>: float and 16-bit floats; N: inputs known when compiled; 0: any number
+// special  infinities and NaN as in IEEE 754 for any order; a sum of 0 is -0 if all inputs are -0, else +0
+// aliasing out may be any input exactly: every thread reads all inputs at i before it writes i
+// launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
+// limits   at most 2^31 inputs
+// reference src/gradreduce/ops/exact_sum.py, bit-equal except NaN payloads
+// source   own; two-sum is Knuth's (TAOCP 2, 4.2.2), the sum of three floats is from Boldo, Melquiond,
+//          Emulation of a FMA and correctly rounded sums (IEEE Transactions on Computers 57, 2008)
+#include "common.cuh"
+
+// Never contracted and never reassociated, whatever the compiler's flags are.
+#if defined(__CUDACC__)
+DEVICE float plus(float left, float right) { return __fadd_rn(left, right); }
+#else
+DEVICE float plus(float left, float right) { return left + right; }
+#endif
+
+// Before a loop over lanes: on the host g++ vectorises it.
+#if defined(__CUDACC__)
+#define EACH_LANE UNROLL
+#else
+#define EACH_LANE INDEPENDENT
+#endif
+
+DEVICE u32 bits_of(float value) {
+    union { float value; u32 bits; } pun;
+    pun.value = value;
+    return pun.bits;
+}
+
+DEVICE float float_of(u32 bits) {
+    union { u32 bits; float value; } pun;
+    pun.bits = bits;
+    return pun.value;
+}
+
+// Two floats: a sum rounded to nearest, and its error, which is a float too. If the sum overflows or is not
+// finite, the error is NaN.
+struct TwoSum {
+    float sum, error;
+
+    DEVICE TwoSum(float left, float right) {
+        sum = plus(left, right);
+        const float added = plus(sum, -left);
+        error = plus(plus(left, -plus(sum, -added)), plus(right, -added));
+    }
+
+    // The exact sum, rounded to odd: to the neighbour whose last bit is 1, unless it is a float. Another rounding,
+    // to at most 22 bits or of a number that it is added to, then sees on which side of a tie it lies.
+    DEVICE float to_odd() const {
+        // Without branches, which g++ does not vectorise. A NaN is neither above nor below 0.
+        const u32 bits = bits_of(sum), above = error > 0, below = error < 0, positive = sum > 0;
+        const u32 moved = (above | below) & ~bits & 1, down = above ^ positive;
+        return float_of(bits + moved - 2 * (moved & down));
+    }
+};
+
+// A sum as WORDS floats, whose exact sum it is unless inexact is set.
+template <int WORDS> struct Words {
+    float word[WORDS];
+    u32 inexact;  // not 0, or 0 with a sign: the rest of an addition was not 0
+
+    DEVICE explicit Words(float first = 0, float second = 0) {
+        UNROLL
+        for (int w = 2; w < WORDS; ++w) word[w] = 0;
+        word[0] = first;
+        word[1] = second;
+        inexact = 0;
+    }
+
+    DEVICE void add(float rest) {
+        UNROLL
+        for (int w = 0; w < WORDS - 1; ++w) {
+            const TwoSum made(word[w], rest);
+            word[w] = made.sum;
+            rest = made.error;
+        }
+        // The error of the last word is 0 if and only if the sum gives back both of its terms.
+        const float last = word[WORDS - 1], sum = plus(last, rest);
+        inexact |= (bits_of(plus(sum, -last)) ^ bits_of(rest)) | (bits_of(plus(sum, -rest)) ^ bits_of(last));
+        word[WORDS - 1] = sum;
+    }
+
+    // The sum rounded once, to odd or to nearest.
+    template <bool ODD> DEVICE float rounded() const {
+        float first = word[0], second = word[1];
+        if constexpr (WORDS == 3) {
+            const TwoSum tail(second, word[2]), middle(first, tail.error), head(tail.sum, middle.sum);
+            first = head.sum;
+            second = TwoSum(middle.error, head.error).to_odd();
+        }
+        const TwoSum total(first, second);
+        const float sum = ODD ? total.to_odd() : total.sum;
+        // The first word is -0 only if all terms are; adding another word would make it +0.
+        return word[0] == sum ? word[0] : sum;
+    }
+
+    // Whether a rounded sum is not that of the terms. If a number on the way was not finite, the sum is not.
+    DEVICE u32 is_inexact(float sum) const {
+        return (u32)((inexact & 0x7fffffff) != 0) | (u32)((bits_of(sum) & 0x7f800000) == 0x7f800000);
+    }
+};
+
+// The words of LANES elements.
+template <int WORDS, int LANES> struct Sums {
+    float word[WORDS][LANES];
+    u32 inexact[LANES];
+
+    DEVICE Words<WORDS> get(int l) const {
+        Words<WORDS> words;
+        UNROLL
+        for (int w = 0; w < WORDS; ++w) words.word[w] = word[w][l];
+        words.inexact = inexact[l];
+        return words;
+    }
+
+    DEVICE void set(int l, const Words<WORDS>& words) {
+        UNROLL
+        for (int w = 0; w < WORDS; ++w) word[w][l] = words.word[w];
+        inexact[l] = words.inexact;
+    }
+};
+
+// The sum of any floats, as an integer in units of 2^-149, the least float.
+struct Integer {
+    static constexpr int LIMBS = 10;  // of 32 bits each; floats have 277 bits, and 2^31 of them 308
+    i64 limb[LIMBS];
+    float special;  // the sum of what is not finite
+
+    DEVICE Integer() : special(0) {
+        UNROLL
+        for (int w = 0; w < LIMBS; ++w) limb[w] = 0;
+    }
+
+    DEVICE void add(float term) {
+        const u32 bits = bits_of(term), exponent = bits >> 23 & 255;
+        if (exponent == 255) {
+            special = plus(special, term);
+            return;
+        }
+        const u32 significand = (bits & 0x7fffff) | (exponent ? 0x800000 : 0), shift = exponent ? exponent - 1 : 0;
+        const u64 shifted = (u64)significand << (shift & 31);
+        const i64 low = (u32)shifted, high = (u32)(shifted >> 32);
+        const int place = shift >> 5;
+        UNROLL  // no array with a variable index, which would be in memory
+        for (int w = 0; w < LIMBS; ++w) {
+            const i64 part = w == place ? low : w == place + 1 ? high : 0;
+            limb[w] += bits >> 31 ? -part : part;
+        }
+    }
+
+    DEVICE void carry() {
+        UNROLL
+        for (int w = 0; w < LIMBS - 1; ++w) {
+            limb[w + 1] += limb[w] >> 32;
+            limb[w] &= 0xffffffff;
+        }
+    }
+
+    // The sum rounded once, to odd or to nearest.
+    template <bool ODD> DEVICE float rounded() {
+        if (special != 0) return special;
+        carry();
+        const bool negative = limb[LIMBS - 1] < 0;
+        if (negative) {
+            UNROLL
+            for (int w = 0; w < LIMBS; ++w) limb[w] = -limb[w];
+            carry();
+        }
+        // The first limb that is not 0, the one below it, and whether any other one is not 0.
+        u64 window = 0, below = 0;
+        int place = 0;
+        UNROLL
+        for (int w = 0; w < LIMBS; ++w) {
+            if (w > 1) below |= (u64)limb[w - 2];
+            if (limb[w]) {
+                window = (u64)limb[w] << 32 | (w ? (u64)limb[w - 1] : 0) | (below != 0);
+                place = w;
+            }
+        }
+        if (!window) return 0;
+        const int surplus = 64 - 24 - leading_zeros(window), dropped = place || surplus > 32 ? surplus : 32;
+        const u64 rest = window << (64 - dropped), half = 1ull << 63;
+        u64 kept = window >> dropped;
+        if (ODD)
+            kept |= rest != 0;
+        else
+            kept += rest > half || (rest == half && kept & 1);
+        // A significand of 24 bits adds one to the exponent.
+        const u64 bits = ((u64)(dropped + 32 * place - 32) << 23) + kept, most = ODD ? 0x7f7fffff : 0x7f800000;
+        return float_of((u32)(bits < most ? bits : most) | (u32)negative << 31);
+    }
+
+    static DEVICE int leading_zeros(u64 value) {
+#if defined(__CUDACC__)
+        return __clzll((i64)value);
+#else
+        return __builtin_clzll(value);
+#endif
+    }
+};
+
+template <typename Out, typename In, int N> struct ExactSum : Elementwise {
+    static constexpr bool GROUPED = true;
+    static constexpr int WORDS = N ? 2 : 3;
+    static constexpr bool ODD = sizeof(Out) < sizeof(float);
+    static constexpr int KNOWN = N ? N : 1;
+    Out* out;
+    const In* in[KNOWN];
+    Row row;
+    i64 num_inputs;
+
+    DEVICE ExactSum(const Row& row, i64 num_inputs) : row(row), num_inputs(num_inputs) {
+        out = row.operand<Out>(0);
+        UNROLL
+        for (int k = 0; k < KNOWN; ++k) in[k] = row.operand<const In>(1 + k);
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        Raw<In, LANES> raw[KNOWN];
+        UNROLL
+        for (int k = 0; k < KNOWN; ++k) raw[k] = load_raw<LANES>(in[k], i);
+        Sums<WORDS, LANES> sums;
+        EACH_LANE
+        for (int l = 0; l < LANES; ++l) {
+            Words<WORDS> words(widen(raw[0].element[l]));
+            if constexpr (N > 0) {
+                const TwoSum first(words.word[0], widen(raw[1].element[l]));
+                words = Words<WORDS>(first.sum, first.error);
+            }
+            UNROLL
+            for (int k = 2; k < KNOWN; ++k) words.add(widen(raw[k].element[l]));
+            sums.set(l, words);
+        }
+        if constexpr (N == 0) {
+            for (i64 k = 1; k < num_inputs; ++k) {
+                const Lanes<float, LANES> next = load<float, LANES>(row.operand<const In>(1 + k), i);
+                EACH_LANE
+                for (int l = 0; l < LANES; ++l) {
+                    Words<WORDS> words = sums.get(l);
+                    words.add(next.lane[l]);
+                    sums.set(l, words);
+                }
+            }
+        }
+        Lanes<float, LANES> total;
+        u32 inexact = 0;
+        EACH_LANE
+        for (int l = 0; l < LANES; ++l) {
+            const Words<WORDS> words = sums.get(l);
+            total.lane[l] = words.template rounded<ODD>();
+            inexact |= words.is_inexact(total.lane[l]) << l;
+        }
+        NO_UNROLL
+        for (int l = 0; inexact && l < LANES; ++l) {
+            if (!(inexact >> l & 1)) continue;
+            const float sum = integer_sum(i + l * (is_spaced(LANES) ? blockDim.x : 1));
+            EACH_LANE  // no variable index: the lanes are registers
+            for (int m = 0; m < LANES; ++m) total.lane[m] = m == l ? sum : total.lane[m];
+        }
+        store(out, i, total);
+    }
+
+    DEVICE float integer_sum(i64 i) const {
+        Integer sum;
+        NO_UNROLL
+        for (i64 k = 0; k < num_inputs; ++k) sum.add(widen(row.operand<const In>(1 + k)[i]));
+        return sum.rounded<ODD>();
+    }
+};
+
+// Uses registers for all loads before the first use, like add_n.
+template <typename Out, typename In, int N>
+__global__ void __launch_bounds__(256, 2) exact_sum(TABLE_ARGUMENT table, i64 num_inputs) {
+    elementwise<ExactSum<Out, In, N>, lanes_of<Out, In>::value>(table, num_inputs);
+}

@@ -1,0 +1,217 @@
+"""Adds terms as real numbers and rounds once: launcher of ``exact_sum.cu`` and NumPy reference.
+
+Two or three floats hold the sum of most elements: each addition leaves its error in the next one.
+If the last one leaves a rest, or a number is not finite, an integer holds the sum of that element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from gradreduce.device import Arrays, Buffer, Device, Kernel, by_template, same_dtypes
+
+from .add_n import UNROLLED
+from .templates import FLOATS, FROM_ACC
+
+# The dtypes whose terms are exact in float32, of which complex64 has two.
+_NARROW = FLOATS[:3]
+_BLOCK = 1 << 14  # elements; the words and what an addition needs stay in the cache
+_SINGLE, _BITS, _INT64 = np.dtype("float32"), np.dtype("uint32"), np.dtype("int64")
+_LIMBS, _LIMB = 10, 32  # of an integer: their number, and the bits of each
+_LARGEST, _INFINITY = 0x7F7FFFFF, 0x7F800000  # bits
+
+
+def _exact_sum_reference(table: Sequence[Arrays], num_inputs: int) -> None:
+    """``out = in[0] + in[1] + …`` as real numbers, rounded once to the dtype of the output."""
+    num_words = 2 if num_inputs <= UNROLLED else 3
+    size = min(_BLOCK, max(row[0].size for row in table))
+    memory = np.empty((num_words + 3, size), _SINGLE), np.empty((2, size), bool)
+    for out, *inputs in table:
+        odd = out.itemsize < _SINGLE.itemsize
+        for start in range(0, out.size, _BLOCK):
+            terms = [term[start : start + _BLOCK] for term in inputs]
+            length = terms[0].size
+            words, inexact = _cascade(terms, *[each[:, :length] for each in memory])
+            total = _rounded_words(words, odd=odd)
+            inexact |= total - total != 0
+            if inexact.any():
+                chosen = np.flatnonzero(inexact)
+                total[chosen] = _integer_sum((term[chosen] for term in terms), chosen.size, odd=odd)
+            out[start : start + _BLOCK] = total
+
+
+def _cascade(
+    terms: Arrays, memory: np.ndarray, flags: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns float32 words, the exact sum of which is that of the terms, but where inexact.
+
+    Args:
+        terms: at least one.
+        memory: an array for each word, and three more.
+        flags: two arrays of booleans.
+
+    Returns:
+        The words, and where they are inexact: they left a rest, or a number is not finite.
+    """
+    *words, added, spare, rest = memory
+    inexact, differs = flags
+    words[0][...] = terms[0]
+    for word in words[1:]:
+        word.fill(0)
+    inexact.fill(False)
+    last = len(words) - 1
+    for term in terms[1:]:
+        right = term
+        if term.dtype != _SINGLE:
+            right = rest
+            rest[...] = term
+        for place, word in enumerate(words):
+            total = np.add(word, right, out=spare)
+            words[place], spare = total, word
+            np.subtract(total, word, out=added)
+            if place == last:
+                # The rest is 0 if and only if the sum gives back both of its terms.
+                inexact |= np.not_equal(added, right, out=differs)
+                inexact |= np.not_equal(np.subtract(total, right, out=added), word, out=differs)
+                break
+            # Knuth's two-sum: word, rest = word + right, the error of this sum
+            right = np.subtract(right, added, out=rest)
+            np.subtract(total, added, out=added)
+            word -= added
+            rest += word
+    return words, inexact
+
+
+def _rounded_words(words: Sequence[np.ndarray], *, odd: bool) -> np.ndarray:
+    """Returns the exact sum of two or three words, rounded once, to odd or to nearest."""
+    first, second = words[:2]
+    if len(words) == 3:
+        # Source: S. Boldo, G. Melquiond, Emulation of a FMA and correctly rounded sums, 2008.
+        tail, rest = _two_sum(second, words[2])
+        middle, low = _two_sum(first, rest)
+        first, rest = _two_sum(tail, middle)
+        second = _to_odd(*_two_sum(low, rest))
+    total, rest = _two_sum(first, second)
+    if odd:
+        _to_odd(total, rest)
+    # The first word is -0 only if all terms are; adding another word would make it +0.
+    return np.where(words[0] == total, words[0], total)
+
+
+def _two_sum(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rounded sum, and its error (NaN if a number is not finite)."""
+    total = left + right
+    added = total - left
+    return total, (left - (total - added)) + (right - added)
+
+
+def _to_odd(total: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Rounds exact sums to odd, in place: to the neighbour with an odd last bit, or not at all.
+
+    Another rounding, to 22 bits or fewer, then sees on which side of a tie the exact sum lies.
+    """
+    bits = total.view(_BITS)
+    is_even = ((rest > 0) | (rest < 0)) & (bits & 1 == 0)
+    away = (rest > 0) == (total > 0)
+    bits += is_even & away
+    bits -= is_even & ~away
+    return total
+
+
+def _integer_sum(terms: Iterable[np.ndarray], size: int, *, odd: bool) -> np.ndarray:
+    """Returns the exact sum of any floats, rounded once to float32, to odd or to nearest.
+
+    The sum is an integer in units of 2**-149, the least float32.
+    """
+    limbs = np.zeros((_LIMBS, size), _INT64)  # 2**31 terms do not overflow them
+    special = np.zeros(size, _SINGLE)  # the sum of what is not finite
+    columns = np.arange(size)
+    for term in terms:
+        values = term.astype(_SINGLE, copy=False)
+        finite = np.isfinite(values)
+        special += np.where(finite, _SINGLE.type(0), values)
+        bits = np.where(finite, values, _SINGLE.type(0)).view(_BITS).astype(_INT64)
+        exponent = bits >> 23 & 255
+        significand = bits & 0x7FFFFF | (exponent > 0).astype(_INT64) << 23
+        shift = np.maximum(exponent - 1, 0)
+        shifted = significand << (shift & 31)
+        sign = np.where(bits >> 31, -1, 1)
+        limbs[shift >> 5, columns] += sign * (shifted & 0xFFFFFFFF)
+        limbs[(shift >> 5) + 1, columns] += sign * (shifted >> 32)
+    total = _rounded_integer(limbs, odd=odd)
+    return np.where(special == 0, total, special)
+
+
+def _rounded_integer(limbs: np.ndarray, *, odd: bool) -> np.ndarray:
+    """Returns integers times 2**-149, rounded once to float32, to odd or to nearest."""
+    _carry(limbs)
+    negative = limbs[-1] < 0
+    limbs[:, negative] *= -1
+    _carry(limbs)
+    columns = np.arange(limbs.shape[1])
+    # The first limb that is not 0, the one below it, and whether any other one is not 0.
+    place = _LIMBS - 1 - np.argmax(limbs[::-1] != 0, axis=0)
+    is_below = np.arange(_LIMBS)[:, None] < place - 1
+    window = limbs[place, columns].astype(np.uint64) << np.uint64(_LIMB)
+    window |= np.where(place > 0, limbs[place - 1, columns], 0).astype(np.uint64)
+    window |= ((limbs != 0) & is_below).any(axis=0)
+    length = _LIMB + np.frexp(limbs[place, columns].astype(np.float64))[1]  # of the window
+    dropped = np.where(place > 0, length - 24, np.maximum(length - 24, 32)).astype(np.uint64)
+    kept = window >> dropped
+    rest, half = window << (np.uint64(64) - dropped), np.uint64(1 << 63)
+    if odd:
+        kept |= rest != 0
+    else:
+        kept += (rest > half) | (rest == half) & (kept & np.uint64(1) == 1)
+    # A significand of 24 bits adds one to the exponent.
+    bits = (dropped.astype(_INT64) + _LIMB * place - 32 << 23) + kept.astype(_INT64)
+    bits = np.where(window == 0, 0, np.minimum(bits, _LARGEST if odd else _INFINITY))
+    signs = (negative & (window != 0)).astype(_INT64) << 31
+    total: np.ndarray = (bits | signs).astype(_BITS).view(_SINGLE)
+    return total
+
+
+def _carry(limbs: np.ndarray) -> None:
+    """Makes all limbs but the last one non-negative and less than 2**32."""
+    for low, high in pairwise(limbs):
+        high += low >> _LIMB
+        low &= 0xFFFFFFFF
+
+
+EXACT_SUM = Kernel(
+    name="exact_sum",
+    source="exact_sum",
+    reference=_exact_sum_reference,
+    scalars=(("num_inputs", "int64"),),
+    templates=(
+        *((name, name, count) for name in _NARROW for count in (0, *range(2, UNROLLED + 1))),
+        *((*pair, 0) for pair in FROM_ACC),
+    ),
+)
+
+
+def exact_sum(
+    outs: Sequence[Buffer], inputs: Sequence[Sequence[Buffer]], *, device: Device
+) -> None:
+    """``outs[t] = inputs[t][0] + inputs[t][1] + …`` for every tensor t, rounded once.
+
+    The terms are added as real numbers: their order does not change a bit. One launch for all
+    tensors with the same dtypes and number of inputs.
+
+    Args:
+        outs: one per tensor; overwritten. May be one of its inputs, but not overlap one partly.
+        inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
+            output's and float16, bfloat16, float32 or complex64, or float32 if the output is
+            float16 or bfloat16.
+        device: launches on its compute queue. Adds no stream waits.
+
+    The operands are not validated.
+    """
+    table = [(out, *terms) for out, terms in zip(outs, inputs, strict=True)]
+    for (to, of, num_operands), rows in by_template(same_dtypes(table)).items():
+        num_inputs = num_operands - 1
+        unrolled = num_inputs if to == of and 2 <= num_inputs <= UNROLLED else 0
+        device.launch(EXACT_SUM, (to, of, unrolled), rows, (num_inputs,))

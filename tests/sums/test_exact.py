@@ -1,0 +1,159 @@
+"""Sums with ``exact=True``: real numbers, rounded once, whatever the order and the devices."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.exact_data import random_data, same
+from support.exact_sums import adversarial_terms, exact_sums
+from support.exhaustive import examples
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+
+DTYPES = ["float16", "bfloat16", "float32", "complex64"]
+SHAPE = (4, 15)
+
+
+def weighted(term, weight):
+    """The product in the accumulate dtype; a complex number is two floats."""
+    parts = term.view(np.float32) if term.dtype.kind == "c" else term.astype(np.float32)
+    with np.errstate(all="ignore"):
+        product = parts * np.float32(weight)
+    return product.view(term.dtype) if term.dtype.kind == "c" else product
+
+
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[*HealthCheck],
+)  # fmt: skip
+@given(data=st.data())
+def test_any_layout_of_the_terms_has_the_rounded_sum(mesh, data):
+    """Lists and generators, any method, order and devices; None and weights of 0 are skipped."""
+    dtype = as_dtype(data.draw(st.sampled_from(DTYPES), "dtype"))
+    count = data.draw(st.integers(1, 12), "terms")
+    made = adversarial_terms(count, 60, dtype, data.draw(st.integers(0, 9999), "seed"))
+    terms = [term.reshape(SHAPE) for term in made]
+    weights = None
+    if data.draw(st.booleans(), "weighted"):
+        some = st.lists(st.sampled_from([0, 1, 0.5, 3]), min_size=count, max_size=count)
+        weights = data.draw(some.filter(any), "weights")
+    pairs = list(zip(terms, weights or [1] * count, strict=True))
+    products = [weighted(term, by) for term, by in pairs if by]
+    wanted = exact_sums([part.reshape(-1) for part in products], dtype).reshape(SHAPE)
+    for _ in range(2):
+        order = data.draw(st.permutations([*range(count), None]), "order")
+        given = [
+            None if k is None else mesh[data.draw(st.integers(0, 3), "device")].upload(terms[k])
+            for k in order
+        ]
+        by = weights and [1 if k is None else weights[k] for k in order]
+        method = data.draw(st.sampled_from(list(gr.AggregationMethod)), "method")
+        if data.draw(st.booleans(), "generator"):
+            given = iter(given)
+        found = gr.aggregate(given, method, weights=by, exact=True, output_type="numpy")
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_n_adds_in_one_launch_on_the_first_device(mesh, dtype):
+    terms = [random_data((300,), dtype, seed=seed) for seed in range(5)]
+    placed = [mesh[index].upload(term) for index, term in zip((1, 0, 1, 2, 3), terms, strict=True)]
+    with mesh.journal() as journal:
+        total = gr.add_n(placed, exact=True)
+    found = [(each.kind, each.name) for each in journal.records if each.kind in ("launch", "copy")]
+    assert found == [("launch", "exact_sum")]
+    assert total.device is mesh[1]
+    assert same(total.numpy(), exact_sums(terms))
+    assert all(same(buffer.numpy(), term) for buffer, term in zip(placed, terms, strict=True))
+
+
+def test_without_it_the_launches_are_those_of_plain_sums(mesh):
+    terms = [mesh[0].upload(np.ones(3, np.float32)) for _ in range(3)]
+    with mesh.journal() as journal:
+        for options in ({}, {"exact": False}):
+            gr.add_n(terms, **options)
+            gr.aggregate(terms, **options)
+    assert [each.name for each in journal.records if each.kind == "launch"] == ["add_n"] * 4
+
+
+def test_integers_are_added_modulo_their_size_as_without_it(mesh):
+    terms = [random_data((50,), "int16", seed=seed) for seed in range(4)]
+    with mesh.journal() as journal:
+        found = gr.add_n(terms, exact=True)
+    assert [each.name for each in journal.records if each.kind == "launch"] == ["add_n"]
+    assert same(found, gr.add_n(terms))
+    twice = gr.aggregate(iter(terms), exact=True, weights=[2, 0, 1, 1])
+    assert same(twice, gr.aggregate(terms, weights=[2, 0, 1, 1]))
+    assert same(gr.add_n([[3, 4], [1, 2]], exact=True), np.array([4, 6]))
+
+
+def test_a_single_term_is_returned_itself():
+    (term,) = terms = [np.float32([1, 2])]
+    assert gr.add_n(terms, exact=True) is term
+    assert gr.aggregate(iter([None, term]), exact=True) is term
+    assert gr.aggregate([None], exact=True) is None
+    assert gr.aggregate([], exact=True) is None
+
+
+def test_a_weighted_sum_rounds_each_product_and_then_the_sum():
+    """The products are float32: their sum is not rounded to it before it becomes float16."""
+    terms = [np.float16([1]), np.float16([2.0**-11]), np.float16([2.0**-24])]
+    weights = [1.0, 1.0, 2.0**-20]
+    assert gr.aggregate(terms, weights=weights)[0] == 1
+    assert gr.aggregate(terms, weights=weights, exact=True)[0] == 1 + 2.0**-10
+    assert gr.aggregate(terms[:1], weights=[3.0], exact=True)[0] == 3
+
+
+def test_a_loss_may_use_it():
+    def loss(x, y):
+        return np.sum(gr.add_n([x * x, y], exact=True) + gr.aggregate([x, y], exact=True))
+
+    with gr.open_mesh(1, backend="sim") as mesh:
+        x = gr.Variable(np.float32([1, 2]), "x", device=mesh)
+        y = gr.Variable(np.float32([5, 7]), "y", device=mesh)
+        pairs = gr.GradientDescentOptimizer(0.1).compute_gradients(lambda: loss(x, y), [x, y])
+        assert [np.asarray(grad).tolist() for grad, _ in pairs] == [[3, 5], [2, 2]]
+
+
+SLICES = gr.IndexedSlices(np.ones((1, 2), np.float32), [0], (3, 2))
+NARROW = "exact=True does not support {} yet: pass terms of a narrower dtype, or exact=False"
+REFUSED = [
+    ([np.ones(2)], TypeError, NARROW.format("float64")),
+    ([np.ones(2), np.ones(2)], TypeError, NARROW.format("float64")),
+    ([[1.0, 2.0], [3.0, 4.0]], TypeError, NARROW.format("float64")),
+    ([np.ones(2, "complex128")] * 2, TypeError, NARROW.format("complex128")),
+    ([SLICES], ValueError, "exact=True does not support IndexedSlices: pass .to_dense()"),
+    ([np.ones((3, 2), np.float32), SLICES], ValueError,
+     "exact=True does not support IndexedSlices: pass .to_dense()"),
+    ([np.float32([1]), np.float16([1])], TypeError,
+     "inputs have dtypes that don't all match: input 0 is float32, input 1 is float16"),
+    ([np.float32([1]), np.float32([1, 2])], ValueError,
+     "inputs must have the same size and shape (nothing is broadcast). Input 0: [1] != input 1: "
+     "[2]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("terms", "error", "text"), REFUSED)
+def test_what_it_cannot_add_is_refused_before_a_launch(mesh, terms, error, text):
+    weights = [0.5] * len(terms)
+    calls = [
+        lambda: gr.add_n(terms, exact=True),
+        lambda: gr.aggregate(terms, exact=True),
+        lambda: gr.aggregate(iter(terms), 2, exact=True),
+        lambda: gr.aggregate(terms, weights=weights, exact=True),
+        lambda: gr.aggregate(iter(terms), weights=weights, exact=True),
+    ]
+    with mesh.journal() as journal:
+        for call in calls:
+            with pytest.raises(error) as raised:
+                call()
+            assert str(raised.value) == text
+    assert not [each for each in journal.records if each.kind == "launch"]
+
+
+def test_weights_of_integers_are_whole_and_each_term_has_one():
+    terms = [np.int32([1]), np.int32([2])]
+    with pytest.raises(ValueError, match=r"weight 0\.5 of int32 must be a whole number"):
+        gr.aggregate(terms, weights=[1, 0.5], exact=True)
+    with pytest.raises(ValueError, match="weights has 1 entries; expected 2, one per term"):
+        gr.aggregate(iter(terms), weights=[1], exact=True)
