@@ -120,7 +120,7 @@ def _with_defaults(state: AccumulatorState, saved: Any, where: str) -> Any:
     if not isinstance(saved, Mapping):
         return saved
     count = plain(f"{where}['num_accumulated']", saved.get("num_accumulated"))
-    weight = [float(count)] if type(count) is int and count else []
+    weight = [count] if type(count) is int and count else []
     of_rows = {"sparse_mean": "per_row"} if state.sparse_mean else {}
     return {"weight": weight, **of_rows, **saved}
 

@@ -555,7 +555,7 @@ class Device(NotCopied, Backend):
         queue, rows = work.queue, work.rows
         record = Record(
             "launch", kernel.name, self.index, -1, crossing, queue.name, len(rows),
-            kernel.weight(scalars),
+            scalars[0] if kernel.is_weighted else 1,
         )  # fmt: skip
         command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
         if table is not None and queue is not self.compute:

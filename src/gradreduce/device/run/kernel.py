@@ -69,12 +69,9 @@ class Kernel:
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
 
-    def weight(self, scalars: Sequence[int | float]) -> float:
-        """Returns the weight by which a launch with these scalars multiplies its terms."""
-        return scalars[0] if self._has_weight else 1
-
     @cached_property
-    def _has_weight(self) -> bool:
+    def is_weighted(self) -> bool:
+        """Whether the first scalar is a weight, by which a launch multiplies its terms."""
         return "weight" in dict(self.scalars[:1])
 
     def num_items(self, rows: Sequence[Row]) -> list[int]:
