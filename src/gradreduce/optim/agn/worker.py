@@ -80,7 +80,8 @@ class Worker:
             seconds: the seconds until the deadline, from ``as_deadline``.
         """
         inner, retry_push = self.inner, self.push_pending
-        self._check_weight(weight)
+        if weight.units != ONE or self.variables.excess:
+            self._check_weight(weight)
         plan = None if retry_push else self._local
         if plan is not None and not plan.is_valid_for(variables, inner._slots, inner._rule):
             plan = None
@@ -96,22 +97,16 @@ class Worker:
     def _check_weight(self, weight: StepWeight) -> None:
         """Raises ``ValueError`` unless the period can have a step of this weight."""
         shared = self.variables
-        if weight.units == ONE and not shared.excess:
-            return
         total = weight.units if self.push_pending else shared.weight() + weight.units
         if is_too_large(total):
             raise ValueError(
                 "weight: the sum of the weights of a period exceeds the largest float64"
             )
-        if not total and self._is_at_end():
+        if not total and not (self.variables.num_steps + 1) % self.period:
             raise ValueError(
                 f"weight=0: all {self.period} steps of this period would have weight 0, and there "
                 "would be no mean to push; the last step needs a weight above 0"
             )
-
-    def _is_at_end(self) -> bool:
-        """Whether the next step is the last of its period."""
-        return not (self.variables.num_steps + 1) % self.period
 
     def _colocate(
         self,
@@ -157,7 +152,7 @@ class Worker:
             # Called first, because a hyperparameter may be a callable that raises.
             scalars, powers = inner._next_update(powers)
         pushes = []
-        if self._is_at_end():
+        if not (self.variables.num_steps + 1) % self.period:
             pushes = [self._ready_push(powers, variables, global_step)]
         step = LocalStep(inner, scalars, self.variables.sums, weight.factor)
         if plan is not None and {*map(type, parts)} == {Buffer}:
