@@ -49,10 +49,13 @@ def error(found):
     return max(np.linalg.norm(each - wanted) / np.linalg.norm(wanted) for each, wanted in pairs)
 
 
-def by_fsdp(mesh, own):
-    """The gradients, by a model whose root is sharded over the processes of the mesh."""
+def by_fsdp(mesh, micro_batches):
+    """The gradients, by a model whose root is sharded over the processes of the mesh.
+
+    All processes have as many micro-batches, because each forward gathers parameters.
+    """
     net = fully_sharded(mesh, model())
-    for micro, sequence in enumerate(own, 1):
-        net.set_requires_gradient_sync(micro == len(own))
-        gr.torch.weighted(*mean_loss(net, sequence), net).backward()
+    for number, batch in enumerate(micro_batches, 1):
+        net.set_requires_gradient_sync(number == len(micro_batches))
+        gr.torch.weighted(*mean_loss(net, *batch), net).backward()
     return [each.grad.full_tensor() for each in net.parameters()]
