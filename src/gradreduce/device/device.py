@@ -445,8 +445,7 @@ class Device(NotCopied, Backend):
         """Launches over one row: a Buffer that was just allocated, and inputs on this device.
 
         Does what ``launch`` does on the compute queue, without the checks that a new output does
-        not need. ``kernel``, ``template`` and ``scalars`` are those of ``launch``;
-        ``row`` is an entry of its ``rows``.
+        not need. The other arguments are those of ``launch``; ``row`` is an entry of its ``rows``.
         """
         if row[0].size:
             work = Work(self.compute, [row], kernel.num_written(scalars))
@@ -553,10 +552,9 @@ class Device(NotCopied, Backend):
         if self.compiles and (kernel, template) not in self.mesh_state.compiled:
             self.compile_kernel(kernel, template)
         queue, rows = work.queue, work.rows
-        record = Record(
-            "launch", kernel.name, self.index, -1, crossing, queue.name, len(rows),
-            scalars[0] if kernel.is_weighted else 1,
-        )  # fmt: skip
+        record = Record("launch", kernel.name, self.index, -1, crossing, queue.name, len(rows))
+        if kernel.is_weighted:
+            record.weight = scalars[0]
         command, table = self._make_launch(kernel, template, rows, scalars, queue.name)
         if table is not None and queue is not self.compute:
             work = work._replace(also_read=(table,))

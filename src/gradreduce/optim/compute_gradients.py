@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,28 @@ def check_outside_replica(call: str) -> None:
             "gr.replica of each replica, and averages the gradients: call it outside, or call "
             "compute_gradients for the gradients of one replica"
         )
+
+
+def gradients_to_apply(
+    compute: Callable[..., Pairs],
+    devices: Sequence[Device] | None,
+    loss: Callable[[], Any],
+    var_list: Any,
+    *options: Any,
+) -> Pairs:
+    """Computes the gradients of all replicas for ``minimize``.
+
+    Args:
+        compute: ``compute_gradients`` of the optimizer.
+        devices: see ``gradients_of_replicas``.
+        loss: see ``minimize``.
+        var_list: see ``minimize``.
+        options: the further arguments of ``compute``.
+    """
+    check_outside_replica("minimize")
+    if isinstance(var_list, Iterator):  # used once for each replica
+        var_list = list(var_list)
+    return gradients_of_replicas(lambda: (None, compute(loss, var_list, *options)), devices)[1]
 
 
 def gradients_of_replicas(

@@ -5,7 +5,7 @@ Source: tf.train.Optimizer, whose public methods it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
@@ -35,7 +35,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.sums.methods import AggregationMethod
 
 from .checkpoint import OptimizerState
-from .compute_gradients import check_outside_replica, gradients_of_replicas, ready_gradients
+from .compute_gradients import gradients_of_replicas, gradients_to_apply, ready_gradients
 from .gradient_inputs import (
     check_float,
     check_global_step,
@@ -403,21 +403,9 @@ class Optimizer(OptimizerState):
         """
         as_deadline(deadline)  # an invalid one raises before the loss is called
         options = (gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss)
-        pairs = self._gradients_to_apply(loss, var_list, *options, engine=engine)
+        compute = partial(self.compute_gradients, engine=engine)
+        pairs = gradients_to_apply(compute, self._devices, loss, var_list, *options)
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
-
-    def _gradients_to_apply(
-        self, loss: Callable[[], Any], var_list: Any, *options: Any, engine: Engine | None
-    ) -> list[tuple[Any, Variable]]:
-        """Computes the gradients of all replicas; the arguments are those of ``minimize``."""
-        check_outside_replica("minimize")
-        if isinstance(var_list, Iterator):  # used once for each replica
-            var_list = list(var_list)
-        _, pairs = gradients_of_replicas(
-            lambda: (None, self.compute_gradients(loss, var_list, *options, engine=engine)),
-            self._devices,
-        )
-        return pairs
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles the kernels for these variables and creates their slots.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
@@ -22,6 +23,7 @@ from gradreduce.autodiff.gradients import Engine
 from gradreduce.checkpoint import downloader
 from gradreduce.device import as_deadline, as_flag, as_positive
 from gradreduce.errors import brief
+from gradreduce.optim.compute_gradients import gradients_to_apply
 from gradreduce.optim.gradient_inputs import check_global_step, validate_pairs
 from gradreduce.optim.hyperparameters import as_integer, no_attribute
 from gradreduce.optim.optimizer import Optimizer
@@ -290,7 +292,8 @@ class AGNOptimizer(Optimizer):
         as_deadline(deadline)  # an invalid argument raises before the loss is called
         as_step_weight(weight, len(self._getter.devices))
         options = (gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss)
-        pairs = self._gradients_to_apply(loss, var_list, *options, engine=engine)
+        compute = partial(self.compute_gradients, engine=engine)
+        pairs = gradients_to_apply(compute, self._devices, loss, var_list, *options)
         return self.apply_gradients(pairs, global_step, name, deadline=deadline, weight=weight)
 
     def prepare(self, variables: Sequence[Variable]) -> None:

@@ -121,8 +121,10 @@ class Worker:
                 self.variables.center_of(var)
                 var.devices[0].mesh_state.check_usable(var.devices[0])  # as no launch does
             return ()
-        sums = self.variables.sums.values() if plan is None else ()
-        others = [copy for total in sums if isinstance(total, tuple) for copy in total]
+        others: list[Buffer] = []
+        if plan is None:
+            sums = self.variables.sums.values()
+            others += [copy for total in sums if isinstance(total, tuple) for copy in total]
         if self.push_pending:  # the retried push writes the center before the step reads gradients
             others += self._center.list_written_buffers(self.variables)
         rehearse = self._rehearse
