@@ -75,7 +75,7 @@ def by_ddp_hook(mesh, of_replicas):
 
 
 def by_fsdp_alone(mesh, of_replicas):
-    return by_fsdp(mesh, [[each] for each in of_replicas[0]])
+    return by_fsdp(mesh, [[each] for each in of_replicas[0]])  # others: tests/comm/processes
 
 
 CASES = [

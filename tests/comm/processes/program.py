@@ -194,6 +194,7 @@ def pytorch(launcher: str) -> None:
     """DDP with our hook and our DataParallel train like DDP; two processes on any data."""
     import torch
     import torch.distributed as dist
+    from support import sequences
     from support.ddp_cases import same_as_ddp
     from torch.nn.parallel import DistributedDataParallel
 
@@ -218,6 +219,9 @@ def pytorch(launcher: str) -> None:
             if group is dist.group.WORLD:
                 same_gradients(sharded(None), sharded(mesh))
                 same_gradients(weighted_mean(dist.get_world_size()), sharded(mesh, weighs=True))
+                own = sequences.sequences()[mesh.process_index :: mesh.num_processes]
+                batches = [own[number::8] for number in range(8)]
+                assert sequences.error(sequences.by_fsdp(mesh, batches)) <= 1e-6
             else:
                 ours = partial(gr.torch.DataParallel, mesh=mesh, bucket_mb=2**-10)
                 same_as_ddp(ddp, ours, mesh.process_index)
