@@ -35,6 +35,16 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, default=default, type=checked, metavar="VALUE", help=text)
         self.allowed[name] = allowed
 
+    def add_device_flags(self) -> None:
+        """Adds the flags that ``open_devices`` reads."""
+        flag, devices = self.flag, "number of devices of each process"
+        flag("--devices", 4, in_range(int, 1, 64), "1 to 64", devices)
+        flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
+        flag("--placement", None, placement, "a number from 0 to 63 for each device, as 0,0,1,1",
+             "the physical device of each device")  # fmt: skip
+        kernels = one_of("numpy", "compiled")
+        flag("--kernels", "numpy", *kernels, "implementation for simulated devices")
+
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2; argparse calls it too."""
         found = re.match(r"argument (--[a-z-]+): ", message)

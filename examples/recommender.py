@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import rich
-from command_line import Parser, file, in_range, on_devices, one_of, placement
+from command_line import Parser, file, in_range, on_devices, one_of
 from matplotlib.figure import Figure
 from report import draw_losses, per_step, where
 from rich.progress import track
@@ -220,11 +220,7 @@ def make_parser() -> Parser:
     """Returns the parser of the flags."""
     parser = Parser(__doc__)
     flag = parser.flag
-    flag("--devices", 4, in_range(int, 1, 64), "1 to 64", "number of devices of each process")
-    flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
-    flag("--placement", None, placement, "a number from 0 to 63 for each device, as 0,0,1,1",
-         "the physical device of each device")  # fmt: skip
-    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "implementation for simulated devices")
+    parser.add_device_flags()
     flag("--optimizer", "sgd", *one_of(*OPTIMIZERS), "optimizer; adam is lazy")
     flag("--steps", 80, in_range(int, 1, 10_000), "1 to 10000", "steps of each training")
     flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "random seed")
