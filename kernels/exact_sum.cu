@@ -1,8 +1,9 @@
-// exact_sum: out[t][i] = in[t][0][i] + … + in[t][num_inputs-1][i] as real numbers, for every row t
-// order    any order of the inputs gives the same bits: the exact sum is rounded once, to Out
+// exact_sum: every out[t][j][i] = (in[t][0][i] + … + in[t][num_inputs-1][i]) / divisor, added as real numbers
+// order    any order of the inputs gives the same bits: the exact sum is rounded once, to Out; if the divisor
+//          is not 1, to float, in which the sum is divided before it is rounded to Out
 // types    <Out, In, N>: float and 16-bit floats; N: inputs known when compiled; 0: any number
 // special  infinities and NaN as in IEEE 754 for any order; a sum of 0 is -0 if all inputs are -0, else +0
-// aliasing out may be any input exactly: every thread reads all inputs at i before it writes i
+// aliasing any out may be any in exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   at most 2^31 inputs
 // reference src/gradreduce/ops/exact_sum.py, bit-equal except NaN payloads
@@ -84,7 +85,7 @@ template <int WORDS> struct Words {
     }
 
     // The sum rounded once, to odd or to nearest.
-    template <bool ODD> DEVICE float rounded() const {
+    DEVICE float rounded(bool odd) const {
         float first = word[0], second = word[1];
         if constexpr (WORDS == 3) {
             const TwoSum tail(second, word[2]), middle(first, tail.error), head(tail.sum, middle.sum);
@@ -92,7 +93,7 @@ template <int WORDS> struct Words {
             second = TwoSum(middle.error, head.error).to_odd();
         }
         const TwoSum total(first, second);
-        const float sum = ODD ? total.to_odd() : total.sum;
+        const float sum = odd ? total.to_odd() : total.sum;
         // The first word is -0 only if all terms are; adding another word would make it +0.
         return word[0] == sum ? word[0] : sum;
     }
@@ -160,7 +161,7 @@ struct Integer {
     }
 
     // The sum rounded once, to odd or to nearest.
-    template <bool ODD> DEVICE float rounded() {
+    DEVICE float rounded(bool odd) {
         if (special != 0) return special;
         carry();
         const bool negative = limb[LIMBS - 1] < 0;
@@ -184,12 +185,12 @@ struct Integer {
         const int surplus = 64 - 24 - leading_zeros(window), dropped = place || surplus > 32 ? surplus : 32;
         const u64 rest = window << (64 - dropped), half = 1ull << 63;
         u64 kept = window >> dropped;
-        if (ODD)
+        if (odd)
             kept |= rest != 0;
         else
             kept += rest > half || (rest == half && kept & 1);
         // A significand of 24 bits adds one to the exponent.
-        const u64 bits = ((u64)(dropped + 32 * place - 32) << 23) + kept, most = ODD ? 0x7f7fffff : 0x7f800000;
+        const u64 bits = ((u64)(dropped + 32 * place - 32) << 23) + kept, most = odd ? 0x7f7fffff : 0x7f800000;
         return float_of((u32)(bits < most ? bits : most) | (u32)negative << 31);
     }
 
@@ -205,18 +206,21 @@ struct Integer {
 template <typename Out, typename In, int N> struct ExactSum : Elementwise {
     static constexpr bool GROUPED = true;
     static constexpr int WORDS = N ? 2 : 3;
-    static constexpr bool ODD = sizeof(Out) < sizeof(float);
+    static constexpr bool NARROWS = sizeof(Out) < sizeof(float);
     static constexpr int KNOWN = N ? N : 1;
-    Out* out;
-    const In* in[KNOWN];
     Row row;
-    i64 num_inputs;
+    i64 num_outs, num_inputs;
+    Divisor<float> divisor;
+    const In* in[KNOWN];
 
-    DEVICE ExactSum(const Row& row, i64 num_inputs) : row(row), num_inputs(num_inputs) {
-        out = row.operand<Out>(0);
+    DEVICE ExactSum(const Row& row, i64 num_outs, i64 num_inputs, double divisor)
+        : row(row), num_outs(num_outs), num_inputs(num_inputs), divisor(divisor) {
         UNROLL
-        for (int k = 0; k < KNOWN; ++k) in[k] = row.operand<const In>(1 + k);
+        for (int k = 0; k < KNOWN; ++k) in[k] = row.operand<const In>(num_outs + k);
     }
+
+    // The store rounds to Out, too: only a sum that is rounded to odd before is rounded once.
+    DEVICE bool odd() const { return NARROWS && !divisor.divides; }
 
     template <int LANES> DEVICE void at(i64 i) const {
         Raw<In, LANES> raw[KNOWN];
@@ -236,7 +240,7 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
         }
         if constexpr (N == 0) {
             for (i64 k = 1; k < num_inputs; ++k) {
-                const Lanes<float, LANES> next = load<float, LANES>(row.operand<const In>(1 + k), i);
+                const Lanes<float, LANES> next = load<float, LANES>(row.operand<const In>(num_outs + k), i);
                 EACH_LANE
                 for (int l = 0; l < LANES; ++l) {
                     Words<WORDS> words = sums.get(l);
@@ -250,7 +254,7 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
         EACH_LANE
         for (int l = 0; l < LANES; ++l) {
             const Words<WORDS> words = sums.get(l);
-            total.lane[l] = words.template rounded<ODD>();
+            total.lane[l] = words.rounded(odd());
             inexact |= words.is_inexact(total.lane[l]) << l;
         }
         NO_UNROLL
@@ -260,19 +264,22 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
             EACH_LANE  // no variable index: the lanes are registers
             for (int m = 0; m < LANES; ++m) total.lane[m] = m == l ? sum : total.lane[m];
         }
-        store(out, i, total);
+        divisor.divide(total);
+        NO_UNROLL
+        for (i64 j = 0; j < num_outs; ++j) store(row.operand<Out>(j), i, total);
     }
 
     DEVICE float integer_sum(i64 i) const {
         Integer sum;
         NO_UNROLL
-        for (i64 k = 0; k < num_inputs; ++k) sum.add(widen(row.operand<const In>(1 + k)[i]));
-        return sum.rounded<ODD>();
+        for (i64 k = 0; k < num_inputs; ++k) sum.add(widen(row.operand<const In>(num_outs + k)[i]));
+        return sum.rounded(odd());
     }
 };
 
 // Uses registers for all loads before the first use, like add_n.
 template <typename Out, typename In, int N>
-__global__ void __launch_bounds__(256, 2) exact_sum(TABLE_ARGUMENT table, i64 num_inputs) {
-    elementwise<ExactSum<Out, In, N>, lanes_of<Out, In>::value>(table, num_inputs);
+__global__ void __launch_bounds__(256, 2) exact_sum(
+    TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, double divisor) {
+    elementwise<ExactSum<Out, In, N>, lanes_of<Out, In>::value>(table, num_outs, num_inputs, divisor);
 }

@@ -177,7 +177,7 @@ def test_exact_sums_are_those_of_integers(counts, share):
         ((_, program),) = programs(12, "exact_sum", [90], [template])
         out = np.full(terms[0].size, np.nan, np.float32)
         rows = [[operand(each) for each in (out, *terms)]]
-        launch = Launch(EXACT_SUM, rows, (count,), Geometry(False, 32))
+        launch = Launch(EXACT_SUM, rows, (1, count, 1.0), Geometry(False, 32))
         assert same(launch.expected[0], exact_sums(terms))
         machine = Machine(parsed(program.parameters, program.body))
         assert launch.problem(machine, MANY_BLOCKS) == ""

@@ -106,7 +106,7 @@ READ, WRITTEN, BOTH = (1, 0), (0, 1), (1, 1)
 MOVED = {
     "add_n": (("bfloat16", "bfloat16", 3), (3,), ["bfloat16"] * 4, [WRITTEN, READ, READ, READ]),
     "exact_sum": (
-        ("bfloat16", "bfloat16", 3), (3,), ["bfloat16"] * 4, [WRITTEN, READ, READ, READ]
+        ("bfloat16", "bfloat16", 3), (2, 3, 3.0), ["bfloat16"] * 5, [WRITTEN] * 2 + [READ] * 3
     ),
     "accumulate_n": (
         ("float32", "bfloat16"), (2,), ["float32", *["bfloat16"] * 2], [BOTH, READ, READ]
@@ -203,7 +203,7 @@ def test_three_words_hold_the_sum_of_more_than_eight_terms(counter):
     """So these are not read again for an integer."""
     terms = [np.full(1003, 2.0**-power, np.float32) for power in (0, 30, 60, *[30] * 6)]
     row = [blank(counter.device, 1003, "float32"), *operands(counter.device, terms)]
-    moved = counter.moved(EXACT_SUM, ("float32", "float32", 0), row, (9,))
+    moved = counter.moved(EXACT_SUM, ("float32", "float32", 0), row, (1, 9, 1.0))
     assert moved == [WRITTEN] + [READ] * 9
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exact_data import same
-from support.exact_sums import adversarial_rows, adversarial_terms, exact_sums
+from support.exact_sums import adversarial_rows, adversarial_terms, exact_means, exact_sums
 from support.exhaustive import examples
 from support.implementations import (
     Operand,
@@ -17,6 +17,7 @@ from support.implementations import (
     buffers,
     operands,
     random_terms,
+    recorded,
     start_patterns,
 )
 from support.row_body import DRAWN, SumBody
@@ -34,26 +35,50 @@ PAIRS = [("float32",) * 2, ("float16",) * 2, ("bfloat16",) * 2, ("float32", "flo
 
 def exactly(device, terms, out=None):
     made = blank(device, terms[0].size, out or terms[0].dtype)
-    exact_sum([made.buffer], [[device.adopt(term) for term in terms]], device=device)
+    exact_sum([[made.buffer]], [[device.adopt(term) for term in terms]], device=device)
     assert made.contained()
     return made.array
 
 
 class TestExactSum(SumBody):
+    """Rows have two outs."""
+
     name = "exact_sum"
     cases = tuple(map(as_dtype, ("float16", "bfloat16", "float32", "complex64")))
     few = cases[::3]
     groups = ({"case": "float32"}, {"case": "float32", "num_inputs": 3}, {"case": "float16"})
 
-    def row(self, case, size, seed=0, num_inputs=2):
-        return [blank_values(size, case), *random_terms(num_inputs, size, case, seed=seed)]
+    def row(self, case, size, seed=0, num_inputs=2, num_outs=2):
+        outs = [blank_values(size, case) for _ in range(num_outs)]
+        return [*outs, *random_terms(num_inputs, size, case, seed=seed)]
 
-    def launch(self, device, rows):
-        exact_sum([row[0] for row in rows], [row[1:] for row in rows], device=device)
+    def launch(self, device, rows, *, num_outs=2, divisor=1):
+        outs, inputs = [row[:num_outs] for row in rows], [row[num_outs:] for row in rows]
+        exact_sum(outs, inputs, divisor=divisor, device=device)
 
-    def reference(self, case, row):
-        out, *terms = row
-        return [np.resize(exact_sums([term[:DRAWN] for term in terms], out.dtype), out.size)]
+    def reference(self, case, row, *, num_outs=2, divisor=1):
+        terms, to = [term[:DRAWN] for term in row[num_outs:]], row[0].dtype
+        sums = exact_sums(terms, to) if divisor == 1 else exact_means(terms, divisor, to)
+        return [np.resize(sums, row[0].size)] * num_outs
+
+    @pytest.mark.parametrize("divisor", [2, 3, 7.3, 1e-320, float("inf")])
+    def test_the_rounded_sum_is_divided_in_the_accumulate_dtype(self, device, case, divisor):
+        for num_inputs in (1, 2, 5, 11):
+            terms = adversarial_terms(num_inputs, 303, case, num_inputs)
+            for num_outs in (1, 3):
+                row = [*[blank_values(303, case)] * num_outs, *terms]
+                self.check(device, case, [row], num_outs=num_outs, divisor=divisor)
+
+    def test_in_place(self, device, case):
+        """Every out is an input, also where the terms are read again."""
+        for num_inputs in (2, 3, 8, 9):
+            terms = adversarial_terms(num_inputs, 17_003, case, num_inputs)
+            expected = exact_sums(terms)
+            inputs = operands(device, terms)
+            exact_sum([buffers(inputs)], [buffers(inputs)], device=device)
+            for operand in inputs:
+                assert same(operand.array, expected)
+                assert operand.contained()
 
 
 @pytest.mark.parametrize("template", EXACT_SUM.templates, ids=EXACT_SUM.expression)
@@ -65,7 +90,8 @@ def test_every_template_and_its_cast(device, template):
         for starts in start_patterns(1 + count):
             out = blank(device, 1003, to, starts[0])
             inputs = operands(device, terms, starts[1:])
-            device.launch(EXACT_SUM, template, [buffers([out, *inputs])], (count,))
+            scalars = (1, count, 1.0)
+            device.launch(EXACT_SUM, template, [buffers([out, *inputs])], scalars)
             assert same(out.array, expected)
             assert out.contained()
             assert all(operand.unchanged() for operand in inputs)
@@ -76,7 +102,8 @@ def check_many(device, seed, share=1):
     of, to = PAIRS[seed % len(PAIRS)]
     rows = adversarial_rows(of, seed, share, to)
     outs = [device.empty(row[0].shape, to) for row in rows]
-    exact_sum(outs, [list(map(device.adopt, row)) for row in rows], device=device)
+    terms = [list(map(device.adopt, row)) for row in rows]
+    exact_sum([[out] for out in outs], terms, device=device)
     for out, row in zip(outs, rows, strict=True):
         assert same(out.numpy(), exact_sums(row, to)), (of, to, seed, len(row))
 
@@ -143,6 +170,15 @@ def test_a_16_bit_sum_is_rounded_once(device, dtype, terms, wanted):
             assert same(found, np.full(37, sign * wanted).astype(as_dtype(dtype)))
 
 
+def test_integers_are_added_by_all_sum(device):
+    terms = operands(device, [np.array([each, 250], np.uint8) for each in (1, 7, 9)])
+    outs = [blank(device, 2, "uint8") for _ in range(2)]
+    with recorded(device) as journal:
+        exact_sum([buffers(outs)], [buffers(terms)], device=device)
+    assert [record.name for record in journal.records] == ["all_sum"]
+    assert [out.array.tolist() for out in outs] == [[17, 750 % 256]] * 2
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_permutations_have_equal_bits(device, data):
@@ -162,7 +198,7 @@ def test_more_terms_than_the_table_has_inline(device, pairs):
         other = Operand(device, np.full(5, sign * MAX, np.float32))
         terms = [*[large.buffer] * pairs, *[other.buffer] * pairs, least.buffer]
         out = blank(device, 5, "float32")
-        exact_sum([out.buffer], [terms], device=device)
+        exact_sum([[out.buffer]], [terms], device=device)
         assert same(out.array, np.full(5, wanted, np.float32))
 
 

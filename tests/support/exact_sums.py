@@ -58,6 +58,18 @@ def exact_sums(terms: Sequence[np.ndarray], out: DTypeLike | None = None) -> np.
     return np.where(special == 0, sums, special).astype(out)
 
 
+def exact_means(
+    terms: Sequence[np.ndarray], divisor: float, out: DTypeLike | None = None
+) -> np.ndarray:
+    """The sums of terms, rounded once to float32, divided there, and then rounded to ``out``."""
+    out = as_dtype(out or terms[0].dtype)
+    is_complex = terms[0].dtype.kind == "c"
+    sums = exact_sums(terms, terms[0].dtype if is_complex else np.float32).view(np.float32)
+    with np.errstate(all="ignore"):
+        means = np.true_divide(sums, divisor, dtype=np.float32)
+        return means.view(out) if is_complex else means.astype(out)
+
+
 # ---- terms --------------------------------------------------------------------------------------
 
 

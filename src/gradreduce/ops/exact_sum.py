@@ -11,9 +11,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradreduce.device import Arrays, Buffer, Device, Kernel, by_template, same_dtypes
+from gradreduce.device import (
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    Queue,
+    Row,
+    by_template,
+    same_dtypes,
+)
 
 from .add_n import UNROLLED
+from .all_sum import ALL_SUM
 from .templates import FLOATS, FROM_ACC
 
 # The dtypes whose terms are exact in float32, of which complex64 has two.
@@ -24,14 +34,17 @@ _LIMBS, _LIMB = 10, 32  # of an integer: their number, and the bits of each
 _LARGEST, _INFINITY = 0x7F7FFFFF, 0x7F800000  # bits
 
 
-def _exact_sum_reference(table: Sequence[Arrays], num_inputs: int) -> None:
-    """``out = in[0] + in[1] + …`` as real numbers, rounded once to the dtype of the output."""
+def _exact_sum_reference(
+    table: Sequence[Arrays], num_outs: int, num_inputs: int, divisor: float
+) -> None:
+    """``in[0] + in[1] + …`` as real numbers, rounded once, or rounded and divided, to every out."""
     num_words = 2 if num_inputs <= UNROLLED else 3
     size = min(_BLOCK, max(row[0].size for row in table))
     memory = np.empty((num_words + 3, size), _SINGLE), np.empty((2, size), bool)
-    for out, *inputs in table:
-        odd = out.itemsize < _SINGLE.itemsize
-        for start in range(0, out.size, _BLOCK):
+    for row in table:
+        outs, inputs = row[:num_outs], row[num_outs:]
+        odd = divisor == 1 and outs[0].itemsize < _SINGLE.itemsize
+        for start in range(0, outs[0].size, _BLOCK):
             terms = [term[start : start + _BLOCK] for term in inputs]
             length = terms[0].size
             words, inexact = _cascade(terms, *[each[:, :length] for each in memory])
@@ -40,7 +53,10 @@ def _exact_sum_reference(table: Sequence[Arrays], num_inputs: int) -> None:
             if inexact.any():
                 chosen = np.flatnonzero(inexact)
                 total[chosen] = _integer_sum((term[chosen] for term in terms), chosen.size, odd=odd)
-            out[start : start + _BLOCK] = total
+            if divisor != 1:
+                total = np.true_divide(total, divisor, dtype=_SINGLE)
+            for out in outs:
+                out[start : start + _BLOCK] = total
 
 
 def _cascade(
@@ -185,33 +201,51 @@ EXACT_SUM = Kernel(
     name="exact_sum",
     source="exact_sum",
     reference=_exact_sum_reference,
-    scalars=(("num_inputs", "int64"),),
+    scalars=(("num_outs", "int64"), ("num_inputs", "int64"), ("divisor", "float64")),
     templates=(
         *((name, name, count) for name in _NARROW for count in (0, *range(2, UNROLLED + 1))),
         *((*pair, 0) for pair in FROM_ACC),
     ),
+    writes="num_outs",
 )
 
 
 def exact_sum(
-    outs: Sequence[Buffer], inputs: Sequence[Sequence[Buffer]], *, device: Device
+    outs: Sequence[Sequence[Buffer]],
+    inputs: Sequence[Sequence[Buffer]],
+    *,
+    divisor: float = 1,
+    device: Device,
+    queue: Queue = "compute",
 ) -> None:
-    """``outs[t] = inputs[t][0] + inputs[t][1] + …`` for every tensor t, rounded once.
+    """Sets every ``outs[t][j]`` to ``(inputs[t][0] + inputs[t][1] + …) / divisor``.
 
-    The terms are added as real numbers: their order does not change a bit. One launch for all
-    tensors with the same dtypes and number of inputs.
+    The terms are added as real numbers: their order does not change a bit. Their sum is rounded
+    once to the output's dtype; with a divisor first to the accumulate dtype, and divided there. One
+    launch for all tensors with the same dtypes and numbers of outputs and inputs.
 
     Args:
-        outs: one per tensor; overwritten. May be one of its inputs, but not overlap one partly.
+        outs: at least one for each tensor t; overwritten. Each may be an input, but not overlap one
+            partly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
-            output's and float16, bfloat16, float32 or complex64, or float32 if the output is
-            float16 or bfloat16.
-        device: launches on its compute queue. Adds no stream waits.
+            outputs', or float32 if the outputs are float16 or bfloat16. Not float64 or complex128.
+            Integers are added by ``all_sum``: modulo 2**bits any sum of them is exact.
+        divisor: divides sums of floats; 1: no division.
+        device: the device that launches. Adds no stream waits.
+        queue: the queue to launch on.
 
     The operands are not validated.
     """
-    table = [(out, *terms) for out, terms in zip(outs, inputs, strict=True)]
-    for (to, of, num_operands), rows in by_template(same_dtypes(table)).items():
-        num_inputs = num_operands - 1
-        unrolled = num_inputs if to == of and 2 <= num_inputs <= UNROLLED else 0
-        device.launch(EXACT_SUM, (to, of, unrolled), rows, (num_inputs,))
+    rows: dict[int, list[Row]] = {}
+    for written, read in zip(outs, inputs, strict=True):
+        rows.setdefault(len(written), []).append((*written, *read))
+    for num_outs, found in rows.items():
+        for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
+            num_inputs = num_operands - num_outs
+            if of not in FLOATS:
+                scalars = (num_outs, num_inputs, 0, 1.0)
+                device.launch(ALL_SUM, (to, of, 0), table, scalars, queue=queue)
+                continue
+            unrolled = num_inputs if to == of and 2 <= num_inputs <= UNROLLED else 0
+            scalars = (num_outs, num_inputs, float(divisor))
+            device.launch(EXACT_SUM, (to, of, unrolled), table, scalars, queue=queue)

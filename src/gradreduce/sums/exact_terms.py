@@ -48,7 +48,5 @@ def add_exactly(terms: Sequence[Buffer], weights: Sequence[float]) -> Buffer:
         return round_to(terms[0], dtype)
     read = [ensure_accessible(home, term) for term in terms]
     total = home.empty(shape, dtype)
-    # Any sum of integers is exact, modulo 2**bits.
-    add = ops.add_n if dtype.kind in "iu" else ops.exact_sum
-    add([total], [read], device=home)
+    ops.exact_sum([[total]], [read], device=home)
     return total

@@ -190,7 +190,7 @@ PADDED = ("pack", "scale")  # their input may be shorter than their output
 # kernel, except those of rules -> operands, scalars
 LAUNCHES = {
     "add_n": (4, (3,)),
-    "exact_sum": (4, (3,)),
+    "exact_sum": (5, (2, 3, 1.0)),
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
@@ -220,8 +220,10 @@ def launch_of(kernel, template):
     if isinstance(kernel, RuleKernel):
         scalars = all_scalars(kernel, template, FORMULAS[rule_of(kernel)][2], divisor=1.0)
         return len(layout(kernel, template)), scalars
-    if kernel.name in ("add_n", "exact_sum") and template[2]:
+    if kernel.name == "add_n" and template[2]:
         return 1 + template[2], (template[2],)
+    if kernel.name == "exact_sum" and template[2]:
+        return 2 + template[2], (2, template[2], 1.0)
     if kernel.name == "all_sum" and template[2]:
         return 2 + template[2], (2, template[2], template[2] // 2, 1.0)
     return LAUNCHES[kernel.name]
@@ -233,7 +235,7 @@ def shared(kernel: Kernel, template: Template, scalars: Sequence[float]) -> dict
         kinds = [kind for kind, _ in layout(kernel, template)]
         copies = [place for place, kind in enumerate(kinds) if kind == "copy"]
         return {place: number for number, place in enumerate(copies)}
-    if kernel.name == "all_sum":
+    if kernel.name in ("all_sum", "exact_sum"):
         num_outs, num_inputs = map(int, scalars[:2])
         return {place: num_outs + place for place in range(min(num_outs, num_inputs))}
     return {0: 1}
@@ -244,7 +246,7 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     """A row; its number decides where its operands start, and whether two share memory."""
     num_operands, num_written = launch_of(kernel, template)[0], kernel.num_written(scalars)
     if kernel.name in ("add_n", "exact_sum", "accumulate_n", "all_sum"):
-        num_operands = num_written + int(scalars[kernel.name == "all_sum"])
+        num_operands = num_written + int(scalars[kernel.name in ("all_sum", "exact_sum")])
     dtypes = dtypes_of(kernel, template, num_operands, num_written)
     sizes, skipped = [size] * num_operands, [before] * num_operands
     if kernel.name in PADDED:
@@ -252,7 +254,8 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     made = [values(sizes[k], dtype, number + 300 * k) for k, dtype in enumerate(dtypes)]
     _prepare_results(kernel, scalars, made, number)
     if kernel.name == "exact_sum" and number % 2:
-        made[1:] = adversarial_terms(num_operands - 1, size, dtypes[-1], number, dtypes[0])
+        num_inputs = num_operands - num_written
+        made[num_written:] = adversarial_terms(num_inputs, size, dtypes[-1], number, dtypes[0])
     if kernel.name == "clip":
         made[2], skipped[2] = np.array([(2.0, np.inf, 30.0, np.nan, 7.0)[number % 5]]), 0
     if isinstance(kernel, RuleKernel):
@@ -389,7 +392,8 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
         "segment_sum": [(0, 0, 10.1), (1, 0, 1.0), (1, 1, 1.0), (0, 0, 1.0)] if divides
         else [(0, 0, 1.0), (1, 0, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
         "add_n": [made] * 4 if template[-1] else [(3,), (9,), (4,), (1,), (2,)],
-        "exact_sum": [made] * 4 if template[-1] else [(9,), (3,), (10,), (1,), (2,)],
+        "exact_sum": [made, (1, template[-1], 3.0), made, (3, template[-1], 0.1)] if template[-1]
+        else [(2, 9, 1.0), (1, 3, 7.0), (3, 10, 1.0), (2, 1, 1.0), (1, 2, 3.0)],
         "accumulate_n": [(3,), (9,), (4,), (1,), (2,)],
         "divide": [(3.0,), (0.1,), (7.0,), (3.0,)],
         "clip": [(0.3,), (4.0,), (0.07,), (0.3,)],
