@@ -26,7 +26,7 @@ from gradreduce.device import (
     names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed
-from gradreduce.reduce.all_reduce_ops import is_all_reduce
+from gradreduce.reduce.all_reduce_ops import check_not_exact, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import default_ops
 
@@ -263,6 +263,7 @@ def create_state(  # noqa: PLR0913  # options of one call
     reducer = default_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
+    check_not_exact(reducer)
     devices, over_mesh = _choose_devices(device, shared_name or "", reducer.mesh)
     if shared_name:
         check_one_process(

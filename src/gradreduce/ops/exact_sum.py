@@ -243,8 +243,9 @@ def exact_sum(
         for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
             num_inputs = num_operands - num_outs
             if of not in FLOATS:
-                scalars = (num_outs, num_inputs, 0, 1.0)
-                device.launch(ALL_SUM, (to, of, 0), table, scalars, queue=queue)
+                device.launch(
+                    ALL_SUM, (to, of, 0), table, (num_outs, num_inputs, 0, 1.0), queue=queue
+                )
                 continue
             unrolled = num_inputs if to == of and 2 <= num_inputs <= UNROLLED else 0
             scalars = (num_outs, num_inputs, float(divisor))

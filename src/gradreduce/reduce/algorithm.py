@@ -78,6 +78,7 @@ class Algorithm(ABC):
             even if it is not ``in_place``.
         reads_peers: whether launches access inputs and outs on other physical devices.
         always_overlaps: whether stages overlap for replicas on one physical device, too.
+        exact: whether the inputs of a job are added as real numbers.
 
     Args:
         devices: see above.
@@ -93,6 +94,7 @@ class Algorithm(ABC):
     writes_targets = False
     reads_peers = False
     always_overlaps = False
+    exact = False
 
     def __init__(
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
@@ -147,13 +149,13 @@ class Algorithm(ABC):
             terms.append(inputs)
         for device, here, inputs in zip(owners, by_gpu.values(), terms, strict=True):
             rows = [[row[at] for each in groups for at in each] for row in inputs]
-            if len(groups) > 2:
+            if len(groups) > 2 and not self.exact:
                 rows = [
                     [group_sum(device, [row[at] for at in each]) for each in groups]
                     for row in inputs
                 ]
             sums = [(job.divisor, job.outs, row) for job, row in zip(here, rows, strict=True)]
-            write_sums(sums, device, split)
+            write_sums(sums, device, split, exact=self.exact)
 
     def all_gather(self, jobs: Sequence[Job]) -> None:
         """Copies each job's only input to all its outs, on the compute queues.
@@ -176,6 +178,8 @@ def write_sums(
     device: Device,
     split: int = 0,
     queue: Queue = "compute",
+    *,
+    exact: bool = False,
 ) -> None:
     """Adds, divides and writes, with one launch of ``device`` for each divisor.
 
@@ -184,6 +188,7 @@ def write_sums(
         device: a device that can access all of them.
         split: see ``ops.all_sum``.
         queue: see ``ops.all_sum``.
+        exact: whether to add by ``ops.exact_sum``, which has no order.
     """
     by_divisor: dict[float, tuple[list[Sequence[Buffer]], list[Sequence[Buffer]]]] = {}
     for divisor, outs, inputs in sums:
@@ -191,7 +196,10 @@ def write_sums(
         rows[0].append(outs)
         rows[1].append(inputs)
     for divisor, rows in by_divisor.items():
-        ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
+        if exact:
+            ops.exact_sum(*rows, divisor=divisor, device=device, queue=queue)
+        else:
+            ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
 
 
 def group_sum(

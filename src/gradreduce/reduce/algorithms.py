@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from gradreduce.arrays.types import AllReduceAlg
-from gradreduce.device import DType, as_count, as_dtype
+from gradreduce.device import DType, as_count, as_dtype, as_flag
 from gradreduce.errors import brief
 
 from .algorithm import Algorithm, ProcessesName, ReductionGroups, as_reduction_groups
@@ -29,6 +29,7 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     agg_small_grads_max_group: int
     reduction_groups: ReductionGroups | ProcessesName | None
     wire_dtype: DType | None
+    exact: bool
 
 
 def make_settings(
@@ -38,8 +39,12 @@ def make_settings(
     agg_small_grads_max_group: Any,
     reduction_groups: Any,
     wire_dtype: Any,
+    exact: Any,
 ) -> Settings:
     """Checks the arguments of the constructor that calls this; raises what the constructor does."""
+    exact = as_flag("exact", exact)
+    if all_reduce_alg is None:
+        all_reduce_alg = "hierarchical_copy" if exact else "nccl"
     if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
         raise ValueError(f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}")
     if reduction_groups is not None and not ALGORITHMS[all_reduce_alg].has_groups:
@@ -54,7 +59,10 @@ def make_settings(
         as_count("agg_small_grads_max_group=", agg_small_grads_max_group),
         None if reduction_groups is None else as_reduction_groups(reduction_groups),
         None if wire_dtype is None else _as_wire(wire_dtype),
+        exact,
     )
+    if exact:
+        _check_exact(settings)
     passed = [
         f"{name}={getattr(settings, name)}"
         for name, default in (("agg_small_grads_max_bytes", 0), ("agg_small_grads_max_group", 10))
@@ -68,6 +76,25 @@ def make_settings(
             stacklevel=3,
         )
     return settings
+
+
+def _check_exact(settings: Settings) -> None:
+    """Raises ``ValueError`` for settings with which a sum would be rounded more than once."""
+    if settings.all_reduce_alg == "nccl":
+        raise ValueError(
+            "all_reduce_alg='nccl' cannot be combined with exact=True: NCCL rounds each addition; "
+            "pass 'hierarchical_copy', or None"
+        )
+    if settings.reduction_groups is not None:
+        raise ValueError(
+            f"reduction_groups={brief(settings.reduction_groups)} cannot be combined with "
+            "exact=True: an exact sum has no order, so groups change nothing"
+        )
+    if settings.wire_dtype not in (None, as_dtype("float32")):
+        raise ValueError(
+            f"wire_dtype='{settings.wire_dtype}' cannot be combined with exact=True: terms would "
+            "be rounded on the way; pass 'float32', or None"
+        )
 
 
 def _as_wire(wire_dtype: Any) -> DType:

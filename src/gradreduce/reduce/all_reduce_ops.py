@@ -27,11 +27,12 @@ from gradreduce.device import (
     deadline_scope,
     no_collection,
 )
-from gradreduce.errors import CollectiveError
+from gradreduce.errors import CollectiveError, brief
 
 from .algorithm import ProcessesName, ReductionGroups
 from .algorithms import make_settings
-from .arguments import Request, check_op, validate_mesh
+from .arguments import Request, check_exact, check_op, validate_mesh
+from .checked_call import CheckedCall
 from .cross_device_ops import CrossDeviceOps
 from .nested_calls import NestedCalls
 from .pipeline import algorithm_of, plan_batch, reduce_batch, reduce_requests, rehearse_reduction
@@ -49,6 +50,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. Results of ``"hierarchical_copy"``
             have the same bits on every placement of the same number of replicas. NCCL does not
             define the order of additions, and its library is needed for two or more physical GPUs.
+            Default: ``"nccl"``; with ``exact`` ``"hierarchical_copy"``.
         num_packs: if not 0, all tensors of a dtype are reduced in this many packs of one flat
             buffer; docs/several_gpus.md says how to choose it.
         agg_small_grads_max_bytes: if ``num_packs`` is 0, and this and the next argument are not,
@@ -63,12 +65,18 @@ class AllReduceCrossDeviceOps(NestedCalls):
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
             are transferred between devices in an all-reduce. Default: each tensor's own dtype.
             docs/reductions.md has a bound of the error.
+        exact: True adds the terms as real numbers and rounds their sum once, so that neither the
+            order nor the number of replicas, packs or launches changes a bit; docs/same_bits.md
+            defines the results. Only for meshes of one process, and not for float64, complex128 and
+            IndexedSlices yet.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
             integer, ``mesh`` is not a Mesh, or ``reduction_groups`` is neither lists nor
             ``"processes"``, leaves out or repeats a replica, or is passed for NCCL, which chooses
-            its own groups.
+            its own groups; or ``exact`` with ``"nccl"``, ``reduction_groups``, or a 16-bit
+            ``wire_dtype``.
+        TypeError: ``exact`` is not a bool.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -77,13 +85,17 @@ class AllReduceCrossDeviceOps(NestedCalls):
         <AllReduceCrossDeviceOps hierarchical_copy, num_packs=1, mesh=<Mesh sim [0, 1]>>
         >>> ops.all_reduce([[np.array([1.0, 2.0])], [np.array([3.0, 6.0])]])
         [[array([2., 4.])], [array([2., 4.])]]
+        >>> exact = gr.AllReduceCrossDeviceOps(mesh=gr.open_mesh(3, backend="sim"), exact=True)
+        >>> terms = [[np.float32([term])] for term in (1e8, 0.1, -1e8)]
+        >>> exact.all_reduce(terms, gr.ReduceOp.SUM)[0]
+        [array([0.1], dtype=float32)]
     """
 
     _elementwise = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the options of every call
         self,
-        all_reduce_alg: AllReduceAlg = "nccl",
+        all_reduce_alg: AllReduceAlg | None = None,
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
@@ -91,6 +103,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         mesh: Mesh | None = None,
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
+        exact: bool = False,
     ) -> None:
         self.mesh = validate_mesh(mesh)
         self.settings = make_settings(
@@ -100,12 +113,15 @@ class AllReduceCrossDeviceOps(NestedCalls):
             agg_small_grads_max_group,
             reduction_groups,
             wire_dtype,
+            exact,
         )
 
     def _repr_fields(self) -> list[str]:
         fields = self.settings._asdict()
         if not self.agg_small_grads_max_bytes:
             del fields["agg_small_grads_max_bytes"], fields["agg_small_grads_max_group"]
+        if not self.exact:
+            del fields["exact"]
         alg = fields.pop("all_reduce_alg")
         return [alg, *[f"{key}={value}" for key, value in fields.items() if value is not None]]
 
@@ -138,6 +154,11 @@ class AllReduceCrossDeviceOps(NestedCalls):
     def wire_dtype(self) -> DType | None:
         """The dtype in which real floats are transferred; None: their own dtype."""
         return self.settings.wire_dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether the terms are added as real numbers."""
+        return self.settings.exact
 
     @overload
     def all_reduce(
@@ -219,6 +240,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
             coalesce = as_flag("coalesce", coalesce)
 
         def run(requests: list[Request]) -> list[tuple[Part, ...]]:
+            if self.exact:
+                check_exact(requests)
             if weights is not None:
                 return self._reduce_weighted(op, requests, weights, coalesce=coalesce)
             with SuspendedScope():  # may run code of a caller's subclass
@@ -331,6 +354,19 @@ class AllReduceCrossDeviceOps(NestedCalls):
         mesh = requests[0].value.mesh
         with deadline_scope("profile", as_deadline(deadline), mesh.devices):
             return profile_of(planned, mesh, reduce)
+
+    def _validate_call(
+        self,
+        reduce_op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        output_type: OutputType | None = None,
+        out: Any = None,
+    ) -> CheckedCall:
+        """See ``CrossDeviceOps._validate_call``; the terms can be added exactly, if they are."""
+        call = super()._validate_call(reduce_op, pairs, output_type, out)
+        if self.exact:
+            check_exact(call.requests)
+        return call
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checks the arguments of ``plan`` and ``profile``, and the devices."""
@@ -494,7 +530,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
         self, weighting: Weighting, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps._reduce_by``; the pack of an all-reduce multiplies."""
-        alike = with_all_reduced(requests)
+        # A sum of scaled 16-bit terms, which are float32, is rounded once only by the pipeline.
+        alike = with_all_reduced(requests, always=self.exact)
         if alike is not requests:
             reduced = self._reduce_by(weighting, reduce_op, list(alike), coalesce=coalesce)
             return copy_to_devices(requests, reduced)
@@ -510,6 +547,15 @@ class AllReduceCrossDeviceOps(NestedCalls):
             super()._reduce_by(weighting, reduce_op, others, coalesce=coalesce) if others else ()
         )
         return [next(of_fused if flag else of_others) for flag in flags]
+
+
+def check_not_exact(cross_device_ops: CrossDeviceOps) -> None:
+    """Raises ``ValueError`` for exact sums of what are rounded sums already."""
+    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact:
+        raise ValueError(
+            f"cross_device_ops={brief(cross_device_ops)}: accumulators and SyncStep do not support "
+            "exact=True yet; pass one without it"
+        )
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:

@@ -41,6 +41,7 @@ from gradreduce.errors import (
     listed,
     repeated,
 )
+from gradreduce.sums.exact_terms import check_exact_term
 
 
 class Request(NamedTuple):  # making a frozen dataclass takes three times as long
@@ -399,6 +400,17 @@ def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[i
             )
         shapes.append((num_rows // count if shared else num_rows * count, *rest))
     return shapes
+
+
+def check_exact(requests: Sequence[Request]) -> None:
+    """Raises ``ValueError`` or ``TypeError`` unless all values can be added exactly."""
+    for index, request in enumerate(requests):
+        value = request.value
+        try:
+            for part in value.parts:
+                check_exact_term(part)
+        except (TypeError, ValueError) as error:
+            raise about(value._name_of(index), error) from None
 
 
 def check_op(name: str, op: Any) -> None:

@@ -3,7 +3,8 @@
 The order of additions depends only on the number n of replicas. The first n // 2 replicas in mesh
 order are one group, the rest the other; each group is added left to right, then the two sums (n =
 5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` replaces these by any number of groups; each is
-added left to right, then their sums are. The rest of this module decides how bytes are transferred.
+added left to right, then their sums are. Exact sums have no order and no groups. The rest of this
+module decides how bytes are transferred.
 
 Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps. For an odd number of
 replicas TensorFlow leaves out the last one; here any number works.
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradreduce import ops
 from gradreduce.device import (
     ALIGNMENT,
     Buffer,
@@ -119,7 +119,8 @@ class HierarchicalCopy(Algorithm):
         self._mains = [replicas[0] for replicas in by_physical(self.devices).values()]
         peers = devices[0].mesh_state.peers
         gpus = {device.physical for device in devices}
-        self.in_place = len(self._groups) <= 2 and all(peers(a, b) for a in gpus for b in gpus)
+        in_one_launch = self.exact or len(self._groups) <= 2
+        self.in_place = in_one_launch and all(peers(a, b) for a in gpus for b in gpus)
         self.reads_peers = self.in_place and len(gpus) > 1
         self._order = [replica for group in self._groups for replica in group]
         self._split = len(self._groups[0]) if len(self._groups) == 2 else 0
@@ -132,7 +133,7 @@ class HierarchicalCopy(Algorithm):
         ]
         if self.in_place:
             return self._direct(work, queue)
-        return _reduce_in_steps(work, self.devices, self._groups, queue)
+        return _reduce_in_steps(work, self.devices, self._groups, queue, exact=self.exact)
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
@@ -141,8 +142,22 @@ class HierarchicalCopy(Algorithm):
             terms = [job.inputs[replica] for replica in self._order]
             by_main.setdefault(main, []).append((job.divisor, job.outs, terms))
         for main, sums in by_main.items():
-            write_sums(sums, self.devices[main], self._split, queue)
+            write_sums(sums, self.devices[main], self._split, queue, exact=self.exact)
         yield
+
+
+class ExactCopy(HierarchicalCopy):
+    """Adds all replicas of a slice in one exact sum, whose bits no order changes.
+
+    Each replica is a group of its own, so that no sum of a group is rounded.
+    """
+
+    exact = True
+
+    def __init__(
+        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
+    ) -> None:
+        super().__init__(devices, tuple([(replica,) for replica in range(len(devices))]))
 
 
 def _reduce_in_steps(
@@ -150,13 +165,15 @@ def _reduce_in_steps(
     devices: Sequence[Device],
     groups: Sequence[Sequence[int]],
     queue: Queue,
+    *,
+    exact: bool,
 ) -> Steps:
     """Reduces slices that need several launches: one step of all slices at a time.
 
     One slice after the other would be slower: each would wait for the last copies of the previous
     one.
     """
-    slices = [_steps_of_slice(*each, devices, groups, queue) for each in work]
+    slices = [_steps_of_slice(*each, devices, groups, queue, exact=exact) for each in work]
     for _ in range(3):
         for steps in slices:
             next(steps)
@@ -171,6 +188,8 @@ def _steps_of_slice(
     devices: Sequence[Device],
     groups: Sequence[Sequence[int]],
     queue: Queue,
+    *,
+    exact: bool,
 ) -> Steps:
     """Reduces one slice; copies memory that is not accessible.
 
@@ -194,7 +213,7 @@ def _steps_of_slice(
     yield
     partials = [*as_one_dtype(home, partials)]
     here = on_gpus.pop(home.physical)
-    ops.all_sum([[job.outs[index] for index in here]], [partials], divisor=job.divisor, device=home)
+    write_sums([(job.divisor, [job.outs[index] for index in here], partials)], home, exact=exact)
     partials.clear()
     for first, *_ in on_gpus.values():
         devices[first].copy(job.outs[first], job.outs[main], queue=queue)

@@ -16,7 +16,7 @@ from gradreduce.backends import default_mesh
 from gradreduce.device import Buffer
 
 from .algorithms import Settings
-from .arguments import Request, check_op, requests_of, shapes_by_rows
+from .arguments import Request, check_exact, check_op, requests_of, shapes_by_rows
 from .checked_call import validate_call
 from .cross_device_ops import CrossDeviceOps
 from .nests import Nests
@@ -107,6 +107,8 @@ class NestedCalls(CrossDeviceOps):
         check_op("op", op)
 
         def run(requests: list[Request]) -> list[tuple[Buffer, ...]]:
+            if self.settings.exact:
+                check_exact(requests)
             weighting = None if weights is None else weighting_of(requests, op, weights)
             return reduce_scatter(self.settings, op, requests, weighting)
 

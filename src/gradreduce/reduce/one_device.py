@@ -37,6 +37,7 @@ def sum_on(
     coalesce: bool = False,
     accumulate: Accumulate | None = None,
     kind: Kind = "buffer",
+    exact: bool = False,
 ) -> Part:
     """Adds one value's replicas left to right, in new memory on ``device``; sum or mean.
 
@@ -49,6 +50,7 @@ def sum_on(
         coalesce: add rows with the same index, if all are IndexedSlices.
         accumulate: the caller's function that adds a list of arrays on ``device``, or None.
         kind: the kind of arrays that are passed to it.
+        exact: whether dense replicas are added as real numbers.
 
     Raises:
         ValueError: ``accumulate`` returned another shape or dtype than the replicas'.
@@ -65,7 +67,8 @@ def sum_on(
         local = [to_local(device, buffer) for buffer in dense]
         buffers = [_call_accumulate(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
-    ops.all_sum([[total]], [buffers], divisor=1 if counts else divisor, device=device)
+    add = ops.exact_sum if exact else ops.all_sum
+    add([[total]], [buffers], divisor=1 if counts else divisor, device=device)
     return quotients([total], divisor)[0] if counts else total
 
 

@@ -212,7 +212,11 @@ def _lay_out_plan(
 
 
 def moves_in(
-    packs: Iterable[Pack], divisor: float, weights: Sequence[float] | None = None
+    packs: Iterable[Pack],
+    divisor: float,
+    weights: Sequence[float] | None = None,
+    *,
+    exact: bool = False,
 ) -> list[PackMove]:
     """Returns the moves that pack tensors into their flat buffers.
 
@@ -220,6 +224,8 @@ def moves_in(
         packs: the packs.
         divisor: divides the terms of plans that divide early.
         weights: the weight of each replica; None: all are 1.
+        exact: whether a replica with weight 0 becomes -0.0, which changes no sum. (+0.0 changes a
+            sum of -0.0.)
     """
     moves: list[PackMove] = []
     for packed, start, stop in packs:
@@ -232,7 +238,10 @@ def moves_in(
                 if weights is not None or over != 1:
                     factor = Factor(1 if weights is None else weights[replica], over)
                 if not factor.weight:
-                    moves.append((flat.device, factor, flat.parts([start], [stop - start]), []))
+                    zeros = flat.parts([start], [stop - start])
+                    moves.append((flat.device, factor, zeros, []))
+                    if exact and flat.dtype.kind not in "iu":
+                        moves.append((flat.device, Factor(divisor=-1), zeros, zeros))
                     continue
                 if packed.views is None:
                     into = flat.parts(pieces.begins, pieces.spans)  # gaps are written too

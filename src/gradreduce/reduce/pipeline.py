@@ -18,7 +18,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
-from gradreduce.comm.process_group import group_of
+from gradreduce.comm.process_group import check_one_process, group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 
@@ -26,7 +26,7 @@ from .across_processes import AcrossProcesses, process_groups
 from .algorithm import Algorithm, Steps
 from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
-from .hierarchical_copy import SLICE_BYTES
+from .hierarchical_copy import SLICE_BYTES, ExactCopy
 from .nccl_across_processes import NcclAcrossProcesses
 from .nccl_all_reduce import Nccl
 from .one_device import Accumulate, copy_to_each, quotients, sum_on
@@ -250,7 +250,9 @@ def reduce_requests(
     for index in others:
         home = requests[index].devices[0]
         with home.mesh_state.pack_scope(label_of(requests, [index])):
-            results[index] = reduce_to_one(reduce_op, requests[index], home, coalesce=coalesce)
+            results[index] = reduce_to_one(
+                reduce_op, requests[index], home, coalesce=coalesce, exact=settings.exact
+            )
     return [results[index] for index in range(len(requests))]
 
 
@@ -290,6 +292,7 @@ def reduce_to_one(
     *,
     coalesce: bool,
     accumulate: Accumulate | None = None,
+    exact: bool = False,
 ) -> tuple[Part, ...]:
     """Adds one value on ``home`` and copies the result to the request's devices."""
     value, thread, mean = request.value, home.mesh_state.thread, reduce_op is ReduceOp.MEAN
@@ -302,8 +305,9 @@ def reduce_to_one(
             names=[value._name] * bool(value._name), compared=value._key is not None,
         )  # fmt: skip
     total = sum_on(
-        home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind
-    )
+        home, parts, mean=mean, coalesce=coalesce, accumulate=accumulate, kind=value.kind,
+        exact=exact,
+    )  # fmt: skip
     thread.phase = "unpack"
     return copy_to_each(total, request.devices, keep=True)
 
@@ -365,7 +369,8 @@ def reduce_batch(
             )
             for group in groups
         ]
-        _run_stages(plan, stages, partial(moves_in, divisor=over, weights=weights))
+        into_packs = partial(moves_in, divisor=over, weights=weights, exact=algorithm.exact)
+        _run_stages(plan, stages, into_packs)
     if out is not None:
         return [tuple(replicas) for replicas in out]
     sums = unpack(pack_buffers, [replicas[0].shape for replicas in gradients])
@@ -523,9 +528,11 @@ def _reduce_all(
     In memory that peers cannot access, so that all copies and all sums occur.
     """
     num_shares = 1 if call == "all-reduce" else Replicas(devices).count
-    # A replica with weight 1 is packed, the others are scaled.
-    weights = [2.0, *[1.0] * (len(devices) - 1)] if is_weighted else None
-    for size, num_tensors, divisor in product((1, SLICE_BYTES), (1, 2), (1, 2)):
+    # A replica with weight 1 is packed, the others are scaled or, with weight 0, filled.
+    rest = [1.0] * (len(devices) - 1)
+    all_weights = [[2.0, *rest], [0.0, *rest]] if is_weighted else [None]
+    sizes = (1, SLICE_BYTES)
+    for size, num_tensors, divisor, weights in product(sizes, (1, 2), (1, 2), all_weights):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
         plan = plan_shares(
             settings, devices, shares, None, call=call, divisor=divisor, counts=counts,
@@ -561,11 +568,15 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         "algorithm",
         settings.all_reduce_alg,
         settings.reduction_groups,
+        settings.exact,
         tuple([device.index for device in devices]),
     )
     instance: Algorithm | None = plans.get(key)
     if instance is None:
         algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
+        if settings.exact:
+            check_one_process(devices[0], "exact=True", "pass exact=False")
+            algorithm = ExactCopy
         replicas = Replicas(devices)
         is_alone = replicas.group.size == 1
         # nccl defines no order, so over processes use the groups that send the fewest bytes

@@ -259,7 +259,7 @@ def dry_run_of(
         reduce(requests)
     operations = tuple([each for each in commands.operations if each.records])
     log = Journal([record for each in operations for record in each.records])
-    requests = with_all_reduced(requests)
+    requests = with_all_reduced(requests, always=settings.exact and weighting is not None)
     found, others = batches_of(requests, reduce_op)
     packs = []
     for indices, counts in found:

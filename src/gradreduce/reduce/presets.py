@@ -39,7 +39,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
     ``reduction_groups`` (lists of replica numbers, or ``"processes"``) replaces the default groups,
-    which are the first n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
+    which are the first n // 2 replicas and the rest. ``exact`` adds the terms as real numbers. See
+    ``AllReduceCrossDeviceOps``.
 
     Example:
         >>> gr.HierarchicalCopyAllReduce(reduction_groups=[[0, 1], [2, 3]]).reduction_groups
@@ -53,6 +54,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         mesh: Mesh | None = None,
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__(
             "hierarchical_copy",
@@ -60,6 +62,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             mesh=mesh,
             reduction_groups=reduction_groups,
             wire_dtype=wire_dtype,
+            exact=exact,
         )
 
 
@@ -78,6 +81,7 @@ def all_reduce(
     coalesce: bool = False,
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     deadline: float | None = None,
 ) -> NestT: ...
 @overload
@@ -91,6 +95,7 @@ def all_reduce(
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     deadline: float | None = None,
 ) -> Any: ...
 def all_reduce(  # noqa: PLR0913  # the options of a one-line call
@@ -103,6 +108,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
+    exact: bool = False,
     deadline: float | None = None,
 ) -> Any:
     """Combines ``grads[device][tensor]`` over the devices of a mesh, in one call.
@@ -124,6 +130,8 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         weights: for each device of the mesh the weight of its gradients, such as the number of
             examples in its batch. MEAN is the sum of weight times gradient divided by the sum of
             all weights. Gradients with weight 0 are not read. Default: all weights are 1.
+        exact: add the terms as real numbers and round their sum once, so that neither their order
+            nor their number changes a bit; see ``AllReduceCrossDeviceOps`` and docs/same_bits.md.
         deadline: seconds from now; if the devices take longer, the mesh fails.
 
     Returns:
@@ -140,7 +148,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         >>> gr.all_reduce([[np.array([1.0])], [np.array([5.0])]], mesh=mesh, weights=[3, 1])[0]
         [array([2.])]
     """
-    return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype).all_reduce(
+    return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype, exact=exact).all_reduce(
         grads, op, coalesce=coalesce, output_type=output_type, out=out, weights=weights,
         deadline=deadline,
     )  # fmt: skip

@@ -65,14 +65,15 @@ def copy_to_out(
     return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
 
 
-def with_all_reduced(requests: Sequence[Request]) -> Sequence[Request]:
+def with_all_reduced(requests: Sequence[Request], *, always: bool = False) -> Sequence[Request]:
     """With several processes, returns requests whose dense results go to the value's devices.
 
     Otherwise the destinations would decide which values are reduced together, and processes might
-    differ: one device may be all devices of one process, but a part of those of another.
+    differ: one device may be all devices of one process, but a part of those of another. With
+    ``always`` it does so in one process, too.
     """
     dense = [_is_dense(request) and not request.is_all_reduced for request in requests]
-    if not any(dense) or group_of(requests[0].devices[0]).size == 1:
+    if not any(dense) or (group_of(requests[0].devices[0]).size == 1 and not always):
         return requests
     values = [
         request.value._replace(

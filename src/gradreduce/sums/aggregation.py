@@ -40,7 +40,7 @@ from .aggregators import (
     round_to,
     scaled,
 )
-from .exact_terms import add_exactly, check_exact_dtype, check_exact_terms
+from .exact_terms import add_exactly, check_exact_term, check_exact_terms
 from .methods import AGGREGATORS, AggregationMethod, as_aggregation_method
 from .slices import (
     concatenate,
@@ -494,7 +494,8 @@ def _aggregate_exactly(
     pairs = pairs_of(terms, weights or [1.0] * len(terms))
     kept = [(as_slices(term), by) for term, by in pairs if term is not None and by]
     for term, _ in kept:
-        _require_exact(term)
+        kind_of_term(term)  # raises for what is no array
+        check_exact_term(term)
     if not kept:
         return None
     if len(kept) == 1 and not weights:
@@ -511,15 +512,6 @@ def _aggregate_exactly(
                 lambda dry_run: add_exactly([dry_run.buffer(term) for term in placed], by),
             )
         return from_buffer(add_exactly(placed, by), kind)
-
-
-def _require_exact(term: Any) -> None:
-    """Raises unless terms like this one can be added with ``exact=True``."""
-    kind_of_term(term)  # raises for what is no array
-    if isinstance(term, IndexedSlices):
-        raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
-    if hasattr(term, "dtype"):  # a list has none yet
-        check_exact_dtype(term.dtype)
 
 
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:

@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.device import Buffer, ensure_accessible
 
 from .aggregators import AddN, MultiDeviceSum, round_to, scaled
 from .term_weights import check_whole
 
 
-def check_exact_dtype(dtype: Any) -> None:
-    """Raises ``TypeError`` for a dtype of any library whose terms cannot be added exactly."""
-    name = str(dtype).removeprefix("torch.")
+def check_exact_term(term: Any) -> None:
+    """Raises ``ValueError`` or ``TypeError`` for a term that cannot be added exactly.
+
+    Args:
+        term: an array of any library, a Buffer, IndexedSlices, or a list.
+    """
+    if isinstance(term, IndexedSlices):
+        raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
+    name = str(getattr(term, "dtype", "")).removeprefix("torch.")  # a list has none yet
     if name in ("float64", "complex128"):
         raise TypeError(
             f"exact=True does not support {name} yet: pass terms of a narrower dtype, or "
@@ -26,7 +33,7 @@ def check_exact_terms(terms: Sequence[Buffer], weights: Sequence[float]) -> None
     """Raises unless all terms have one shape and dtype, and integers have whole weights."""
     like = MultiDeviceSum(AddN)
     for term in terms:
-        check_exact_dtype(term.dtype)
+        check_exact_term(term)
         like.check(term.shape, term.dtype)
     for weight in weights:
         check_whole(weight, terms[0].dtype)

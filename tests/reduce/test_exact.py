@@ -1,0 +1,380 @@
+"""All-reduces with ``exact=True``: real sums, rounded once, on any layout of the replicas."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.exact_data import same
+from support.exact_sums import adversarial_terms, exact_means, exact_sums
+from support.exhaustive import examples
+from support.meshes import implementation
+from support.thread_group import run_replicas
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+
+__all__ = ["implementation"]
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+DTYPES = ("float16", "bfloat16", "float32", "complex64", "int16")
+SHAPES = ((6,), (18, 2), (0, 6), (702,))  # of gradients; the rows are multiples of 1, 2, 3, 6
+PACKING = (
+    {"num_packs": 1}, {"num_packs": 3}, {"num_packs": 0},
+    {"num_packs": 0, "agg_small_grads_max_bytes": 200}, {"wire_dtype": "float32"},
+)  # fmt: skip
+PLACEMENTS = {1: [(0,)], 2: [(0, 0), (0, 1)], 3: [(0, 0, 0), (0, 1, 1), (0, 1, 2)],
+              6: [(0,) * 6, (0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 0, 3)]}  # fmt: skip
+TENTH = float(np.float32(0.1))  # its products with float32 are exact in float64
+EXACT = gr.HierarchicalCopyAllReduce(exact=True)
+
+
+def terms_of(num_replicas, dtypes, seed):
+    """``[replica][tensor]``: adversarial floats, and any integers."""
+    rng, columns = np.random.default_rng(seed), []
+    for number, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
+        size, dtype = int(np.prod(shape)), as_dtype(dtype)
+        if dtype.kind == "i":
+            whole = rng.integers(-(2**15), 2**15, (num_replicas, size))
+            column = list(whole.astype(dtype))
+        else:
+            column = adversarial_terms(num_replicas, size, dtype, 9 * seed + number)
+        columns.append([term.reshape(shape) for term in column])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def defined(op, grads, weights=None):
+    """The results of every replica, from the definition."""
+    return [_defined(op, column, weights) for column in zip(*grads, strict=True)]
+
+
+def _defined(op, terms, weights):
+    dtype, divisor = terms[0].dtype, len(terms)
+    if dtype.kind == "i":
+        pairs = zip(terms, weights or [1] * divisor, strict=True)
+        total = sum(term.astype(np.int64) * weight for term, weight in pairs).astype(dtype)
+        return total if op is SUM else total / np.float32(divisor)
+    if weights:
+        pairs = [(term, w) for term, w in zip(terms, weights, strict=True) if w]
+        terms, divisor = [product(*pair) for pair in pairs], sum(weights)
+    if op is SUM or divisor == 1:
+        return exact_sums(terms, dtype)
+    return exact_means(terms, divisor, dtype)
+
+
+def product(term, weight):
+    parts = term.view(np.float32) if term.dtype.kind == "c" else term.astype(np.float32)
+    with np.errstate(all="ignore"):
+        made = (parts.astype(np.float64) * weight).astype(np.float32)
+    return made.view(term.dtype) if term.dtype.kind == "c" else made
+
+
+def all_reduced(ops, grads, op, weights):
+    return ops.all_reduce(grads, op, weights=weights)
+
+
+def in_place(ops, grads, op, weights):
+    """Where the results have the dtypes of the gradients."""
+    own = [[each.copy() for each in row] for row in grads]
+    to_float = [op is MEAN and each.dtype.kind == "i" for each in grads[0]]
+    out = [[np.empty(each.shape, np.float32) if new else each
+            for each, new in zip(row, to_float, strict=True)] for row in own]  # fmt: skip
+    assert ops.all_reduce(own, op, weights=weights, out=out) is out
+    return out
+
+
+def batch_reduced(ops, grads, op, weights):
+    values = [gr.PerReplica(list(column), ops.mesh) for column in zip(*grads, strict=True)]
+    found = ops.batch_reduce(op, [(each, each) for each in values], weights=weights)
+    return [list(row) for row in zip(*[each.values for each in found], strict=True)]
+
+
+def on_one_device(ops, grads, op, weights):
+    """Each value on a device of its own choice; every replica has this result."""
+    values = [gr.PerReplica(list(column), ops.mesh) for column in zip(*grads, strict=True)]
+    homes = [ops.mesh[number % len(ops.mesh)] for number in range(len(values))]
+    found = ops.batch_reduce(op, [*zip(values, homes, strict=True)], weights=weights)
+    return [[each.values[0] for each in found]] * len(grads)
+
+
+def scattered(ops, grads, op, weights):
+    rows = ops.reduce_scatter(grads, op, weights=weights)
+    return [[np.concatenate(parts) for parts in zip(*rows, strict=True)]] * len(grads)
+
+
+CALLS = (all_reduced, in_place, batch_reduced, on_one_device, scattered)
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_every_layout_has_the_bits_of_the_definition(implementation, data):
+    """Placements, packs, groups, calls and orders of the replicas."""
+    count = data.draw(st.sampled_from([*PLACEMENTS]), "replicas")
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4), "dtypes")
+    op = data.draw(st.sampled_from([SUM, MEAN]), "op")
+    weights = None
+    if data.draw(st.booleans(), "weighted"):
+        some = st.sampled_from([0, 1, 2, 3] if "int16" in dtypes else [0, 1, 0.5, 3, TENTH])
+        weights = data.draw(st.lists(some, min_size=count, max_size=count).filter(any), "weights")
+        dtypes = ["float16" if op is MEAN and each == "int16" else each for each in dtypes]
+    grads = terms_of(count, dtypes, data.draw(st.integers(0, 9999), "seed"))
+    wanted = defined(op, grads, weights)
+    for _ in range(2):
+        order = data.draw(st.permutations(range(count)), "order")
+        placement = data.draw(st.sampled_from(PLACEMENTS[count]), "placement")
+        packing = data.draw(st.sampled_from(PACKING), "packing")
+        call = data.draw(st.sampled_from(CALLS), "call")
+        with gr.open_mesh(
+            placement, backend="sim", kernels=implementation, strict=True,
+            peer_access=data.draw(st.booleans(), "peers"),
+        ) as mesh:  # fmt: skip
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, **packing)
+            by = weights and [weights[k] for k in order]
+            for row in call(ops, [grads[k] for k in order], op, by):
+                assert all(map(same, row, wanted)), call.__name__
+
+
+@pytest.fixture(
+    params=[((0, 0, 1, 2), True), ((0, 0, 1, 2), False), ((0,) * 4, True)],
+    ids=["peers", "copies", "one"],
+)
+def mesh(request):
+    placement, peer_access = request.param
+    with gr.open_mesh(placement, backend="sim", peer_access=peer_access, strict=True) as opened:
+        yield opened
+
+
+def small(dtype=np.float32, size=12):
+    return [[np.full(size, each, dtype), np.full((4, 3), each, dtype)] for each in range(1, 5)]
+
+
+def operations(journal):
+    return [(each.kind, each.name) for each in journal.records if each.kind in ("launch", "copy")]
+
+
+def test_every_call_adds_real_numbers(mesh):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    grads = [[np.full(4, term, np.float32)] for term in (1e8, 0.5, -1e8, 0.25)]
+    for call in CALLS:
+        for op, wanted in ((SUM, 0.75), (MEAN, 0.75 / 4)):
+            for row in call(ops, grads, op, None):
+                assert row[0].tolist() == [wanted] * 4, call.__name__
+
+
+def test_large_packs_are_divided_among_the_devices(mesh):
+    grads = [[term] for term in adversarial_terms(4, 40_000, "float32", 5)]
+    wanted = exact_sums([row[0] for row in grads])
+    with mesh.journal() as journal:
+        found = gr.all_reduce(grads, SUM, mesh=mesh, exact=True)
+    assert all(same(row[0], wanted) for row in found)
+    names = [each.name for each in journal.records if each.kind == "launch"]
+    assert names.count("exact_sum") == len({device.physical for device in mesh})
+
+
+def test_peers_and_one_gpu_have_as_many_operations_as_a_plain_reduction(mesh):
+    """Without peers no group is added on its own device: its launch is saved."""
+    counts = {}
+    for exact in (False, True):
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=exact)
+        pairs = ops.pairs(small())
+        with mesh.journal() as journal:
+            ops.batch_reduce(SUM, pairs)
+        plan = ops.plan(SUM, pairs)
+        assert (plan.launches, plan.copies) == (journal.launches, journal.copies)
+        counts[exact] = plan.launches
+        names = {name for kind, name in operations(journal) if kind == "launch"}
+        assert ("exact_sum" in names) is exact
+        assert ("all_sum" in names) is (not exact)
+    assert counts[True] <= counts[False]
+
+
+def test_without_it_nothing_changes(mesh):
+    """The launches, the algorithm and the text of the object."""
+    assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
+    assert EXACT.all_reduce_alg == gr.AllReduceCrossDeviceOps(exact=True).all_reduce_alg
+    assert EXACT.exact
+    assert repr(EXACT) == "<HierarchicalCopyAllReduce hierarchical_copy, num_packs=1, exact=True>"
+    assert repr(gr.NcclAllReduce()) == "<NcclAllReduce nccl, num_packs=1>"
+    found = []
+    for options in ({}, {"exact": False}):
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh, **options)
+        with mesh.journal() as journal:
+            ops.all_reduce(small())
+            ops.reduce_scatter([row[1:] for row in small()])
+            ops.reduce(SUM, gr.PerReplica([row[0] for row in small()], mesh), mesh[0])
+        found.append(operations(journal))
+    assert found[0] == found[1]
+    assert ("launch", "exact_sum") not in found[0]
+    assert ("launch", "all_sum") in found[0]
+
+
+@pytest.mark.parametrize("make", ["prepare", "capture"])
+def test_prepared_and_captured_steps_are_exact(make):
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+        grads = [[np.zeros(50, np.float32)] for _ in mesh]
+        step = getattr(ops, make)(MEAN, ops.pairs(grads))
+        for seed in range(2):
+            terms = adversarial_terms(3, 50, "float32", seed)
+            for (grad,), term in zip(grads, terms, strict=True):
+                grad[:] = term
+            (result,) = step()
+            assert all(same(each, exact_means(terms, 3)) for each in result.values)
+
+
+def test_a_replica_with_weight_0_changes_no_sum_of_minus_zero(mesh):
+    minus = [[np.full(5, -0.0, np.float16)] for _ in mesh]
+    weights = [1, 0, 3, 0]
+    for call in CALLS[:4]:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+        for row in call(ops, minus, SUM, weights):
+            assert same(row[0], minus[0][0]), call.__name__
+
+
+def test_a_sum_of_weighted_16_bit_terms_is_rounded_once(mesh):
+    grads = [[np.full(4, each, np.float16)] for each in (1, 2.0**-11, 2.0**-24, 0)]
+    weights = [1, 1, 2.0**-20, 1]
+    for call in CALLS:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+        for row in call(ops, grads, SUM, weights):
+            assert row[0].tolist() == [1 + 2.0**-10] * 4, call.__name__
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+NARROW = "exact=True does not support {} yet: pass terms of a narrower dtype, or exact=False"
+DENSE = "exact=True does not support IndexedSlices: pass .to_dense()"
+
+
+def slices():
+    return gr.IndexedSlices(np.ones((1, 3), np.float32), [0], (4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: np.ones((4, 3)), TypeError, NARROW.format("float64")),
+        (lambda: np.ones((4, 3), np.complex128), TypeError, NARROW.format("complex128")),
+        (slices, ValueError, DENSE),
+    ],
+    ids=["float64", "complex128", "slices"],
+)
+def test_what_cannot_be_added_exactly_is_refused_before_a_launch(mesh, make, error, text):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    grads = [{"a": np.ones(4, np.float32), "b": make()} for _ in mesh]
+    value = gr.PerReplica([make() for _ in mesh], mesh)
+    weights = [0.5] * len(mesh)
+    named = [
+        lambda: ops.all_reduce(grads),
+        lambda: ops.all_reduce(grads, weights=weights),
+        lambda: gr.all_reduce(grads, mesh=mesh, exact=True),
+        lambda: ops.plan(SUM, ops.pairs(grads)),
+        lambda: ops.profile(SUM, ops.pairs(grads)),
+        lambda: ops.prepare(SUM, ops.pairs(grads)),
+        lambda: ops.capture(SUM, ops.pairs(grads)),
+    ]
+    if error is TypeError:
+        named.append(lambda: ops.reduce_scatter(grads))
+    unnamed = [
+        lambda: ops.reduce(MEAN, value, mesh[0]),
+        lambda: ops.reduce(SUM, value, value, weights=weights),
+        lambda: ops.batch_reduce(SUM, [(value, mesh)]),
+    ]
+    with mesh.journal() as journal:
+        for calls, name in ((named, "grads[…]['b']"), (unnamed, "value 0")):
+            for call in calls:
+                with pytest.raises(error) as raised:
+                    call()
+                assert str(raised.value) == f"{name}: {text}"
+    assert operations(journal) == []
+
+
+def test_collectives_that_add_nothing_take_any_dtype(mesh):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    gathered = ops.all_gather([[np.full(1, float(each))] for each in range(4)])
+    assert gathered[0][0].tolist() == [0, 1, 2, 3]
+    assert ops.broadcast(np.ones(2), mesh).values[3].tolist() == [1, 1]
+
+
+NCCL = (
+    "all_reduce_alg='nccl' cannot be combined with exact=True: NCCL rounds each addition; pass "
+    "'hierarchical_copy', or None"
+)
+WIRE = (
+    "wire_dtype='{}' cannot be combined with exact=True: terms would be rounded on the way; pass "
+    "'float32', or None"
+)
+GROUPS = (
+    "reduction_groups=((0,), (1,)) cannot be combined with exact=True: an exact sum has no order, "
+    "so groups change nothing"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"all_reduce_alg": "nccl"}, ValueError, NCCL),
+        ({"wire_dtype": "float16"}, ValueError, WIRE.format("float16")),
+        ({"wire_dtype": "bfloat16"}, ValueError, WIRE.format("bfloat16")),
+        ({"reduction_groups": [[0], [1]]}, ValueError, GROUPS),
+        ({"exact": 1}, TypeError, "exact=1 must be True or False"),
+    ],
+)
+def test_settings_that_round_are_refused(options, error, text):
+    with pytest.raises(error) as raised:
+        gr.AllReduceCrossDeviceOps(**{"exact": True, **options})
+    assert str(raised.value) == text
+
+
+def test_accumulators_and_steps_refuse_it(mesh):
+    """Their sums are rounded already."""
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    text = "accumulators and SyncStep do not support exact=True yet; pass one without it"
+    variable = gr.Variable(np.ones(8, np.float32), "x", device=mesh)
+    optimizer = gr.GradientDescentOptimizer(0.1)
+    calls = [
+        lambda: gr.ConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
+        lambda: gr.SparseConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
+        lambda: gr.SyncStep([variable], optimizer, ops),
+        lambda: gr.SyncStep([variable], optimizer, ops, shard_optimizer=True),
+    ]
+    with mesh.journal() as journal:
+        for call in calls:
+            with pytest.raises(ValueError, match=text):
+                call()
+    assert operations(journal) == []
+
+
+def test_an_optimizer_takes_exact_means(mesh):
+    variable = gr.Variable(np.zeros(3, np.float32), "x", device=mesh)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    optimizer.cross_device_ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    terms = [np.full(3, term, np.float32) for term in (1e8, 0.5, -1e8, 0.25)]
+    optimizer.apply_gradients([(gr.PerReplica(terms, mesh), variable)])
+    assert variable.numpy().tolist() == [-0.75 / 4] * 3
+
+
+def test_several_processes_refuse_it():
+    def work(mesh, _):
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+        value = gr.PerReplica([np.ones(2, np.float32) for _ in mesh], mesh)
+        calls = [
+            lambda: ops.all_reduce([[np.ones(2, np.float32)] for _ in mesh]),
+            lambda: ops.reduce(SUM, value, mesh[0]),
+            lambda: ops.plan(SUM, [(value, value)]),
+        ]
+        texts = []
+        with mesh.journal() as journal:
+            for call in calls:
+                with pytest.raises(RuntimeError) as raised:
+                    call()
+                texts.append(str(raised.value))
+        assert operations(journal) == []
+        return texts
+
+    for texts in run_replicas((1, 2), work):
+        for text in texts:
+            assert text == (
+                "exact=True works inside one process only, and the mesh of sim:0 has 2 processes: "
+                "pass exact=False, or open a mesh of this process alone by "
+                "gr.open_mesh(processes='none')"
+            )
