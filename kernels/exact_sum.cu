@@ -85,7 +85,7 @@ template <int WORDS> struct Words {
     }
 
     // The sum rounded once, to odd or to nearest.
-    DEVICE float rounded(bool odd) const {
+    template <bool ODD> DEVICE float rounded() const {
         float first = word[0], second = word[1];
         if constexpr (WORDS == 3) {
             const TwoSum tail(second, word[2]), middle(first, tail.error), head(tail.sum, middle.sum);
@@ -93,7 +93,7 @@ template <int WORDS> struct Words {
             second = TwoSum(middle.error, head.error).to_odd();
         }
         const TwoSum total(first, second);
-        const float sum = odd ? total.to_odd() : total.sum;
+        const float sum = ODD ? total.to_odd() : total.sum;
         // The first word is -0 only if all terms are; adding another word would make it +0.
         return word[0] == sum ? word[0] : sum;
     }
@@ -161,7 +161,7 @@ struct Integer {
     }
 
     // The sum rounded once, to odd or to nearest.
-    DEVICE float rounded(bool odd) {
+    template <bool ODD> DEVICE float rounded() {
         if (special != 0) return special;
         carry();
         const bool negative = limb[LIMBS - 1] < 0;
@@ -185,12 +185,12 @@ struct Integer {
         const int surplus = 64 - 24 - leading_zeros(window), dropped = place || surplus > 32 ? surplus : 32;
         const u64 rest = window << (64 - dropped), half = 1ull << 63;
         u64 kept = window >> dropped;
-        if (odd)
+        if (ODD)
             kept |= rest != 0;
         else
             kept += rest > half || (rest == half && kept & 1);
         // A significand of 24 bits adds one to the exponent.
-        const u64 bits = ((u64)(dropped + 32 * place - 32) << 23) + kept, most = odd ? 0x7f7fffff : 0x7f800000;
+        const u64 bits = ((u64)(dropped + 32 * place - 32) << 23) + kept, most = ODD ? 0x7f7fffff : 0x7f800000;
         return float_of((u32)(bits < most ? bits : most) | (u32)negative << 31);
     }
 
@@ -203,10 +203,10 @@ struct Integer {
     }
 };
 
-template <typename Out, typename In, int N> struct ExactSum : Elementwise {
+// ODD: the sum is rounded to odd, and not divided.
+template <typename Out, typename In, int N, bool ODD> struct ExactSum : Elementwise {
     static constexpr bool GROUPED = true;
     static constexpr int WORDS = N ? 2 : 3;
-    static constexpr bool NARROWS = sizeof(Out) < sizeof(float);
     static constexpr int KNOWN = N ? N : 1;
     Row row;
     i64 num_outs, num_inputs;
@@ -218,9 +218,6 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
         UNROLL
         for (int k = 0; k < KNOWN; ++k) in[k] = row.operand<const In>(num_outs + k);
     }
-
-    // The store rounds to Out, too: only a sum that is rounded to odd before is rounded once.
-    DEVICE bool odd() const { return NARROWS && !divisor.divides; }
 
     template <int LANES> DEVICE void at(i64 i) const {
         Raw<In, LANES> raw[KNOWN];
@@ -254,7 +251,7 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
         EACH_LANE
         for (int l = 0; l < LANES; ++l) {
             const Words<WORDS> words = sums.get(l);
-            total.lane[l] = words.rounded(odd());
+            total.lane[l] = words.template rounded<ODD>();
             inexact |= words.is_inexact(total.lane[l]) << l;
         }
         NO_UNROLL
@@ -264,7 +261,7 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
             EACH_LANE  // no variable index: the lanes are registers
             for (int m = 0; m < LANES; ++m) total.lane[m] = m == l ? sum : total.lane[m];
         }
-        divisor.divide(total);
+        if constexpr (!ODD) divisor.divide(total);
         NO_UNROLL
         for (i64 j = 0; j < num_outs; ++j) store(row.operand<Out>(j), i, total);
     }
@@ -273,7 +270,7 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
         Integer sum;
         NO_UNROLL
         for (i64 k = 0; k < num_inputs; ++k) sum.add(widen(row.operand<const In>(num_outs + k)[i]));
-        return sum.rounded(odd());
+        return sum.rounded<ODD>();
     }
 };
 
@@ -281,5 +278,14 @@ template <typename Out, typename In, int N> struct ExactSum : Elementwise {
 template <typename Out, typename In, int N>
 __global__ void __launch_bounds__(256, 2) exact_sum(
     TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, double divisor) {
-    elementwise<ExactSum<Out, In, N>, lanes_of<Out, In>::value>(table, num_outs, num_inputs, divisor);
+    constexpr int LANES = lanes_of<Out, In>::value;
+    // The store rounds to Out, too: only a sum that is rounded to odd before is rounded once. Two loops, because
+    // g++ makes slow code of one with both.
+    if constexpr (sizeof(Out) < sizeof(float)) {
+        if (divisor == 1) {
+            elementwise<ExactSum<Out, In, N, true>, LANES>(table, num_outs, num_inputs, divisor);
+            return;
+        }
+    }
+    elementwise<ExactSum<Out, In, N, false>, LANES>(table, num_outs, num_inputs, divisor);
 }
