@@ -9,21 +9,7 @@
 // reference src/gradreduce/ops/exact_sum.py, bit-equal except NaN payloads
 // source   own; two-sum is Knuth's (TAOCP 2, 4.2.2), the sum of three floats is from Boldo, Melquiond,
 //          Emulation of a FMA and correctly rounded sums (IEEE Transactions on Computers 57, 2008)
-#include "common.cuh"
-
-// Never contracted and never reassociated, whatever the compiler's flags are.
-#if defined(__CUDACC__)
-DEVICE float plus(float left, float right) { return __fadd_rn(left, right); }
-#else
-DEVICE float plus(float left, float right) { return left + right; }
-#endif
-
-// Before a loop over lanes: on the host g++ vectorises it.
-#if defined(__CUDACC__)
-#define EACH_LANE UNROLL
-#else
-#define EACH_LANE INDEPENDENT
-#endif
+#include "exact.cuh"
 
 DEVICE u32 bits_of(float value) {
     union { float value; u32 bits; } pun;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, add_to_rows
 from .add_n import ADD_N, add_into_new, add_n, add_on_host
+from .add_words import ADD_WORDS, MOST_WORDS, add_words
 from .all_sum import ALL_SUM, all_sum
 from .clip import CLIP, clip
 from .distance_scale import DISTANCE_SCALE, distance_scale
@@ -22,5 +23,5 @@ from .update_rules import RULES, UpdateRule
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SCALE, ADD_SCALED, DIVIDE, SEGMENT_SUM, TAKE_ROWS,
-    SQUARE_SUM, CLIP, DISTANCE_SCALE, EXACT_SUM, *RULE_KERNELS.values(),
+    SQUARE_SUM, CLIP, DISTANCE_SCALE, EXACT_SUM, ADD_WORDS, *RULE_KERNELS.values(),
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Adds terms to sums of words, as real numbers: launcher of ``add_words.cu`` and NumPy reference.
+
+A sum is the exact sum of two to eight floats, its *words*: each addition leaves its error in the
+next word. ``exact_sum`` of the words is the sum of all terms, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Arrays, Buffer, Device, Kernel, Queue, Row, by_template, same_dtypes
+
+from .templates import FLOATS
+
+MOST_WORDS = 8
+_BLOCK = 1 << 14  # elements; the words and what an addition needs stay in the cache
+
+
+def _add_words_reference(
+    table: Sequence[Arrays], num_outs: int, num_inputs: int, fresh: int
+) -> None:
+    """``word[0] + word[1] + … += in[0] + in[1] + …`` as real numbers; the last out is the flag."""
+    dtype, size = table[0][0].dtype, min(_BLOCK, max(row[0].size for row in table))
+    memory = [np.empty(size, dtype) for _ in range(4)]
+    with np.errstate(all="ignore"):
+        for row in table:
+            words, flag, inputs = row[: num_outs - 1], row[num_outs - 1], row[num_outs:]
+            for start in range(0, words[0].size, _BLOCK):
+                block = [word[start : start + _BLOCK] for word in words]
+                spare = [each[: block[0].size] for each in memory]
+                for word in block if fresh else ():
+                    word.fill(-0.0)
+                for term in inputs:
+                    if _add(block, term[start : start + _BLOCK], *spare):
+                        flag[...] = 1
+
+
+def _add(
+    words: Arrays, term: np.ndarray, before: np.ndarray, error: np.ndarray, added: np.ndarray,
+    spare: np.ndarray,
+) -> bool:  # fmt: skip
+    """Adds one term to the words, in place; returns whether a sum did not fit.
+
+    Args:
+        words: the words.
+        term: the term, of any float dtype that the words hold.
+        before: memory of the same size as a word, as are the following ones.
+        error: see above.
+        added: see above.
+        spare: see above.
+    """
+    before[...] = words[0]
+    error[...] = term
+    np.negative(error, out=error)
+    for word in words:
+        # Knuth's two-sum of word and -error; the error of the sum has the opposite sign, so that it
+        # is +0 if the sum is exact: a word of -0 minus +0 is -0.
+        np.subtract(word, error, out=spare)
+        np.subtract(spare, word, out=added)
+        error += added
+        np.subtract(spare, added, out=added)
+        added -= word
+        error += added
+        word[...] = spare
+    if not error.any():  # NaN counts
+        return False
+    chosen = np.flatnonzero(error)
+    settled = np.array([*[word[chosen] for word in words], -error[chosen]])
+    inexact = _settle(settled, before[chosen], term[chosen])
+    for word, values in zip(words, settled, strict=False):
+        word[chosen] = values
+    return inexact
+
+
+def _settle(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> bool:
+    """Puts what did not fit, the last row, into the words; returns whether some is left.
+
+    Args:
+        words: ``[word][element]``; changed in place.
+        before: the first word before the addition.
+        term: the term that was added.
+    """
+    not_finite = np.isnan(words[-1])
+    overflows = not_finite & np.isfinite(before) & np.isfinite(term)
+    words[1:, not_finite] = 0
+    changed = True
+    while changed:
+        changed = False
+        for low in range(len(words) - 1, 0, -1):
+            left, right = words[low - 1], words[low]
+            total = left + right
+            added = total - left
+            rest = (left - (total - added)) + (right - added)
+            overflow = np.isnan(rest) & np.isfinite(left)
+            overflows |= overflow
+            changed |= bool(np.any((total != left) & ~np.isnan(rest)))
+            words[low - 1], words[low] = total, rest
+            words[1:, np.isnan(rest)] = 0
+    return bool(overflows.any() or words[-1].any())
+
+
+ADD_WORDS = Kernel(
+    name="add_words",
+    source="add_words",
+    reference=_add_words_reference,
+    scalars=(("num_outs", "int64"), ("num_inputs", "int64"), ("fresh", "int64")),
+    templates=tuple(
+        (words, term, count)
+        for words, term in (*[("float32", name) for name in FLOATS[:3]], ("float64", "float64"))
+        for count in (0, 3)
+    ),
+    writes="num_outs",
+    items=lambda sizes: sizes[0],
+)
+
+
+def add_words(
+    words: Sequence[Sequence[Buffer]],
+    flags: Sequence[Buffer],
+    inputs: Sequence[Sequence[Buffer]],
+    *,
+    fresh: bool = False,
+    device: Device,
+    queue: Queue = "compute",
+) -> None:
+    """Adds ``inputs[t][0] + inputs[t][1] + …`` to the sum of ``words[t]``, for every tensor t.
+
+    The sum stays exact if it fits into the words; ``exact_sum`` of the words rounds it. One launch
+    for all tensors with the same dtypes and numbers of words and inputs.
+
+    Args:
+        words: for each tensor two to eight float32 or float64 words, the largest first;
+            overwritten.
+        flags: an int32 for each tensor. It becomes 1 if a finite sum did not fit; otherwise it is
+            not written.
+        inputs: for each tensor at least one term of the words' size; all terms of one dtype: that
+            of the words, or float16 or bfloat16 for float32. An input may be a word, but not
+            overlap one partly.
+        fresh: whether the words are not read: the sum of the inputs replaces their sum.
+        device: the device that launches. Adds no stream waits.
+        queue: the queue to launch on.
+
+    The operands are not validated.
+    """
+    rows: dict[int, list[Row]] = {}
+    for written, flag, read in zip(words, flags, inputs, strict=True):
+        rows.setdefault(len(written), []).append((*written, flag, *read))
+    for num_words, found in rows.items():
+        for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
+            scalars = (num_words + 1, num_operands - num_words - 1, int(fresh))
+            known = num_words if num_words == 3 else 0
+            device.launch(ADD_WORDS, (to, of, known), table, scalars, queue=queue)
