@@ -8,7 +8,6 @@ from support.exact_data import same
 from support.exact_sums import adversarial_terms, exact_means, exact_sums
 from support.exhaustive import examples
 from support.meshes import implementation
-from support.thread_group import run_replicas
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
@@ -351,30 +350,3 @@ def test_an_optimizer_takes_exact_means(mesh):
     terms = [np.full(3, term, np.float32) for term in (1e8, 0.5, -1e8, 0.25)]
     optimizer.apply_gradients([(gr.PerReplica(terms, mesh), variable)])
     assert variable.numpy().tolist() == [-0.75 / 4] * 3
-
-
-def test_several_processes_refuse_it():
-    def work(mesh, _):
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-        value = gr.PerReplica([np.ones(2, np.float32) for _ in mesh], mesh)
-        calls = [
-            lambda: ops.all_reduce([[np.ones(2, np.float32)] for _ in mesh]),
-            lambda: ops.reduce(SUM, value, mesh[0]),
-            lambda: ops.plan(SUM, [(value, value)]),
-        ]
-        texts = []
-        with mesh.journal() as journal:
-            for call in calls:
-                with pytest.raises(RuntimeError) as raised:
-                    call()
-                texts.append(str(raised.value))
-        assert operations(journal) == []
-        return texts
-
-    for texts in run_replicas((1, 2), work):
-        for text in texts:
-            assert text == (
-                "exact=True works inside one process only, and the mesh of sim:0 has 2 processes: "
-                "pass exact=False, or open a mesh of this process alone by "
-                "gr.open_mesh(processes='none')"
-            )

@@ -6,6 +6,9 @@ its other replicas unchanged. Packs are cut into one slice for each process. The
 slice and sends the result to the others. If the replicas of each process are one group, each
 process sends and receives as many bytes as in a ring. Small packs are sent whole to all processes,
 and each adds them.
+
+Exact sums have no order. Each process sends all its replicas unchanged, because a sum of floats
+would be rounded.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from itertools import accumulate
 from typing import NamedTuple
 from weakref import ref
 
-from gradreduce import ops
 from gradreduce.comm.exchange import exchange
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
@@ -40,6 +42,7 @@ from .algorithm import (
     group_sum,
     part_of,
     reduction_groups_of,
+    write_sums,
 )
 from .hierarchical_copy import SLICE_BYTES, Slice, extents, plan_slices
 
@@ -194,13 +197,18 @@ class AcrossProcesses(Algorithm):
                 (other, buffer) for other in adders if other != rank for buffer in mine.values()
             ]
             if rank in adders:
-                groups = self._with_memory(jobs[piece.job].inputs[0].dtype, mine)
+                wire = jobs[piece.job].inputs[0].dtype
+                groups = self._with_memory(wire, mine)
                 groups_of_slices.append((piece, groups))
-                for terms, buffers in zip(self._terms, groups, strict=True):
+                for terms, buffers in zip(self._plan(wire), groups, strict=True):
                     pairs = zip(terms, buffers, strict=True)
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
         exchange(self._device, sends, receives, queue)
         return groups_of_slices
+
+    def _plan(self, wire: DType) -> list[list[Term]]:
+        """Returns the terms of each group; ``wire``: the dtype of the replicas."""
+        return self._terms
 
     def _own_terms(self, job: Job) -> dict[Term, Buffer]:
         """Returns the terms of this process: unchanged replicas, and sums."""
@@ -208,7 +216,7 @@ class AcrossProcesses(Algorithm):
             term: self._sum(
                 [ensure_accessible(self._device, job.inputs[index]) for index in term.replicas]
             )
-            for terms in self._terms
+            for terms in self._plan(job.inputs[0].dtype)
             for term in terms
             if term.rank == self._group.rank
         }
@@ -224,7 +232,7 @@ class AcrossProcesses(Algorithm):
                 else self._temporary(shape, dtypes[len(term.replicas) > 1])
                 for term in terms
             ]
-            for terms in self._terms
+            for terms in self._plan(wire)
         ]
 
     def _temporary(self, shape: tuple[int, ...], dtype: DType) -> Buffer:
@@ -251,4 +259,23 @@ class AcrossProcesses(Algorithm):
         """Adds each group left to right, then their sums, divides, and rounds once."""
         sums = [self._sum(terms) for terms in groups]
         same = as_one_dtype(self._device, sums, self._temporary)
-        ops.all_sum([[out]], [same], divisor=divisor, device=self._device)
+        write_sums([(divisor, [out], same)], self._device, exact=self.exact)
+
+
+class ExactAcrossProcesses(AcrossProcesses):
+    """Adds the replicas of all processes in one exact sum, whose bits no order changes.
+
+    Sums of integers are exact in any groups, so each process adds its own first.
+    """
+
+    exact = True
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        counts = Replicas(devices).counts
+        super().__init__(devices, process_groups(counts))
+        self._replica_terms = [
+            [Term(rank, (index,))] for rank, count in enumerate(counts) for index in range(count)
+        ]
+
+    def _plan(self, wire: DType) -> list[list[Term]]:
+        return self._terms if wire.kind in "iu" else self._replica_terms

@@ -66,9 +66,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
             are transferred between devices in an all-reduce. Default: each tensor's own dtype.
             docs/reductions.md has a bound of the error.
         exact: True adds the terms as real numbers and rounds their sum once, so that neither the
-            order nor the number of replicas, packs or launches changes a bit; docs/same_bits.md
-            defines the results. Only for meshes of one process, and not for float64, complex128 and
-            IndexedSlices yet.
+            order nor the number of replicas, processes or packs changes a bit; docs/same_bits.md
+            defines the results. Not for float64, complex128 and IndexedSlices yet.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an

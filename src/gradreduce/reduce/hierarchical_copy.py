@@ -154,9 +154,7 @@ class ExactCopy(HierarchicalCopy):
 
     exact = True
 
-    def __init__(
-        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
-    ) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         super().__init__(devices, tuple([(replica,) for replica in range(len(devices))]))
 
 

@@ -18,11 +18,11 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
-from gradreduce.comm.process_group import check_one_process, group_of
+from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 
-from .across_processes import AcrossProcesses, process_groups
+from .across_processes import AcrossProcesses, ExactAcrossProcesses, process_groups
 from .algorithm import Algorithm, Steps
 from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
@@ -573,18 +573,21 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     )
     instance: Algorithm | None = plans.get(key)
     if instance is None:
-        algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
-        if settings.exact:
-            check_one_process(devices[0], "exact=True", "pass exact=False")
-            algorithm = ExactCopy
-        replicas = Replicas(devices)
-        is_alone = replicas.group.size == 1
-        # nccl defines no order, so over processes use the groups that send the fewest bytes
-        if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(replicas.counts)
-        if not is_alone:
-            by_library = algorithm is Nccl and replicas.group.collective is not None
-            algorithm = NcclAcrossProcesses if by_library else AcrossProcesses
-        instance = algorithm(devices, groups)
+        instance = _make_algorithm(settings, devices)
         remember(plans, key, instance)
     return instance
+
+
+def _make_algorithm(settings: Settings, devices: Sequence[Device]) -> Algorithm:
+    replicas = Replicas(devices)
+    is_alone = replicas.group.size == 1
+    if settings.exact:
+        return ExactCopy(devices) if is_alone else ExactAcrossProcesses(devices)
+    algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
+    # nccl defines no order, so over processes use the groups that send the fewest bytes
+    if groups == "processes" or not (is_alone or algorithm.has_groups):
+        groups = process_groups(replicas.counts)
+    if not is_alone:
+        by_library = algorithm is Nccl and replicas.group.collective is not None
+        algorithm = NcclAcrossProcesses if by_library else AcrossProcesses
+    return algorithm(devices, groups)
