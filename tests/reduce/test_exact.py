@@ -324,22 +324,23 @@ def test_settings_that_round_are_refused(options, error, text):
     assert str(raised.value) == text
 
 
-def test_accumulators_and_steps_refuse_it(mesh):
-    """Their sums are rounded already."""
+def test_accumulators_and_steps_are_exact_if_what_adds_them_is(mesh):
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-    text = "accumulators and SyncStep do not support exact=True yet; pass one without it"
     variable = gr.Variable(np.ones(8, np.float32), "x", device=mesh)
     optimizer = gr.GradientDescentOptimizer(0.1)
-    calls = [
-        lambda: gr.ConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
-        lambda: gr.SparseConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
-        lambda: gr.SyncStep([variable], optimizer, ops),
-        lambda: gr.SyncStep([variable], optimizer, ops, shard_optimizer=True),
-    ]
+    wrong = [
+        (gr.ConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact=False"),
+        (gr.SparseConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact="),
+        (gr.ConditionalAccumulator,
+         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
+         "exact=False, but the accumulator has exact=True"),
+    ]  # fmt: skip
     with mesh.journal() as journal:
-        for call in calls:
+        for make, options, text in wrong:
             with pytest.raises(ValueError, match=text):
-                call()
+                make("float32", device=mesh, **options)
+        with pytest.raises(ValueError, match="'x': exact=True does not support IndexedSlices"):
+            gr.SyncStep([variable], optimizer, ops, sparse_variables=[variable])
     assert operations(journal) == []
 
 

@@ -360,6 +360,7 @@ def take_all(
     except BaseException:
         withdraw(pending_take)
         raise
+    states[0].mesh_state.inexact.warn()
     return _results_of(states, pending_take.taken, output_type)
 
 

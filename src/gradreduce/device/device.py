@@ -344,6 +344,7 @@ class Device(NotCopied, Backend):
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         log.mark_finished(number, self, "compute")
+        self.mesh_state.inexact.warn()
         return host
 
     def _queue_exchange(
@@ -508,6 +509,7 @@ class Device(NotCopied, Backend):
             raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
         log.mark_finished(number, self, "compute", "transfer")
         self.drain()
+        self.mesh_state.inexact.warn()
 
     def _wait_policy(self, deadline: float | None) -> WaitPolicy:
         seconds = as_deadline(deadline)

@@ -30,6 +30,7 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     reduction_groups: ReductionGroups | ProcessesName | None
     wire_dtype: DType | None
     exact: bool
+    num_words: int = 1  # the Buffers of a replica, neighbours, whose exact sum its gradient is
 
 
 def make_settings(

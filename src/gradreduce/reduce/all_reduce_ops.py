@@ -27,7 +27,7 @@ from gradreduce.device import (
     deadline_scope,
     no_collection,
 )
-from gradreduce.errors import CollectiveError, brief
+from gradreduce.errors import CollectiveError
 
 from .algorithm import ProcessesName, ReductionGroups
 from .algorithms import make_settings
@@ -121,6 +121,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
             del fields["agg_small_grads_max_bytes"], fields["agg_small_grads_max_group"]
         if not self.exact:
             del fields["exact"]
+        del fields["num_words"]
         alg = fields.pop("all_reduce_alg")
         return [alg, *[f"{key}={value}" for key, value in fields.items() if value is not None]]
 
@@ -491,6 +492,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
+        num_words: int = 1,
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
@@ -505,9 +507,10 @@ class AllReduceCrossDeviceOps(NestedCalls):
             )
         if not gradients:
             return []
-        divisor = divisor * Replicas.of(gradients[0]).count / len(gradients[0])
+        first = gradients[0][::num_words]
+        divisor = divisor * Replicas.of(first).count / len(first)
         plan = plan_batch(
-            self.settings,
+            self.settings._replace(num_words=num_words),
             gradients,
             divisor=divisor if weight is None else None,
             out_dtypes=out_dtypes,
@@ -515,9 +518,12 @@ class AllReduceCrossDeviceOps(NestedCalls):
         )
         return reduce_batch(plan, gradients, consume=consume, divisor=weight)
 
-    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def _rehearse_sums(
+        self, devices: Sequence[Device], dtype: DType, out_dtype: DType, num_words: int = 1
+    ) -> None:
         """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps._rehearse_sums``."""
-        rehearse_reduction(self.settings, devices, dtype, out_dtype)
+        settings = self.settings._replace(num_words=num_words)
+        rehearse_reduction(settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
@@ -546,15 +552,6 @@ class AllReduceCrossDeviceOps(NestedCalls):
             super()._reduce_by(weighting, reduce_op, others, coalesce=coalesce) if others else ()
         )
         return [next(of_fused if flag else of_others) for flag in flags]
-
-
-def check_not_exact(cross_device_ops: CrossDeviceOps) -> None:
-    """Raises ``ValueError`` for exact sums of what are rounded sums already."""
-    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact:
-        raise ValueError(
-            f"cross_device_ops={brief(cross_device_ops)}: accumulators and SyncStep do not support "
-            "exact=True yet; pass one without it"
-        )
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:

@@ -67,9 +67,9 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 @cache
-def default_ops() -> AllReduceCrossDeviceOps:
+def default_ops(*, exact: bool = False) -> AllReduceCrossDeviceOps:
     """Returns the shared default instance; gradients reduced by it can share packs."""
-    return AllReduceCrossDeviceOps()
+    return AllReduceCrossDeviceOps(exact=exact)
 
 
 @overload
