@@ -134,6 +134,23 @@ def test_more_words_hold_more():
     assert run_replicas((6, 2), work) == [[2.0**-50]] * 2
 
 
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_step_keeps_as_many_words(shard_optimizer):
+    micro_batches = [2.0**100, 1, 2.0**-50, 2.0**-100, 0], [-(2.0**100), -1, 0, 0, 0]
+
+    def work(mesh, replicas):
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, words=4)
+        variables = [gr.Variable(np.zeros(6, np.float32), name, device=mesh) for name in "ab"]
+        step = gr.SyncStep(
+            variables, gr.GradientDescentOptimizer(1.0), ops, shard_optimizer=shard_optimizer
+        )
+        terms = [np.full(6, term, np.float32) for term in micro_batches[replicas[0]]]
+        step([[terms, terms]])
+        return [variable.numpy().tolist() for variable in variables]
+
+    assert run_replicas((1, 1), work) == [[[-(2.0**-51)] * 6] * 2] * 2
+
+
 def test_the_words_of_a_replica_are_terms_of_its_process():
     """As in a sum of gradients that come one by one; they have no order and are not rounded."""
     terms = adversarial_terms(9, 50, "float16", 3)
