@@ -22,10 +22,14 @@ _Copy = tuple[HostCopy, list[tuple[str, int]]]
 
 
 class InexactSums:
-    """The flags of one mesh."""
+    """The flags of one mesh.
+
+    Attributes:
+        copies: the flags that nobody has read yet.
+    """
 
     def __init__(self) -> None:
-        self._copies: deque[_Copy] = deque()
+        self.copies: deque[_Copy] = deque()
 
     def add(self, flags: Sequence[tuple[str, Buffer]]) -> None:
         """Queues copies of flags to the host: one for each block of memory.
@@ -41,15 +45,18 @@ class InexactSums:
             places = [(flag.offset - first.offset) // flag.dtype.itemsize for _, flag in inside]
             span = Buffer(first.block, first.offset, (max(places) + 1,), first.dtype)
             names = [name for name, _ in inside]
-            self._copies.append((_download(span), list(zip(names, places, strict=True))))
+            self.copies.append((_download(span), list(zip(names, places, strict=True))))
 
     def warn(self) -> None:
         """Warns of the sums whose flags are on the host and set; hold no lock."""
-        for _ in range(len(self._copies)) if self._copies else ():
-            copy = read, names = self._copies.popleft()
+        for _ in range(len(self.copies)) if self.copies else ():
+            try:
+                copy = read, names = self.copies.popleft()
+            except IndexError:  # another thread has read them
+                return
             flags = read()
             if flags is None:
-                self._copies.append(copy)
+                self.copies.append(copy)
                 continue
             for name in dict.fromkeys([name for name, place in names if flags[place]]):
                 warnings.warn(
@@ -61,13 +68,13 @@ class InexactSums:
 
     def clear(self) -> None:
         """Drops all flags, because the mesh was reset."""
-        self._copies.clear()
+        self.copies.clear()
 
 
 def _download(buffer: Buffer) -> HostCopy:
     """Queues a copy to the host; a prepared step does not repeat it."""
     device = buffer.device
     command, read = device._make_download(buffer)
-    record = Record("copy", "to host", device.index, device.index, buffer.nbytes)
+    record = Record("download", "flags of exact sums", device.index, -1, buffer.nbytes)
     device._submit(command, record, Work(device.compute, [(buffer,)], 0), is_repeated=False)
     return read
