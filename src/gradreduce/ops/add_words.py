@@ -79,9 +79,9 @@ def _add(
     if not error.any():  # NaN counts
         return False
     chosen = np.flatnonzero(error)
-    settled = np.array([*[word[chosen] for word in words], -error[chosen]])
-    inexact = _settle(settled, before[chosen], term[chosen])
-    for word, values in zip(words, settled, strict=False):
+    rows = np.array([*[word[chosen] for word in words], -error[chosen]])
+    inexact = _settle(rows, before[chosen], term[chosen])
+    for word, values in zip(words, rows, strict=False):
         word[chosen] = values
     return inexact
 
