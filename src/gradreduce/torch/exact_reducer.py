@@ -27,7 +27,7 @@ from .replica import Replica, run_for
 from .weights import StepDivisor
 
 
-class _ReplicaSums(ConditionalAccumulator):
+class _ParameterSum(ConditionalAccumulator):
     """An accumulator over the devices of all processes."""
 
     _spans_processes = True
@@ -49,7 +49,7 @@ class ExactReducer(Reducer):
                 "not support IndexedSlices yet"
             )
         self._accumulators = [  # a state is closed with its last accumulator
-            _ReplicaSums(
+            _ParameterSum(
                 str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), name=name,
                 device=self.mesh, cross_device_ops=self.cross_device_ops, exact=True,
                 words=self.cross_device_ops.words,
