@@ -50,22 +50,24 @@ class InexactSums:
 
     def warn(self) -> None:
         """Warns of the sums whose flags are on the host and set; hold no lock."""
+        inexact: dict[str, None] = {}  # several devices may have flags of one tensor
         for _ in range(len(self.copies)) if self.copies else ():
             try:
                 copy = read, names = self.copies.popleft()
             except IndexError:  # another thread has read them
-                return
+                break
             flags = read()
             if flags is None:
                 self.copies.append(copy)
-                continue
-            for name in dict.fromkeys([name for name, place in names if flags[place]]):
-                warnings.warn(
-                    f"the exact sum of {name!r} did not fit into its words, or overflowed on the "
-                    "way: its bits may depend on the order of the terms. Pass a larger words=",
-                    InexactSumWarning,
-                    stacklevel=_level_of_caller(),
-                )
+            else:
+                inexact.update({name: None for name, place in names if flags[place]})
+        for name in inexact:
+            warnings.warn(
+                f"the exact sum of {name!r} did not fit into its words, or overflowed on the way: "
+                "its bits may depend on the order of the terms. Pass a larger words=",
+                InexactSumWarning,
+                stacklevel=_level_of_caller(),
+            )
 
 
 def queue_download(buffer: Buffer) -> HostCopy:
