@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gradreduce.device.log.op_log import Record
 from gradreduce.device.memory.buffer import Block, Buffer
@@ -22,10 +22,15 @@ _Copy = tuple[HostCopy, list[tuple[str, int]]]
 
 
 class InexactSums:
-    """The flags of one mesh."""
+    """The flags of one mesh.
+
+    Attributes:
+        report: called with the names of the tensors whose flags are set.
+    """
 
     def __init__(self) -> None:
         self._copies: deque[_Copy] = deque()
+        self.report: Callable[[Iterable[str]], None] = warn_inexact
 
     def add(self, flags: Sequence[tuple[str, Buffer]]) -> None:
         """Queues copies of flags to the host: one for each block of memory.
@@ -44,24 +49,29 @@ class InexactSums:
             self._copies.append((_download(span), list(zip(names, places, strict=True))))
 
     def warn(self) -> None:
-        """Warns of the sums whose flags are on the host and set; hold no lock."""
+        """Reports the sums whose flags are on the host and set; hold no lock."""
         for _ in range(len(self._copies)) if self._copies else ():
             copy = read, names = self._copies.popleft()
             flags = read()
             if flags is None:
                 self._copies.append(copy)
                 continue
-            for name in dict.fromkeys([name for name, place in names if flags[place]]):
-                warnings.warn(
-                    f"the exact sum of {name!r} did not fit into its words, or overflowed on the "
-                    "way: its bits may depend on the order of the terms. Pass a larger words=",
-                    InexactSumWarning,
-                    stacklevel=3,
-                )
+            self.report(dict.fromkeys([name for name, place in names if flags[place]]))
 
     def clear(self) -> None:
         """Drops all flags, because the mesh was reset."""
         self._copies.clear()
+
+
+def warn_inexact(names: Iterable[str]) -> None:
+    """Warns of each of these tensors that its sum did not fit into its words; hold no lock."""
+    for name in names:
+        warnings.warn(
+            f"the exact sum of {name!r} did not fit into its words, or overflowed on the "
+            "way: its bits may depend on the order of the terms. Pass a larger words=",
+            InexactSumWarning,
+            stacklevel=4,
+        )
 
 
 def _download(buffer: Buffer) -> HostCopy:
