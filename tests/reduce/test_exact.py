@@ -191,6 +191,8 @@ def test_without_it_nothing_changes(mesh):
     assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
     assert EXACT.all_reduce_alg == gr.AllReduceCrossDeviceOps(exact=True).all_reduce_alg
     assert EXACT.exact
+    assert EXACT.words == 3
+    assert repr(gr.AllReduceCrossDeviceOps(exact=True, words=np.int64(4))).endswith(", words=4>")
     assert repr(EXACT) == "<HierarchicalCopyAllReduce hierarchical_copy, num_packs=1, exact=True>"
     assert repr(gr.NcclAllReduce()) == "<NcclAllReduce nccl, num_packs=1>"
     found = []
@@ -316,6 +318,11 @@ GROUPS = (
         ({"wire_dtype": "bfloat16"}, ValueError, WIRE.format("bfloat16")),
         ({"reduction_groups": [[0], [1]]}, ValueError, GROUPS),
         ({"exact": 1}, TypeError, "exact=1 must be True or False"),
+        ({"words": 1}, ValueError, "words=1 must be at least 2, and at most 8"),
+        ({"words": 9}, ValueError, "words=9 must be at least 2, and at most 8"),
+        ({"words": 2.0}, ValueError, "words=2.0 must be a non-negative integer"),
+        ({"words": True}, ValueError, "words=True must be a non-negative integer"),
+        ({"words": 4, "exact": False}, ValueError, "words=4 is only for exact=True"),
     ],
 )
 def test_settings_that_round_are_refused(options, error, text):

@@ -30,7 +30,7 @@ from gradreduce.device import (
 from gradreduce.errors import CollectiveError
 
 from .algorithm import ProcessesName, ReductionGroups
-from .algorithms import make_settings
+from .algorithms import NUM_WORDS, make_settings
 from .arguments import Request, check_exact, check_op, validate_mesh
 from .checked_call import CheckedCall
 from .cross_device_ops import CrossDeviceOps
@@ -68,13 +68,17 @@ class AllReduceCrossDeviceOps(NestedCalls):
         exact: True adds the terms as real numbers and rounds their sum once, so that neither the
             order nor the number of replicas, processes or packs changes a bit; docs/same_bits.md
             defines the results. Not for float64, complex128 and IndexedSlices yet.
+        words: with ``exact``: how many floats (2 to 8) hold a sum to which terms are added one by
+            one: of the micro-batches of a ``SyncStep``, and of the devices of a process, if these
+            are more than ``words`` and there are other processes. ``gr.InexactSumWarning`` says
+            that a sum does not fit.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
             integer, ``mesh`` is not a Mesh, or ``reduction_groups`` is neither lists nor
             ``"processes"``, leaves out or repeats a replica, or is passed for NCCL, which chooses
             its own groups; or ``exact`` with ``"nccl"``, ``reduction_groups``, or a 16-bit
-            ``wire_dtype``.
+            ``wire_dtype``; or ``words`` is not from 2 to 8, or passed without ``exact``.
         TypeError: ``exact`` is not a bool.
 
     Example:
@@ -103,6 +107,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
         exact: bool = False,
+        words: int = NUM_WORDS,
     ) -> None:
         self.mesh = validate_mesh(mesh)
         self.settings = make_settings(
@@ -113,6 +118,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
             reduction_groups,
             wire_dtype,
             exact,
+            words,
         )
 
     def _repr_fields(self) -> list[str]:
@@ -122,6 +128,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
         if not self.exact:
             del fields["exact"]
         del fields["num_words"]
+        if self.words == NUM_WORDS:
+            del fields["words"]
         alg = fields.pop("all_reduce_alg")
         return [alg, *[f"{key}={value}" for key, value in fields.items() if value is not None]]
 
@@ -159,6 +167,11 @@ class AllReduceCrossDeviceOps(NestedCalls):
     def exact(self) -> bool:
         """Whether the terms are added as real numbers."""
         return self.settings.exact
+
+    @property
+    def words(self) -> int:
+        """How many floats hold an exact sum to which terms are added one by one."""
+        return self.settings.words
 
     @overload
     def all_reduce(

@@ -572,6 +572,7 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.all_reduce_alg,
         settings.reduction_groups,
         settings.exact,
+        settings.words,
         settings.num_words,
         tuple([device.index for device in devices]),
     )
@@ -588,7 +589,7 @@ def _make_algorithm(settings: Settings, devices: Sequence[Device]) -> Algorithm:
     if settings.exact:
         if is_alone:
             return ExactCopy(devices, settings.num_words)
-        return ExactAcrossProcesses(devices)
+        return ExactAcrossProcesses(devices, settings.words, settings.num_words)
     algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
     # nccl defines no order, so over processes use the groups that send the fewest bytes
     if groups == "processes" or not (is_alone or algorithm.has_groups):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from gradreduce.accumulator import (
     ConditionalAccumulator,
@@ -29,7 +29,7 @@ class _SparseStepAccumulator(SparseConditionalAccumulator):
     _spans_processes = True
 
 
-def is_exact(cross_device_ops: CrossDeviceOps) -> bool:
+def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDeviceOps]:
     """Whether the terms of a step are added as real numbers."""
     return isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact
 
@@ -58,7 +58,8 @@ def make_accumulator(
         options["sparse_mean"] = "per_gradient"
         made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
     else:
-        options["exact"] = is_exact(cross_device_ops)
+        if is_exact(cross_device_ops):
+            options |= {"exact": True, "words": cross_device_ops.words}
         made = _StepAccumulator(variable.dtype, variable.shape, **options)
     made.accumulator_ref.tensor = variable.name
     return made

@@ -191,7 +191,7 @@ class ShardedUpdate:
             [part for shard, part in self._own.items() if shard.variable in sparse], sparse=True
         )
         self._settings = cross_device_ops.settings._replace(
-            num_words=3 if cross_device_ops.exact else 1
+            num_words=cross_device_ops.words if cross_device_ops.exact else 1
         )
         for dtype in {variable.dtype: None for variable in variables}:
             rehearse_reduction(

@@ -25,11 +25,12 @@ class InexactSums:
     """The flags of one mesh.
 
     Attributes:
+        copies: the flags that nobody has read yet.
         report: called with the names of the tensors whose flags are set.
     """
 
     def __init__(self) -> None:
-        self._copies: deque[_Copy] = deque()
+        self.copies: deque[_Copy] = deque()
         self.report: Callable[[Iterable[str]], None] = warn_inexact
 
     def add(self, flags: Sequence[tuple[str, Buffer]]) -> None:
@@ -46,21 +47,24 @@ class InexactSums:
             places = [(flag.offset - first.offset) // flag.dtype.itemsize for _, flag in inside]
             span = Buffer(first.block, first.offset, (max(places) + 1,), first.dtype)
             names = [name for name, _ in inside]
-            self._copies.append((_download(span), list(zip(names, places, strict=True))))
+            self.copies.append((_download(span), list(zip(names, places, strict=True))))
 
     def warn(self) -> None:
         """Reports the sums whose flags are on the host and set; hold no lock."""
-        for _ in range(len(self._copies)) if self._copies else ():
-            copy = read, names = self._copies.popleft()
+        for _ in range(len(self.copies)) if self.copies else ():
+            try:
+                copy = read, names = self.copies.popleft()
+            except IndexError:  # another thread has read them
+                return
             flags = read()
             if flags is None:
-                self._copies.append(copy)
+                self.copies.append(copy)
                 continue
             self.report(dict.fromkeys([name for name, place in names if flags[place]]))
 
     def clear(self) -> None:
         """Drops all flags, because the mesh was reset."""
-        self._copies.clear()
+        self.copies.clear()
 
 
 def warn_inexact(names: Iterable[str]) -> None:
@@ -78,6 +82,6 @@ def _download(buffer: Buffer) -> HostCopy:
     """Queues a copy to the host; a prepared step does not repeat it."""
     device = buffer.device
     command, read = device._make_download(buffer)
-    record = Record("copy", "to host", device.index, device.index, buffer.nbytes)
+    record = Record("download", "flags of exact sums", device.index, -1, buffer.nbytes)
     device._submit(command, record, Work(device.compute, [(buffer,)], 0), is_repeated=False)
     return read
