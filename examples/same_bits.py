@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,7 @@ def layouts() -> list[Layout]:
         found += [Layout("DataParallel", devices) for devices in (1, 4, NUM_TERMS)]
         found += [Layout(way, 64 // processes // 8, processes, "torchrun")
                   for way in ("SyncStep", "DataParallel") for processes in (2, 4)]  # fmt: skip
-    if find_spec("mpi4py"):
+    if find_spec("mpi4py") and which("mpiexec"):
         found.append(Layout("SyncStep", 2, 2, "mpiexec"))
     return found
 

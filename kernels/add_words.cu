@@ -14,61 +14,37 @@
 
 template <typename T> DEVICE bool is_finite(T value) { return value - value == 0; }
 
-// A sum rounded to nearest, and its error.
-template <typename T> struct TwoSum {
-    T sum, error;
+// A sum that is not finite: word 0, and the others are 0.
+template <int MOST, typename T> DEVICE bool replace(T* word, T sum) {
+    word[0] = sum;
+    UNROLL
+    for (int w = 1; w < MOST; ++w) word[w] = 0;
+    return true;
+}
 
-    DEVICE TwoSum(T left, T right) {
-        sum = plus(left, right);
-        const T added = plus(sum, -left);
-        error = plus(plus(left, -plus(sum, -added)), plus(right, -added));
-    }
-};
-
-// A sum as words, the first of them the largest, and what did not fit into them.
-template <typename T, int MOST> struct Words {
-    T word[MOST];
-    T rest;
-
-    // Adds a term. The errors have the opposite sign: so that of an exact sum is +0, and a word of -0 minus it -0.
-    DEVICE void add(T term, int count) {
-        const T first = word[0], sum = plus(first, term), added = plus(sum, -first);
-        T error = plus(plus(added, -term), plus(plus(sum, -added), -first));
-        word[0] = sum;
+// Adds the rest to the words, and returns whether some of it, or a sum of finite numbers that overflows, is left.
+// Neighbours become their sum and its error, from the least on, until each word is the rounded sum of itself and the
+// next one. No pass changes the exact sum, so the limit of their number only bounds the time.
+template <int MOST, typename T> DEVICE bool renormalise(T* word, T rest, int count, bool finite) {
+    if (rest != rest) return replace<MOST>(word, word[0]) && finite;
+    bool moves = true;
+    NO_UNROLL
+    for (int pass = 0; moves && pass < count + 2; ++pass) {
+        moves = false;
         UNROLL
-        for (int w = 1; w < MOST; ++w) {
+        for (int w = MOST - 1; w >= 0; --w) {
             if (w >= count) continue;
-            const T before = word[w], less = plus(before, -error), change = plus(less, -before);
-            error = plus(plus(change, error), plus(plus(less, -change), -before));
-            word[w] = less;
+            const int next = w + 1 < MOST ? w + 1 : w;
+            const T left = word[w], right = w + 1 == count ? rest : word[next], sum = plus(left, right);
+            const T added = plus(sum, -left), error = plus(plus(left, -plus(sum, -added)), plus(right, -added));
+            if (error != error) return replace<MOST>(word, sum);
+            (w + 1 == count ? rest : word[next]) = error;
+            word[w] = sum;
+            moves |= sum != left;
         }
-        rest = -error;
     }
-
-    // Adds what did not fit after all, and returns whether it still does not. `before` is word 0 before `term`.
-    DEVICE bool settle(T before, T term, int count) {
-        if (rest != rest) return overflow(word[0], count) && is_finite(before) && is_finite(term);
-        // Sums of neighbours, from the least on, until each word is the rounded sum of itself and the next one.
-        for (bool changed = true; changed;) {
-            changed = false;
-            for (int w = count; w > 0; --w) {
-                T& low = w < count ? word[w] : rest;
-                const TwoSum<T> made(word[w - 1], low);
-                if (made.error != made.error) return overflow(made.sum, count);
-                changed |= made.sum != word[w - 1];
-                word[w - 1] = made.sum;
-                low = made.error;
-            }
-        }
-        return rest != 0;
-    }
-
-    DEVICE bool overflow(T sum, int count) {
-        word[0] = sum;
-        for (int w = 1; w < count; ++w) word[w] = 0;
-        return true;
-    }
-};
+    return rest != 0;
+}
 
 template <typename Acc, typename In, int N> struct AddWords : Elementwise {
     static constexpr bool GROUPED = true;
@@ -86,7 +62,9 @@ template <typename Acc, typename In, int N> struct AddWords : Elementwise {
         UNROLL
         for (int w = 0; w < MOST; ++w) {
             if (w < count && !fresh) {
-                word[w] = load<Acc, LANES>(row.operand<const Acc>(w), i);
+                const Raw<Acc, LANES> raw = load_raw<LANES>(row.operand<const Acc>(w), i);
+                EACH_LANE
+                for (int l = 0; l < LANES; ++l) word[w].lane[l] = raw.element[l];
             } else {
                 EACH_LANE
                 for (int l = 0; l < LANES; ++l) word[w].lane[l] = -(Acc)0;
@@ -95,44 +73,58 @@ template <typename Acc, typename In, int N> struct AddWords : Elementwise {
         NO_UNROLL
         for (i64 k = 0; k < num_inputs; ++k) {
             const Lanes<Acc, LANES> term = load<Acc, LANES>(row.operand<const In>(count + 1 + k), i);
-            Lanes<Acc, LANES> before = word[0], rest;
-            u32 inexact = 0;
+            // Minus the errors: that of an exact sum is +0, and a word of -0 minus it stays -0.
+            Lanes<Acc, LANES> first, error;
             EACH_LANE
             for (int l = 0; l < LANES; ++l) {
-                Words<Acc, MOST> words;
-                UNROLL
-                for (int w = 0; w < MOST; ++w) words.word[w] = word[w].lane[l];
-                words.add(term.lane[l], count);
-                UNROLL
-                for (int w = 0; w < MOST; ++w) word[w].lane[l] = words.word[w];
-                rest.lane[l] = words.rest;
-                inexact |= (u32)!(words.rest == 0) << l;
+                first.lane[l] = word[0].lane[l];
+                error.lane[l] = -term.lane[l];
             }
+            UNROLL
+            for (int w = 0; w < MOST; ++w)
+                if (w < count) subtract(word[w], error);
+            u32 inexact = 0;
+            EACH_LANE
+            for (int l = 0; l < LANES; ++l) inexact |= (u32)!(error.lane[l] == 0) << l;
             NO_UNROLL
-            for (int l = 0; inexact && l < LANES; ++l) {
-                if (!(inexact >> l & 1)) continue;
-                Words<Acc, MOST> words;
-                Acc first = 0, added = 0;
-                EACH_LANE  // no variable index: the lanes are registers
-                for (int m = 0; m < LANES; ++m) {
-                    if (m != l) continue;
-                    UNROLL
-                    for (int w = 0; w < MOST; ++w) words.word[w] = word[w].lane[m];
-                    words.rest = rest.lane[m];
-                    first = before.lane[m];
-                    added = term.lane[m];
-                }
-                if (words.settle(first, added, count)) *row.operand<i32>(count) = 1;
-                EACH_LANE
-                for (int m = 0; m < LANES; ++m) {
-                    UNROLL
-                    for (int w = 0; w < MOST; ++w) word[w].lane[m] = m == l ? words.word[w] : word[w].lane[m];
-                }
-            }
+            for (int l = 0; inexact && l < LANES; ++l)
+                if (inexact >> l & 1) renormalise_lane(word, l, first, term, error);
         }
         UNROLL
         for (int w = 0; w < MOST; ++w)
             if (w < count) store(row.operand<Acc>(w), i, word[w]);
+    }
+
+    // word - error; the error becomes minus that of this sum.
+    template <int LANES> static DEVICE void subtract(Lanes<Acc, LANES>& word, Lanes<Acc, LANES>& error) {
+        EACH_LANE
+        for (int l = 0; l < LANES; ++l) {
+            const Acc before = word.lane[l], sum = plus(before, -error.lane[l]), added = plus(sum, -before);
+            error.lane[l] = plus(plus(added, error.lane[l]), plus(plus(sum, -added), -before));
+            word.lane[l] = sum;
+        }
+    }
+
+    // Adds what did not fit into the words of one lane after all, or sets the flag.
+    template <int LANES>
+    DEVICE void renormalise_lane(Lanes<Acc, LANES>* word, int lane, const Lanes<Acc, LANES>& first,
+                                 const Lanes<Acc, LANES>& term, const Lanes<Acc, LANES>& error) const {
+        Acc part[MOST] = {}, rest = 0;
+        bool finite = false;
+        EACH_LANE  // no variable index: the lanes are registers
+        for (int l = 0; l < LANES; ++l) {
+            if (l != lane) continue;
+            UNROLL
+            for (int w = 0; w < MOST; ++w) part[w] = word[w].lane[l];
+            rest = -error.lane[l];
+            finite = is_finite(first.lane[l]) && is_finite(term.lane[l]);
+        }
+        if (renormalise<MOST>(part, rest, count, finite)) *row.operand<i32>(count) = 1;
+        EACH_LANE
+        for (int l = 0; l < LANES; ++l) {
+            UNROLL
+            for (int w = 0; w < MOST; ++w) word[w].lane[l] = l == lane ? part[w] : word[w].lane[l];
+        }
     }
 };
 

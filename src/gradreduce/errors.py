@@ -36,7 +36,7 @@ class InexactSumWarning(UserWarning):
         >>> accumulator = gr.ConditionalAccumulator("float32", device=mesh, exact=True, words=2)
         >>> for term in (1.0, 1e-10, 1e-20):
         ...     _ = accumulator.apply_grad(np.float32([term]))
-        >>> with warnings.catch_warnings(record=True) as caught:
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
         ...     _ = accumulator.take_grad(1)
         >>> caught[0].category.__name__
         'InexactSumWarning'

@@ -43,6 +43,7 @@ ARCHITECTURES = (80, 90, 100)
 COLUMNS = ("registers", "spills", "blocks", "batches", "unaligned", "16-byte", "others")
 DTYPES = ("float32", "bfloat16")
 ADD_N = (0, 2, 4, 8)  # numbers of inputs in the table
+ADD_WORDS = (0, 3)  # numbers of words
 
 # The same for sm_80, sm_90 and sm_100. Source: CUDA Programming Guide, technical specifications per
 # compute capability; cuda_occupancy.h for the units in which registers are allocated.
@@ -174,10 +175,11 @@ def _shown(batches: Sequence[int]) -> str:
 
 def templates(kernel: Kernel) -> tuple[Template, ...]:
     """The templates in the table: float32 and bfloat16, or all if a kernel has neither."""
+    numbers = ADD_WORDS if kernel.name == "add_words" else ADD_N
     chosen = tuple(
         template
         for template in kernel.templates
-        if all(part in (DTYPES if isinstance(part, str) else ADD_N) for part in template)
+        if all(part in (DTYPES if isinstance(part, str) else numbers) for part in template)
     )
     return chosen or kernel.templates
 

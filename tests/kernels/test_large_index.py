@@ -57,9 +57,12 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
 
 
 def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
-    """Operands with data at their end and zeros before it."""
+    """Operands with data at their end and zeros before it; a flag has one element."""
     arrays = []
     for place, dtype in enumerate(MOVED[kernel.name][2]):
+        if (kernel.name, dtype) == ("add_words", "int32"):
+            arrays.append(np.zeros(1, dtype))
+            continue
         short = GAP if kernel.name == "pack" and place else 0
         array = reserved(size - short, dtype)
         end = min(size, BEHIND) - short
@@ -83,7 +86,7 @@ def right(device: Device, kernel: Kernel) -> bool:
     launch(device, kernel, template, [buffers for _, buffers in rows], scalars)
     found = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
     large, small = (all(map(same, one, other)) for one, other in zip(found, expected, strict=True))
-    return large and small and not any(array[:BEHIND].any() for array in rows[0][0])
+    return large and small and not any(array[:-BEHIND][:BEHIND].any() for array in rows[0][0])
 
 
 @pytest.mark.parametrize("kernel", LARGE)

@@ -17,6 +17,7 @@ from support.implementations import Operand, buffers, opened
 
 from gradreduce.ops import RULE_KERNELS, RULES
 from gradreduce.ops.add_n import ADD_N
+from gradreduce.ops.add_words import ADD_WORDS
 from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
@@ -43,6 +44,9 @@ CASES = {
     "exact_sum of any": (EXACT_SUM, (SINGLE, SINGLE, 0), (2, 9, 1.0)),
     "exact_sum to half": (EXACT_SUM, (HALF, SINGLE, 0), (1, 3, 1.0)),
     "exact_sum, divided": (EXACT_SUM, (HALF, SINGLE, 0), (3, 3, 3.0)),
+    "add_words of 3": (ADD_WORDS, (SINGLE, SINGLE, 3), (4, 2, 0)),
+    "add_words of any": (ADD_WORDS, (SINGLE, HALF, 0), (6, 2, 0)),
+    "add_words, fresh": (ADD_WORDS, (SINGLE, SINGLE, 3), (4, 3, 1)),
     "pack": (PACK, (SINGLE, SINGLE), (3.0,)),
     "segment_sum": (SEGMENT_SUM, (SINGLE, SINGLE), (1, 1, 1.0)),
     "adam": (ADAM, (HALF, SINGLE), (4, 0.1, 0.2, 0.3, 0.01)),
@@ -59,7 +63,10 @@ CASES = {
 }
 # The fast build leaves out the loops over vectors.
 PLACES = [("exact", case) for case in CASES]
-PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum", "exact_sum of any")]
+PLACES += [
+    ("compiled", case)
+    for case in ("add_n of 3", "segment_sum", "exact_sum of any", "add_words of 3")
+]
 
 
 def launched(implementation, kernel, template, scalars):

@@ -22,6 +22,7 @@ from support.skip_rules import find_compiler
 
 from gradreduce.device.run.kernel import kernel_text
 from gradreduce.ops import KERNELS, RuleKernel
+from gradreduce.ops.add_words import ADD_WORDS
 from gradreduce.ops.exact_sum import EXACT_SUM
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.host]
@@ -39,7 +40,8 @@ MUTATED = (
     ("local_momentum", (SINGLE, SINGLE)), ("global_momentum", (BRAIN, SINGLE)),
     ("nesterov", (DOUBLE, DOUBLE)), ("rmsprop_centered", (SINGLE, SINGLE)),
     ("adagrad", (SINGLE, SINGLE)), ("exact_sum", (SINGLE, SINGLE, 4)),
-    ("exact_sum", (HALF, SINGLE, 0)),
+    ("exact_sum", (HALF, SINGLE, 0)), ("add_words", (SINGLE, BRAIN, 3)),
+    ("add_words", (DOUBLE, DOUBLE, 0)),
 )  # fmt: skip
 SEED = 1
 FEW, ALL = 4, 10  # mutants of each
@@ -163,11 +165,14 @@ def test_mutants_are_caught(pool, number):
 MANY_BLOCKS = 10**9  # of instructions: the elements that go on to the integer take thousands
 
 
-@pytest.mark.parametrize(
+MANY_TERMS = pytest.mark.parametrize(
     ("counts", "share"),
     [((3, 9), 40), pytest.param(tuple(COUNTS), 1, marks=pytest.mark.exhaustive)],
     ids=["500", "100000"],
 )
+
+
+@MANY_TERMS
 def test_exact_sums_are_those_of_integers(counts, share):
     """Of adversarial terms; the oracle is Python's integers."""
     for count, terms in zip(COUNTS, adversarial_rows(SINGLE, 0, share), strict=True):
@@ -181,3 +186,17 @@ def test_exact_sums_are_those_of_integers(counts, share):
         assert same(launch.expected[0], exact_sums(terms))
         machine = Machine(parsed(program.parameters, program.body))
         assert launch.problem(machine, MANY_BLOCKS) == ""
+
+
+@MANY_TERMS
+def test_added_words_are_those_of_the_reference(counts, share):
+    """Of adversarial terms; tests/ops compares the reference with Python's integers."""
+    ((_, program),) = programs(12, "add_words", [90], [(SINGLE, SINGLE, 3)])
+    machine = Machine(parsed(program.parameters, program.body))
+    for count, terms in zip(COUNTS, adversarial_rows(SINGLE, 0, share), strict=True):
+        if count in counts:
+            words = [operand(np.full(terms[0].size, np.nan, np.float32)) for _ in range(3)]
+            flag = operand(np.zeros(1, np.int32))._replace(several=True)
+            rows = [[*words, flag, *map(operand, terms)]]
+            launch = Launch(ADD_WORDS, rows, (4, count, 1), Geometry(False, 32))
+            assert launch.problem(machine, MANY_BLOCKS) == ""

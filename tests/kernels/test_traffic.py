@@ -27,6 +27,7 @@ from gradreduce.backends.sim import host_compile
 from gradreduce.device import Device
 from gradreduce.device.run.kernel import Kernel
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
+from gradreduce.ops.add_words import ADD_WORDS
 from gradreduce.ops.all_sum import ALL_SUM, UNROLLED
 from gradreduce.ops.exact_sum import EXACT_SUM
 from gradreduce.ops.segment_sum import SEGMENT_SUM
@@ -108,6 +109,10 @@ MOVED = {
     "exact_sum": (
         ("bfloat16", "bfloat16", 3), (2, 3, 3.0), ["bfloat16"] * 5, [WRITTEN] * 2 + [READ] * 3
     ),
+    "add_words": (
+        ("float32", "bfloat16", 3), (4, 2, 0), [*["float32"] * 3, "int32", *["bfloat16"] * 2],
+        [BOTH] * 3 + [(0, 0)] + [READ] * 2,
+    ),
     "accumulate_n": (
         ("float32", "bfloat16"), (2,), ["float32", *["bfloat16"] * 2], [BOTH, READ, READ]
     ),
@@ -181,6 +186,11 @@ def check(counter, kernel, template, scalars, dtypes, expected):
             for place, (dtype, start) in enumerate(zip(dtypes, starts, strict=True))
         ]
         assert counter.moved(kernel, template, row, scalars) == expected
+
+
+def test_words_that_are_replaced_are_not_read(counter):
+    template, scalars, dtypes, moved = MOVED["add_words"]
+    check(counter, ADD_WORDS, template, (*scalars[:2], 1), dtypes, [WRITTEN] * 3 + moved[3:])
 
 
 @pytest.mark.parametrize("num_inputs", [1, 3, 4, 9])

@@ -6,6 +6,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +157,18 @@ def test_the_client_that_takes_is_warned_once_of_a_sum_that_did_not_fit(
         shared.load_state_dict(states[0])
         assert warned(of_take) == []
         apply_lost(shared)
+    shared.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_client_is_warned_although_devices_are_later_than_the_host(
+    modules, actors, monkeypatch, seed
+):
+    monkeypatch.setattr(modules.shard_state, "open_mesh", partial(gr.open_mesh, schedule_seed=seed))
+    shared = modules.accumulators.AccumulatorSet(LOST, "a", exact=True, words=2)
+    for call in (lambda: shared.take_grads(3), shared.state_dict):
+        apply_lost(shared)
+        assert warned(call) == [TEXT.format("b/w")]
     shared.close()
 
 

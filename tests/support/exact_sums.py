@@ -12,10 +12,11 @@ LEAST = 149  # floats of at most 32 bits are multiples of 2**-149
 
 
 def integers_of(values: np.ndarray) -> np.ndarray:
-    """Finite floats of at most 32 bits in units of 2**-149, as Python's integers."""
+    """Finite floats as Python's integers, in units of 2**-149, or of 2**-1074 if of 64 bits."""
+    bits, least = (53, 1074) if values.itemsize == 8 else (24, LEAST)
     significands, exponents = np.frexp(values.astype(np.float64))
-    whole = np.ldexp(significands, 24).astype(np.int64)
-    shift = exponents.astype(np.int64) - 24 + LEAST
+    whole = np.ldexp(significands, bits).astype(np.int64)
+    shift = exponents.astype(np.int64) - bits + least
     whole >>= np.maximum(-shift, 0)  # of subnormal numbers, whose last bits are 0
     return whole.astype(object) << np.maximum(shift, 0).astype(object)
 

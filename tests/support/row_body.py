@@ -115,7 +115,10 @@ class RowBody:
     def test_large_rows_are_spread_over_threads(self, device, few_case):
         drawn = self.row(few_case, DRAWN)  # repeated: drawing as many would take most of the time
         rows = [
-            [np.resize(values, values.size + size - DRAWN) for values in drawn]
+            [
+                values if values.size == 1 else np.resize(values, values.size + size - DRAWN)
+                for values in drawn
+            ]
             for size in (SPLIT_SIZE, SPLIT_SIZE // 2, 5)
         ]
         with counted_threads(device) as num_jobs:

@@ -344,7 +344,6 @@ class Device(NotCopied, Backend):
         if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         log.mark_finished(number, self, "compute")
-        self.mesh_state.inexact.warn()
         return host
 
     def _queue_exchange(

@@ -312,8 +312,9 @@ class MeshState:
         self.plans.clear()
         # One C call: Ctrl-C cannot come between the changes.
         vars(self).update(
-            generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None
-        )
+            generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None,
+            inexact=InexactSums(),
+        )  # fmt: skip
 
     def _stuck(self, device: Device) -> str:
         """Describes what a late device waits for, possibly work of another device."""

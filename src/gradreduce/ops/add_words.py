@@ -35,58 +35,57 @@ def _add_words_reference(
 ) -> None:
     """``word[0] + word[1] + … += in[0] + in[1] + …`` as real numbers; the last out is the flag."""
     dtype, size = table[0][0].dtype, min(_BLOCK, max(row[0].size for row in table))
-    memory = [np.empty(size, dtype) for _ in range(4)]
+    memory = np.empty((num_outs + 3, size), dtype)
     with np.errstate(all="ignore"):
         for row in table:
-            words, flag, inputs = row[: num_outs - 1], row[num_outs - 1], row[num_outs:]
-            for start in range(0, words[0].size, _BLOCK):
-                block = [word[start : start + _BLOCK] for word in words]
-                spare = [each[: block[0].size] for each in memory]
-                for word in block if fresh else ():
-                    word.fill(-0.0)
-                for term in inputs:
-                    if _add(block, term[start : start + _BLOCK], *spare):
+            *outs, flag = row[:num_outs]
+            for start in range(0, outs[0].size, _BLOCK):
+                block = [out[start : start + _BLOCK] for out in outs]
+                arrays = list(memory[:, : block[0].size])
+                # Into other memory: an input may be a word.
+                for word, out in zip(arrays, block, strict=False):
+                    word[...] = -0.0 if fresh else out
+                for term in row[num_outs:]:
+                    if _add(arrays, term[start : start + _BLOCK]):
                         flag[...] = 1
+                for out, word in zip(block, arrays, strict=False):
+                    out[...] = word
 
 
-def _add(
-    words: Arrays, term: np.ndarray, before: np.ndarray, error: np.ndarray, added: np.ndarray,
-    spare: np.ndarray,
-) -> bool:  # fmt: skip
-    """Adds one term to the words, in place; returns whether a sum did not fit.
+def _add(arrays: list[np.ndarray], term: np.ndarray) -> bool:
+    """Adds one term to words; returns whether a sum did not fit.
 
     Args:
-        words: the words.
+        arrays: the words, and four more arrays of their dtype; their order changes.
         term: the term, of any float dtype that the words hold.
-        before: memory of the same size as a word, as are the following ones.
-        error: see above.
-        added: see above.
-        spare: see above.
     """
+    *words, before, error, added, total = arrays
     before[...] = words[0]
     error[...] = term
     np.negative(error, out=error)
-    for word in words:
+    for place, word in enumerate(words):
         # Knuth's two-sum of word and -error; the error of the sum has the opposite sign, so that it
         # is +0 if the sum is exact: a word of -0 minus +0 is -0.
-        np.subtract(word, error, out=spare)
-        np.subtract(spare, word, out=added)
+        np.subtract(word, error, out=total)
+        np.subtract(total, word, out=added)
         error += added
-        np.subtract(spare, added, out=added)
+        np.subtract(total, added, out=added)
         added -= word
         error += added
-        word[...] = spare
+        arrays[place], total = total, word
+    arrays[-1] = total
     if not error.any():  # NaN counts
         return False
+    words = arrays[: len(words)]
     chosen = np.flatnonzero(error)
-    settled = np.array([*[word[chosen] for word in words], -error[chosen]])
-    inexact = _settle(settled, before[chosen], term[chosen])
-    for word, values in zip(words, settled, strict=False):
+    parts = np.array([*[word[chosen] for word in words], -error[chosen]])
+    inexact = _renormalise(parts, before[chosen], term[chosen])
+    for word, values in zip(words, parts, strict=False):
         word[chosen] = values
     return inexact
 
 
-def _settle(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> bool:
+def _renormalise(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> bool:
     """Puts what did not fit, the last row, into the words; returns whether some is left.
 
     Args:
@@ -97,19 +96,22 @@ def _settle(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> bool:
     not_finite = np.isnan(words[-1])
     overflows = not_finite & np.isfinite(before) & np.isfinite(term)
     words[1:, not_finite] = 0
-    changed = True
-    while changed:
-        changed = False
+    # No pass changes the exact sum, so the limit of their number only bounds the time.
+    for _ in range(len(words) + 1):
+        moves = False
         for low in range(len(words) - 1, 0, -1):
             left, right = words[low - 1], words[low]
             total = left + right
             added = total - left
             rest = (left - (total - added)) + (right - added)
-            overflow = np.isnan(rest) & np.isfinite(left)
-            overflows |= overflow
-            changed |= bool(np.any((total != left) & ~np.isnan(rest)))
+            not_finite = np.isnan(rest)
+            overflows |= not_finite & np.isfinite(left)
+            moves |= bool(np.any((total != left) & ~not_finite))
             words[low - 1], words[low] = total, rest
-            words[1:, np.isnan(rest)] = 0
+            words[0, not_finite] = total[not_finite]
+            words[1:, not_finite] = 0
+        if not moves:
+            break
     return bool(overflows.any() or words[-1].any())
 
 
@@ -150,7 +152,6 @@ ADD_WORDS = Kernel(
         for count in (0, 3)
     ),
     writes="num_outs",
-    items=lambda sizes: sizes[0],
 )
 
 

@@ -52,6 +52,7 @@ class ExactReducer(Reducer):
             _ReplicaSums(
                 str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), name=name,
                 device=self.mesh, cross_device_ops=self.cross_device_ops, exact=True,
+                words=self.cross_device_ops.words,
             )
             for name, parameter in zip(names, replicas[0], strict=True)
         ]  # fmt: skip

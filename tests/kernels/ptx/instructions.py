@@ -143,6 +143,9 @@ for _kind in (*INTEGERS, *BITS, *FLOATS):
         add(f"setp.{_name}.{_kind}", f"pred {_kind} {_kind}", f"!unordered(a, b) && a {_sign} b")
     add(f"setp.neu.{_kind}", f"pred {_kind} {_kind}", "a != b")
     add(f"setp.equ.{_kind}", f"pred {_kind} {_kind}", "unordered(a, b) || a == b")
+    if _kind in FLOATS:
+        add(f"setp.nan.{_kind}", f"pred {_kind} {_kind}", "unordered(a, b)")
+        add(f"setp.num.{_kind}", f"pred {_kind} {_kind}", "!unordered(a, b)")
     for _name, _sign in COMPARISONS.items() if _kind in FLOATS else ():
         if _name not in ("eq", "ne"):
             add(

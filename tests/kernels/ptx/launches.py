@@ -38,6 +38,7 @@ class Operand(NamedTuple):
     start: int = 0  # the bytes by which its address misses a 16-byte boundary
     before: int = 0  # its elements that do not exist, before those in ``memory``
     more: int = 0  # is added to its integers, but not for the reference
+    several: bool = False  # whether several threads may write it, and none reads it
 
     @property
     def content(self) -> np.ndarray:
@@ -125,7 +126,7 @@ class Launch:
             for each in row:
                 key = id(each.memory)
                 if key not in places:
-                    writes = key in written
+                    writes = (key in written) * (2 if each.several else 1)
                     places[key] = memory.add(each.content, writes=writes, start=each.start)
         return memory, places
 
@@ -191,6 +192,7 @@ PADDED = ("pack", "scale")  # their input may be shorter than their output
 LAUNCHES = {
     "add_n": (4, (3,)),
     "exact_sum": (5, (2, 3, 1.0)),
+    "add_words": (7, (4, 3, 0)),
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
@@ -343,9 +345,27 @@ def squares(template: Template, scalars: Sequence[float], number: int, before: i
     ]
 
 
-# Makes a row of a kernel that is not elementwise.
+def words(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
+    """Words are any numbers, and some of them are inputs; the flag has one element."""
+    num_outs, num_inputs, _ = map(int, scalars)
+    size = (224, 13, 0, 49, 113)[number % 5]
+    made = [values(size, str(template[0]), number + 300 * k) for k in range(num_outs - 1)]
+    terms = adversarial_terms(num_inputs, size, str(template[1]), number)
+    starts = start_patterns(num_outs + num_inputs)[number % 4 if number % 2 else 0]
+    row = [
+        operand(each, start, before) for each, start in zip([*made, *terms], starts, strict=False)
+    ]
+    for k in range(min(num_outs - 1, num_inputs) if number % 4 == 2 else 0):
+        if terms[k].dtype == made[k].dtype:
+            row[num_outs - 1 + k] = row[k]
+    flag = operand(np.full(1, number, np.int32), starts[-1])._replace(several=True)
+    return [*row[: num_outs - 1], flag, *row[num_outs - 1 :]]
+
+
+# Makes a row of a kernel that is not elementwise, or whose operands have several sizes.
 OTHERS: dict[str, Callable[[Template, Sequence[float], int, int], Row]] = {
     "segment_sum": segments, "take_rows": taken, "square_sum": squares,
+    "add_words": words,
 }  # fmt: skip
 
 # ---- all of them --------------------------------------------------------------------------------
@@ -394,6 +414,8 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
         "add_n": [made] * 4 if template[-1] else [(3,), (9,), (4,), (1,), (2,)],
         "exact_sum": [made, (1, template[-1], 3.0), made, (3, template[-1], 0.1)] if template[-1]
         else [(2, 9, 1.0), (1, 3, 7.0), (3, 10, 1.0), (2, 1, 1.0), (1, 2, 3.0)],
+        "add_words": [made, (4, 1, 1), (4, 2, 0), (4, 5, 1)] if template[-1]
+        else [(6, 2, 0), (9, 1, 1), (3, 3, 0), (5, 1, 0)],
         "accumulate_n": [(3,), (9,), (4,), (1,), (2,)],
         "divide": [(3.0,), (0.1,), (7.0,), (3.0,)],
         "clip": [(0.3,), (4.0,), (0.07,), (0.3,)],

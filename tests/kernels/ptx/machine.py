@@ -76,7 +76,8 @@ static uint8_t* at(uint64_t address, int size, int space, bool writes) {{
     if (space >= 0 && segment.space != space) throw "an access to another space";
     if (place % size) throw "an access that is not aligned";
     if (writes && !segment.writes) throw "a write to what is only read";
-    for (uint64_t k = offset; segment.writes && k < offset + size; ++k) {{
+    if (!writes && segment.writes == 2) throw "a read of what several threads write";
+    for (uint64_t k = offset; segment.writes == 1 && k < offset + size; ++k) {{
         int32_t &writer = segment.writer[k], &reader = segment.reader[k];
         if (writer != NOBODY && writer != lane) throw "an access to what another thread writes";
         if (writes && reader != NOBODY && reader != lane)
@@ -123,14 +124,14 @@ class Memory:
         self.segments: list[_Segment] = []
 
     def add(
-        self, content: np.ndarray, *, space: str = "global", writes: bool = False, start: int = 0
+        self, content: np.ndarray, *, space: str = "global", writes: int = 0, start: int = 0
     ) -> int:
         """Adds a segment with this content, and returns its address.
 
         Args:
             content: bytes.
             space: one of ``SPACES``.
-            writes: whether lanes may write it.
+            writes: 1: lanes may write it, each byte one of them; 2: several may, and none reads it.
             start: the bytes by which the address misses a multiple of 2**20.
         """
         address = (len(self.segments) + FIRST << SEGMENT) + START + start

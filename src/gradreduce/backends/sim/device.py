@@ -250,7 +250,12 @@ class SimDevice(Device):
                 continue
             length = workers.block_size(size, streams=kernel.streams_row(row))
             for start in range(0, size, length):
-                blocks.append([array[start : start + length] for array in arrays])
+                blocks.append(
+                    [
+                        array if array.size == 1 else array[start : start + length]
+                        for array in arrays
+                    ]
+                )
             costs += [CALL_COST + length] * -(-size // length)
         jobs = [
             partial(without_warnings, kernel.reference, part, *scalars)

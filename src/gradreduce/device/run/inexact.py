@@ -6,6 +6,7 @@ call waits for flags: the first host wait, take or checkpoint that finds a copy 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from gradreduce.errors import InexactSumWarning
 from .backend import HostCopy
 
 # Flags on their way to the host; the name of each tensor, and the place of its flag among them.
-_Copy = tuple[HostCopy, list[tuple[str, int]]]
+_Flags = tuple[HostCopy, list[tuple[str, int]]]
 
 
 class InexactSums:
@@ -30,7 +31,7 @@ class InexactSums:
     """
 
     def __init__(self) -> None:
-        self.copies: deque[_Copy] = deque()
+        self.copies: deque[_Flags] = deque()
         self.report: Callable[[Iterable[str]], None] = warn_inexact
 
     def add(self, flags: Sequence[tuple[str, Buffer]]) -> None:
@@ -47,7 +48,7 @@ class InexactSums:
             places = [(flag.offset - first.offset) // flag.dtype.itemsize for _, flag in inside]
             span = Buffer(first.block, first.offset, (max(places) + 1,), first.dtype)
             names = [name for name, _ in inside]
-            self.copies.append((_download(span), list(zip(names, places, strict=True))))
+            self.copies.append((queue_download(span), list(zip(names, places, strict=True))))
 
     def warn(self) -> None:
         """Reports the sums whose flags are on the host and set; hold no lock."""
@@ -62,10 +63,6 @@ class InexactSums:
                 continue
             self.report(dict.fromkeys([name for name, place in names if flags[place]]))
 
-    def clear(self) -> None:
-        """Drops all flags, because the mesh was reset."""
-        self.copies.clear()
-
 
 def warn_inexact(names: Iterable[str]) -> None:
     """Warns of each of these tensors that its sum did not fit into its words; hold no lock."""
@@ -74,14 +71,29 @@ def warn_inexact(names: Iterable[str]) -> None:
             f"the exact sum of {name!r} did not fit into its words, or overflowed on the "
             "way: its bits may depend on the order of the terms. Pass a larger words=",
             InexactSumWarning,
-            stacklevel=4,
+            stacklevel=_level_of_caller(),
         )
 
 
-def _download(buffer: Buffer) -> HostCopy:
-    """Queues a copy to the host; a prepared step does not repeat it."""
+def queue_download(buffer: Buffer) -> HostCopy:
+    """Queues a copy of a small Buffer to the host, and waits for nothing.
+
+    A step that is being prepared does not repeat it. The Buffer may be dropped before the copy is
+    done.
+
+    Returns:
+        A function that returns the copy; None if the compute queue has not passed it yet.
+    """
     device = buffer.device
     command, read = device._make_download(buffer)
     record = Record("download", "flags of exact sums", device.index, -1, buffer.nbytes)
     device._submit(command, record, Work(device.compute, [(buffer,)], 0), is_repeated=False)
     return read
+
+
+def _level_of_caller() -> int:
+    """Returns the ``stacklevel`` by which the calling function warns at the line of the user."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("gradreduce.") and frame.f_back:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -32,8 +32,8 @@ class Kernel:
     A launch passes a table of rows to the kernel. A row holds the 1-D operands of one tensor; those
     that are written come first. All rows of a launch have the same number of operands and the same
     dtypes. An *elementwise* kernel computes element i of its outputs from elements i of its inputs,
-    and all operands of a row have the same size. Any other kernel computes in ``items`` how much
-    work a row is, and its operands may have different sizes.
+    and all operands of a row have the same size, except that some may have one element. Any other
+    kernel computes in ``items`` how much work a row is, and its operands may have different sizes.
 
     Attributes:
         name: the function in the ``.cu`` file; the reference is ``_<name>_reference``.
