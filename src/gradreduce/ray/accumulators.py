@@ -51,6 +51,7 @@ class AccumulatorSet(SharedAccumulator):
         exact: True adds the gradients as real numbers, so that their order does not change a bit;
             see ``gr.ConditionalAccumulator``. Then no accumulator may be sparse.
         words: how many floats hold an element of an exact sum; see ``gr.ConditionalAccumulator``.
+            The process that takes or saves a sum that does not fit is warned.
         num_shards: number of actors; the accumulators are distributed over them by bytes.
         num_gpus: 1: each actor reserves a GPU and keeps its sums there. 0: the sums are in host
             memory.
