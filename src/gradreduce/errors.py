@@ -17,10 +17,30 @@ __all__ = [
     "CollectiveError",
     "DeadlineExceededError",
     "DeviceMismatchError",
+    "InexactSumWarning",
     "InvalidArgumentError",
     "InvalidVariableError",
     "MixedDtypesError",
 ]
+
+
+class InexactSumWarning(UserWarning):
+    """A sum with ``exact=True`` needed more words than it has, or overflowed on the way.
+
+    Its bits may depend on the order of the terms. The warning comes from the first wait of the
+    host, take or checkpoint after the devices have added; docs/same_bits.md says more.
+
+    Example:
+        >>> import warnings
+        >>> mesh = gr.open_mesh(1, backend="sim")
+        >>> accumulator = gr.ConditionalAccumulator("float32", device=mesh, exact=True, words=2)
+        >>> for term in (1.0, 1e-10, 1e-20):
+        ...     _ = accumulator.apply_grad(np.float32([term]))
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     _ = accumulator.take_grad(1)
+        >>> caught[0].category.__name__
+        'InexactSumWarning'
+    """
 
 
 class InvalidArgumentError(ValueError):

@@ -21,6 +21,7 @@ from support.exact_data import same
 from support.threads import in_threads
 
 from gradreduce.device import Buffer, Device
+from gradreduce.device.run.inexact import queue_download
 from gradreduce.errors import BackendUnavailableError
 
 
@@ -59,6 +60,28 @@ def test_memory_that_another_queue_still_uses_is_not_reused(two_gpu_mesh):
             assert same(out.numpy(), wanted)
             out.device.upload(data((SIZE,)), out=out)
         assert len(kept) == 4
+
+
+def test_a_queued_download_has_the_value_at_its_place_in_the_queue(one_gpu_mesh):
+    """The host does not wait for it, and the Buffer may be dropped at once."""
+    device, wanted = one_gpu_mesh.devices[0], data((SIZE,), seed=1)
+    held = uploaded(device, 1)
+    with one_gpu_mesh.journal() as journal:
+        copies = [queue_download(uploaded(device, 1)), queue_download(held)]
+        add(device, held, held, held)
+        copies += [queue_download(held), queue_download(held.view(3, (7,)))]
+        expected = [wanted, wanted, 2 * wanted, 2 * wanted[3:10]]
+        for read, values in zip(copies, expected, strict=True):
+            found = read()
+            assert found is None or same(found, values)
+        kept = overwrite(device)
+        add(device, held, held, held)
+    assert journal.syncs == 0
+    assert [each.name for each in journal.records if each.kind == "copy"] == ["to host"] * 4
+    device.synchronize()
+    for read, values in zip(copies, expected, strict=True):
+        assert same(read(), values)
+    assert len(kept) == 4
 
 
 def test_a_block_is_freed_with_its_last_reference(one_gpu_mesh):

@@ -419,3 +419,15 @@ def test_a_bucket_has_one_dtype_and_is_filled_in_the_order_of_readiness():
     ]:
         parameters = [SimpleNamespace(dtype=dtype, nbytes=nbytes) for dtype, nbytes in sizes]
         assert plan_buckets(parameters, order, most) == wanted
+
+
+def test_exact_sums_have_as_many_words_as_the_cross_device_ops():
+    with gr.open_mesh(1, backend="sim", strict=True) as mesh:
+        net = torch.nn.Linear(1, 1, bias=False)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, words=4)
+        model = gr.torch.DataParallel(net, mesh, ops=ops)
+        with model.no_sync():
+            for term in (2.0**100, 1.0, 2.0**-50, 2.0**-100, -(2.0**100)):
+                model(torch.tensor([[term]])).sum().backward()
+        model(torch.tensor([[-1.0]])).sum().backward()
+        assert net.weight.grad.item() == 2.0**-50

@@ -56,7 +56,7 @@ def assert_steps_are_right(dp, steps=1):
 
 
 def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch, dp):
-    made, hook = [], gr.torch.reducer._hook
+    made, hook = [], gr.torch.reducer.bucket_hook
 
     def interrupted(*arguments):
         made.append(arguments)
@@ -64,7 +64,7 @@ def test_ctrl_c_while_buckets_are_made_leaves_the_next_step_right(monkeypatch, d
             raise KeyboardInterrupt
         return hook(*arguments)
 
-    monkeypatch.setattr("gradreduce.torch.reducer._hook", interrupted)
+    monkeypatch.setattr("gradreduce.torch.reducer.bucket_hook", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trained(dp, plain, 0, zero, steps=1)
     assert_steps_are_right(dp, 3)

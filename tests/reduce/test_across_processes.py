@@ -34,7 +34,7 @@ def test_several_processes_give_the_bits_of_one(data):
     """Calls of every kind, as in comm/processes/test_values.py, where the processes are real."""
     size = data.draw(st.integers(2, 4))
     case = data.draw(cases(size))
-    groups = data.draw(st.sampled_from([case["groups"], None, "processes", "nccl"]))
+    groups = data.draw(st.sampled_from([case["groups"], None, "processes", "nccl", "exact"]))
     case |= {"way": data.draw(st.sampled_from(NO_TORCH)), "groups": groups}
     counts, (_, seed) = counts_of(case["layout"], size), LAYOUTS[case["layout"]]
 
@@ -278,8 +278,9 @@ def test_a_prepared_step_waits_for_its_own_deadline_only(clock):
     run_processes(2, work, timeout=1.0)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("num_devices", [1, 3])
-def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, monkeypatch):
+def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, exact, monkeypatch):
     allocated = []
     allocate = SimDevice._allocate
     monkeypatch.setattr(
@@ -289,10 +290,12 @@ def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, mon
     )
 
     def work(group):
-        mesh, ops = mesh_and_ops(group, num_devices)
+        mesh, ops = mesh_and_ops(group, num_devices, exact=exact)
         flat_buffers = [mesh.flat_buffer([(size,)], "float32") for size in (40_000, 30_000)]
         counts = [allocated.count(mesh)]
-        more = ["add_n"] if num_devices > 1 else []  # of this process's replicas
+        names = {"exact_sum"} if exact else {"all_sum"}
+        if num_devices > 1 and not exact:
+            names.add("add_n")  # of this process's replicas
         steps = []
         for flat in flat_buffers:
             steps.append(flat.prepare_all_reduce(gr.ReduceOp.SUM, cross_device_ops=ops))
@@ -303,7 +306,7 @@ def test_prepared_steps_share_temporary_memory_and_move_nothing(num_devices, mon
                 for (array,) in flat.arrays("numpy"):
                     array[:] = np.arange(array.size) % (3 + value) + group.rank
                 step()
-        assert {record.name for record in journal.of("launch")} == {"all_sum", *more}
+        assert {record.name for record in journal.of("launch")} == names
         found = [array.copy() for flat in flat_buffers for (array,) in flat.arrays("numpy")]
         mesh.close()
         return found

@@ -8,7 +8,6 @@ from support.exact_data import same
 from support.exact_sums import adversarial_terms, exact_means, exact_sums
 from support.exhaustive import examples
 from support.meshes import implementation
-from support.thread_group import run_replicas
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
@@ -192,6 +191,8 @@ def test_without_it_nothing_changes(mesh):
     assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
     assert EXACT.all_reduce_alg == gr.AllReduceCrossDeviceOps(exact=True).all_reduce_alg
     assert EXACT.exact
+    assert EXACT.words == 3
+    assert repr(gr.AllReduceCrossDeviceOps(exact=True, words=np.int64(4))).endswith(", words=4>")
     assert repr(EXACT) == "<HierarchicalCopyAllReduce hierarchical_copy, num_packs=1, exact=True>"
     assert repr(gr.NcclAllReduce()) == "<NcclAllReduce nccl, num_packs=1>"
     found = []
@@ -317,6 +318,11 @@ GROUPS = (
         ({"wire_dtype": "bfloat16"}, ValueError, WIRE.format("bfloat16")),
         ({"reduction_groups": [[0], [1]]}, ValueError, GROUPS),
         ({"exact": 1}, TypeError, "exact=1 must be True or False"),
+        ({"words": 1}, ValueError, "words=1 must be at least 2, and at most 8"),
+        ({"words": 9}, ValueError, "words=9 must be at least 2, and at most 8"),
+        ({"words": 2.0}, ValueError, "words=2.0 must be a non-negative integer"),
+        ({"words": True}, ValueError, "words=True must be a non-negative integer"),
+        ({"words": 4, "exact": False}, ValueError, "words=4 is only for exact=True"),
     ],
 )
 def test_settings_that_round_are_refused(options, error, text):
@@ -325,22 +331,23 @@ def test_settings_that_round_are_refused(options, error, text):
     assert str(raised.value) == text
 
 
-def test_accumulators_and_steps_refuse_it(mesh):
-    """Their sums are rounded already."""
+def test_accumulators_and_steps_are_exact_if_what_adds_them_is(mesh):
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-    text = "accumulators and SyncStep do not support exact=True yet; pass one without it"
     variable = gr.Variable(np.ones(8, np.float32), "x", device=mesh)
     optimizer = gr.GradientDescentOptimizer(0.1)
-    calls = [
-        lambda: gr.ConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
-        lambda: gr.SparseConditionalAccumulator("float32", cross_device_ops=ops, device=mesh),
-        lambda: gr.SyncStep([variable], optimizer, ops),
-        lambda: gr.SyncStep([variable], optimizer, ops, shard_optimizer=True),
-    ]
+    wrong = [
+        (gr.ConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact=False"),
+        (gr.SparseConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact="),
+        (gr.ConditionalAccumulator,
+         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
+         "exact=False, but the accumulator has exact=True"),
+    ]  # fmt: skip
     with mesh.journal() as journal:
-        for call in calls:
+        for make, options, text in wrong:
             with pytest.raises(ValueError, match=text):
-                call()
+                make("float32", device=mesh, **options)
+        with pytest.raises(ValueError, match="'x': exact=True does not support IndexedSlices"):
+            gr.SyncStep([variable], optimizer, ops, sparse_variables=[variable])
     assert operations(journal) == []
 
 
@@ -351,30 +358,3 @@ def test_an_optimizer_takes_exact_means(mesh):
     terms = [np.full(3, term, np.float32) for term in (1e8, 0.5, -1e8, 0.25)]
     optimizer.apply_gradients([(gr.PerReplica(terms, mesh), variable)])
     assert variable.numpy().tolist() == [-0.75 / 4] * 3
-
-
-def test_several_processes_refuse_it():
-    def work(mesh, _):
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-        value = gr.PerReplica([np.ones(2, np.float32) for _ in mesh], mesh)
-        calls = [
-            lambda: ops.all_reduce([[np.ones(2, np.float32)] for _ in mesh]),
-            lambda: ops.reduce(SUM, value, mesh[0]),
-            lambda: ops.plan(SUM, [(value, value)]),
-        ]
-        texts = []
-        with mesh.journal() as journal:
-            for call in calls:
-                with pytest.raises(RuntimeError) as raised:
-                    call()
-                texts.append(str(raised.value))
-        assert operations(journal) == []
-        return texts
-
-    for texts in run_replicas((1, 2), work):
-        for text in texts:
-            assert text == (
-                "exact=True works inside one process only, and the mesh of sim:0 has 2 processes: "
-                "pass exact=False, or open a mesh of this process alone by "
-                "gr.open_mesh(processes='none')"
-            )

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 from support.captures import captured
-from support.exact_data import DTYPES, FLOATS, random_data, same
+from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
 from support.implementations import segment_sum
 from support.reduction_calls import (
     SHAPES,
@@ -311,11 +311,13 @@ ROWS = ([4, 1, 4], [1, 7, 9, 2, 8], [], [9, 2, 4])
 Accumulator = gr.ConditionalAccumulator | gr.SparseConditionalAccumulator
 
 
-def queued_gradient(acc: Accumulator, device: gr.Device, turn: int) -> Buffer | gr.IndexedSlices:
+def queued_gradient(
+    acc: Accumulator, device: gr.Device, turn: int, data: Callable[..., np.ndarray] = random_data
+) -> Buffer | gr.IndexedSlices:
     """A gradient that a queued launch of the device will write."""
     is_sparse = isinstance(acc, gr.SparseConditionalAccumulator)
     shape = (len(ROWS[turn]), 5, 3) if is_sparse else (37,)
-    terms = [device.upload(random_data(shape, acc.dtype, seed=9 * turn + device.index + term))
+    terms = [device.upload(data(shape, acc.dtype, seed=9 * turn + device.index + term))
              for term in range(2)]  # fmt: skip
     made = gr.add_n(terms)
     if is_sparse:
@@ -323,8 +325,8 @@ def queued_gradient(acc: Accumulator, device: gr.Device, turn: int) -> Buffer | 
     return made
 
 
-def queued_everywhere(acc: Accumulator, mesh: Mesh, turn: int) -> gr.PerReplica:
-    return gr.PerReplica([queued_gradient(acc, device, turn) for device in mesh])
+def queued_everywhere(acc: Accumulator, mesh: Mesh, turn: int, *data: Callable) -> gr.PerReplica:
+    return gr.PerReplica([queued_gradient(acc, device, turn, *data) for device in mesh])
 
 
 def overwrite_gradients(*grads: object) -> None:
@@ -413,6 +415,41 @@ def accumulated_over_a_mesh(algorithm: str, num_packs: int, mesh: Mesh) -> list[
     return read([*kept, *read_by(result, mesh.devices[0])])
 
 
+def accumulated_exactly(mesh: Mesh) -> list[np.ndarray]:
+    """Words of a device and of a mesh, of which one has no gradient; they are saved and loaded."""
+
+    def made() -> list[gr.ConditionalAccumulator]:
+        cross = gr.HierarchicalCopyAllReduce(2, mesh=mesh, exact=True)
+        dense = partial(gr.ConditionalAccumulator, exact=True)
+        return [
+            dense("float32", device=mesh.devices[1]),
+            dense("bfloat16", device=mesh, cross_device_ops=cross, reduction_type="SUM"),
+            dense("float32", device=mesh, cross_device_ops=cross, words=5),
+        ]
+
+    accs, kept = made(), list[Buffer]()
+    for step in range(2):  # the second takes are in reused memory
+        for turn, weight in enumerate((1, 1, 0.5)):
+            producer = mesh.devices[turn * step % len(mesh)]
+            grads = [queued_gradient(acc, producer, turn, exact_data) for acc in accs]
+            assert gr.apply_grads(accs, grads, step, weight=weight)
+            overwrite_gradients(*grads)
+        spread = queued_everywhere(accs[2], mesh, step, exact_data)
+        accs[0].apply_grad(spread, step)
+        accs[2].apply_grad(spread, step)
+        overwrite_gradients(spread)
+        if step == 1:
+            loaded = made()
+            for acc, other in zip(accs, loaded, strict=True):
+                other.load_state_dict(acc.state_dict())
+            accs += loaded
+        for taken in gr.take_grads(accs, 1):
+            *others, last = _buffers_of(taken)
+            kept += [*others, *read_by(last, mesh.devices[0])]
+        del grads, spread, taken, others, last
+    return read(kept)
+
+
 def _buffers_of(value: object) -> list[Buffer]:
     parts = value.parts if isinstance(value, gr.PerReplica | gr.Mirrored) else [value]
     return [part.values if isinstance(part, gr.IndexedSlices) else part for part in parts]
@@ -456,10 +493,15 @@ PROGRAMS: dict[str, Program] = {
     "accumulators of devices": accumulated_on_devices,
     **{f"accumulators of a mesh, {each}": partial(accumulated_over_a_mesh, each, place)
        for place, each in enumerate(ALGORITHMS, 1)},
+    "exact accumulators": accumulated_exactly,
     "clipped steps of training": partial(trained, "hierarchical_copy", 2, **CLIPPED),
     "checked steps of training": partial(trained, "hierarchical_copy", 0, check_finite=True),
     "sharded steps of training": partial(trained, "hierarchical_copy", 1, shard_optimizer=True),
     "steps with rows": partial(trained, "hierarchical_copy", 1, rows=True),
+    "exact steps of training": partial(trained, "hierarchical_copy", 1, exact=True, **CLIPPED),
+    "sharded exact steps": partial(
+        trained, "hierarchical_copy", 0, exact=True, shard_optimizer=True, check_finite=True
+    ),
     "sharded steps with rows":
         partial(trained, "hierarchical_copy", 0, rows=True, shard_optimizer=True, **CLIPPED),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},

@@ -64,21 +64,32 @@ class Side(NamedTuple):
 
     @property
     def ops(self) -> gr.AllReduceCrossDeviceOps:
-        packing = self.case["packing"]
-        if self.is_exact:
+        packing, wire = self.case["packing"], self.case["wire_dtype"]
+        if self.has_exact_terms:
             return gr.AllReduceCrossDeviceOps("nccl", *packing, mesh=self.mesh)
+        if self.is_exact:
+            wire = "float32" if wire == "float32" else None
+            return gr.AllReduceCrossDeviceOps(  # two words hold three terms of random_array
+                None, *packing, mesh=self.mesh, wire_dtype=wire, exact=True, words=2
+            )
+        groups = None if self.case["groups"] == "exact" else self.case["groups"]
         return gr.AllReduceCrossDeviceOps(
             "hierarchical_copy",
             *packing,
             mesh=self.mesh,
-            reduction_groups=self.case["groups"],
-            wire_dtype=self.case["wire_dtype"],
+            reduction_groups=groups,
+            wire_dtype=wire,
         )
 
     @property
-    def is_exact(self) -> bool:
-        """Whether all sums must be exact, because nccl promises no order of additions."""
+    def has_exact_terms(self) -> bool:
+        """Whether all sums of the terms are exact, because nccl promises no order of additions."""
         return self.case["groups"] == "nccl"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the sums are those of real numbers; IndexedSlices do not have them."""
+        return self.case["groups"] == "exact" and self.case["way"] != "rows"
 
     @property
     def op(self) -> gr.ReduceOp:
@@ -86,13 +97,16 @@ class Side(NamedTuple):
 
     @property
     def dtypes(self) -> list[np.dtype]:
-        return [as_dtype(name) for name in self.case["dtypes"]]
+        names = self.case["dtypes"]
+        if self.is_exact:
+            names = ["float32" if name == "float64" else name for name in names]
+        return [as_dtype(name) for name in names]
 
     def tensors(self, replica: int, turn: int = 0) -> list[np.ndarray]:
         """The arrays of a replica."""
-        pairs = zip(self.case["shapes"], self.dtypes, strict=True)
+        pairs, exact = zip(self.case["shapes"], self.dtypes, strict=True), self.has_exact_terms
         return [
-            random_array([self.case["seed"], turn, replica, index], *each, exact=self.is_exact)
+            random_array([self.case["seed"], turn, replica, index], *each, exact=exact)
             for index, each in enumerate(pairs)
         ]
 

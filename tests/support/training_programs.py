@@ -13,14 +13,15 @@ from gradreduce.device import Mesh
 
 
 def trained(
-    algorithm: str, num_packs: int, mesh: Mesh, *, rows: bool = False, **options
-) -> list[np.ndarray]:
+    algorithm: str, num_packs: int, mesh: Mesh, *, rows: bool = False, exact: bool = False,
+    **options,
+) -> list[np.ndarray]:  # fmt: skip
     """Steps with three micro-batches; of those that are clipped, one is not finite.
 
     With ``rows`` the variables that have rows get rows that repeat.
     """
     rng = np.random.default_rng(5)
-    cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+    cross = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh, exact=exact)
     variables = [gr.Variable(rng.normal(size=shape).astype("f4"), str(shape), device=mesh)
                  for shape in SHAPES]  # fmt: skip
     if rows:

@@ -17,6 +17,7 @@ from gradreduce.checkpoint import downloader
 from gradreduce.comm.process_group import check_one_process
 from gradreduce.device import (
     Device,
+    DType,
     Mesh,
     ModuleLock,
     accumulate_dtype,
@@ -26,9 +27,10 @@ from gradreduce.device import (
     names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed
-from gradreduce.reduce.all_reduce_ops import check_not_exact, is_all_reduce
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import default_ops
+from gradreduce.sums.exact_terms import check_exact_dtype
 
 from .checkpoint import ready_state, save_state
 from .state import AccumulatorState, Storage
@@ -260,10 +262,7 @@ def create_state(  # noqa: PLR0913  # options of one call
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
     grad_shape = None if shape is None else as_shape("shape", shape, known=False)
-    reducer = default_ops() if cross_device_ops is None else cross_device_ops
-    if not isinstance(reducer, CrossDeviceOps):
-        raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
-    check_not_exact(reducer)
+    reducer = _as_reducer(cross_device_ops, grad_dtype, storage)
     devices, over_mesh = _choose_devices(device, shared_name or "", reducer.mesh)
     if shared_name:
         check_one_process(
@@ -271,19 +270,50 @@ def create_state(  # noqa: PLR0913  # options of one call
             f"shared_name={brief(shared_name)}",
             "use the accumulators of gradreduce.ray, which several processes share by name",
         )
+    if over_mesh:
+        _check_alike(storage, reducer)
     state = AccumulatorState(
         grad_dtype, grad_shape, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
     )
-    if over_mesh and storage.is_sparse and not is_all_reduce(reducer):
-        raise TypeError(
-            f"cross_device_ops={brief(reducer)} must be an AllReduceCrossDeviceOps: a "
-            "SparseConditionalAccumulator merges rows on its first device"
-        )
     storage.rehearse(state, grad_dtype)
     if over_mesh and not storage.is_sparse:
-        reducer._rehearse_sums(devices, accumulate_dtype(grad_dtype), grad_dtype)
+        reducer._rehearse_sums(devices, accumulate_dtype(grad_dtype), grad_dtype, storage.num_words)
     state.mesh_state.add_listener(state, cancel_waiting, discard_sums)
     return _find_or_register(shared_name, state, cross_device_ops) if shared_name else state
+
+
+def _as_reducer(
+    cross_device_ops: CrossDeviceOps | None, dtype: DType, storage: Storage
+) -> CrossDeviceOps:
+    """Returns what reduces partial sums of this dtype; checks the types."""
+    is_exact = storage.num_words > 1
+    if is_exact:
+        check_exact_dtype(dtype)
+    if cross_device_ops is None:
+        return default_ops(exact=is_exact)
+    if not isinstance(cross_device_ops, CrossDeviceOps):
+        raise TypeError(f"cross_device_ops={brief(cross_device_ops)} must be a CrossDeviceOps")
+    return cross_device_ops
+
+
+def _check_alike(storage: Storage, cross_device_ops: CrossDeviceOps) -> None:
+    """Raises unless ``cross_device_ops`` can add the partial sums of this storage.
+
+    Raises:
+        TypeError: it does not merge rows.
+        ValueError: one of both is exact, the other is not.
+    """
+    if storage.is_sparse and not is_all_reduce(cross_device_ops):
+        raise TypeError(
+            f"cross_device_ops={brief(cross_device_ops)} must be an AllReduceCrossDeviceOps: a "
+            "SparseConditionalAccumulator merges rows on its first device"
+        )
+    is_exact = isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact
+    if is_exact is not (storage.num_words > 1):
+        raise ValueError(
+            f"cross_device_ops={brief(cross_device_ops)} adds partial sums with exact={is_exact}, "
+            f"but the accumulator has exact={not is_exact}"
+        )
 
 
 def _choose_devices(
@@ -322,6 +352,7 @@ def _find_or_register(
         (name, registered, requested)
         for name, registered, requested in (
             ("format", shared.storage.format, state.storage.format),
+            ("words", shared.storage.num_words, state.storage.num_words),
             ("dtype", shared.dtype, state.dtype),
             ("shape", shared.shape, state.shape),
             ("reduction_type", shared.reduction_type, state.reduction_type),

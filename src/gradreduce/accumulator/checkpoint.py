@@ -53,6 +53,7 @@ def save_state(
         state.check_devices()
         generation = state.mesh_state.generation
         copies = _table(state, has_weight=state.excess != 0).save()
+        state.storage.report_inexact([state])
     snapshot = download(copies)
     # If the mesh failed and was reset before the download, the download has raised no error.
     if state.mesh_state.has_failed(generation):

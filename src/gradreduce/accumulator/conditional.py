@@ -14,11 +14,13 @@ from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
 from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
-from gradreduce.device import Mesh
+from gradreduce.device import Mesh, as_flag
+from gradreduce.ops import as_num_words
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
 from .dense_storage import DENSE
+from .exact_storage import exact_storage
 from .multi import add_all, take_all
 from .sparse_storage import SPARSE
 from .validate import DEFAULT_STEP, as_rows, check_sparse_mean
@@ -50,13 +52,20 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             Default: an ``AllReduceCrossDeviceOps`` that all accumulators share. If you write a
             subclass, its ``reduce_batch`` must not use accumulators, because they are locked when
             it is called.
+        exact: True adds the gradients as real numbers and rounds their sum once, by a take, so that
+            neither the order of the gradients nor their devices change a bit. Then
+            ``cross_device_ops`` must have ``exact=True``, too, and ``dtype`` is not float64. See
+            docs/same_bits.md.
+        words: how many floats hold an element of an exact sum, 2 to 8. A sum that does not fit into
+            them raises ``gr.InexactSumWarning``.
 
     Raises:
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
-            ``cross_device_ops`` is not a ``CrossDeviceOps``; or ``shape`` is not a list of integers
-            and None.
+            ``cross_device_ops`` is not a ``CrossDeviceOps``; ``exact`` is not a bool; or ``shape``
+            is not a list of integers and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
-            the device, or ``shared_name`` exists with other arguments.
+            the device, ``shared_name`` exists with other arguments, ``words`` is not 2 to 8, or
+            ``cross_device_ops`` is not exact.
         RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
             is not empty.
 
@@ -74,7 +83,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         False
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # options of one call
         self,
         dtype: Any,
         shape: Sequence[int | None] | None = None,
@@ -84,9 +93,13 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
-    ) -> None:  # fmt: skip
+        exact: bool = False,
+        words: int = 3,
+    ) -> None:
+        num_words = as_num_words(words)
+        storage = exact_storage(num_words) if as_flag("exact", exact) else DENSE
         state = create_state(
-            dtype, shape, shared_name, reduction_type, device, cross_device_ops, DENSE
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops, storage
         )
         super().__init__(state, "conditional_accumulator" if name is None else name)
 

@@ -36,6 +36,7 @@ from gradreduce.weights import from_units
 from .state import AccumulatorState, Addend, Addition, Storage, launch_all
 from .validate import check_dtype, to_sum_device
 
+SumForm = tuple[Device, DType, tuple[int, ...]]  # device, dtype of the accumulator, shape
 _Divisions = dict[float, list[tuple[Buffer, Buffer]]]  # divisor -> sums and outputs
 
 
@@ -91,22 +92,12 @@ class DenseStorage(Storage):
         device and dtype are allocated back to back, so that a take need not pack them.
         """
         fresh = []
-        for addition in additions:
-            device = addition.device
-            gradients = [
-                (
-                    part.values
-                    if part.values.device is device
-                    else ensure_accessible(device, part.values),
-                    part.weight,
-                )
-                for part in addition.gradients
-            ]
+        for addition, gradients in zip(additions, accessible_gradients(additions), strict=True):
             addition.in_place = addition.total is not None
             if not addition.in_place:
                 fresh.append(addition)
             first = [] if addition.in_place else [[gradients.pop(0)]]
-            addition.steps = first + _steps_of(gradients)
+            addition.steps = first + steps_of(gradients)
         if len(fresh) == 1 and not fresh[0].owner.over_mesh:
             (one,) = fresh
             one.total = one.device.allocate(
@@ -117,7 +108,7 @@ class DenseStorage(Storage):
                 (addition.device, addition.owner.dtype, addition.gradients[0].shape)
                 for addition in fresh
             ]
-            for addition, total in zip(fresh, _allocate_flat(sums), strict=True):
+            for addition, total in zip(fresh, allocate_flat(sums), strict=True):
                 addition.total = total
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
@@ -169,12 +160,12 @@ class DenseStorage(Storage):
         consume = guard if len(batches) == 1 and not taken else None
         for (_, count, reducer, excess), together in batches.items():
             reduced = reducer.reduce_buffers(
-                partial_sums(together),
+                self.partial_sums(together),
                 divisor=float(count),
                 weight=from_units(together[0].weight()) if excess else None,
                 out_dtypes=[state.dtype for state in together],
                 consume=consume,
-                names=_names_of(together),
+                names=names_of(together),
             )
             taken.update(zip(together, reduced, strict=True))
         _divide(apart)
@@ -184,17 +175,38 @@ class DenseStorage(Storage):
             _divide(in_place)
         return taken
 
+    def partial_sums(self, states: Sequence[AccumulatorState]) -> list[list[Any]]:
+        """Returns the partial sums of each state; zeros for a device without gradients.
+
+        The zeros of a device are allocated back to back, like sums that were added together. So the
+        packing does not depend on which devices have gradients.
+        """
+        missing = [
+            (device, state.dtype, _shape_of_sum(state))
+            for state in states
+            for device, total in zip(state.devices, state.totals, strict=True)
+            if total is None
+        ]
+        zeros = iter(self._zeros(missing)) if missing else iter(())
+        return [
+            [next(zeros) if total is None else total for total in state.totals] for state in states
+        ]
+
+    def _zeros(self, sums: Sequence[SumForm]) -> list[Any]:
+        """Returns partial sums of nothing."""
+        return allocate_flat(sums, zeros=True)
+
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``."""
         return UNKNOWN not in shape and (required is None or compatible(shape, required))
 
-    def save(self, total: Any) -> Buffer:
+    def save(self, total: Any) -> Any:
         """See ``Storage``. Returns an array."""
         return checkpoint.queue_copy(total)
 
     def load(
         self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
-    ) -> Callable[[Device], Buffer]:
+    ) -> Callable[[Device], Any]:
         """See ``Storage``."""
         host = checkpoint.array(shape, dtype)(name, saved)
         return lambda device: device.upload(host)
@@ -203,7 +215,20 @@ class DenseStorage(Storage):
 DENSE = DenseStorage()
 
 
-def _steps_of(gradients: Sequence[tuple[Buffer, float]]) -> list[list[tuple[Buffer, float]]]:
+def accessible_gradients(additions: Sequence[Addition]) -> list[list[tuple[Buffer, float]]]:
+    """Returns the gradients of each addition, which its device can read, and their weights."""
+    rows: list[list[tuple[Buffer, float]]] = []
+    for addition in additions:  # loops: each comprehension would be a call
+        rows.append(row := [])
+        for part in addition.gradients:
+            values = part.values
+            if values.device is not addition.device:
+                values = ensure_accessible(addition.device, values)
+            row.append((values, part.weight))
+    return rows
+
+
+def steps_of(gradients: Sequence[tuple[Buffer, float]]) -> list[list[tuple[Buffer, float]]]:
     """Returns what each launch adds: neighbours of one dtype and weight 1, or one gradient."""
     steps: list[list[tuple[Buffer, float]]] = []
     for buffer, weight in gradients:
@@ -214,20 +239,18 @@ def _steps_of(gradients: Sequence[tuple[Buffer, float]]) -> list[list[tuple[Buff
     return steps
 
 
-def _names_of(states: Sequence[AccumulatorState]) -> list[str]:
+def names_of(states: Sequence[AccumulatorState]) -> list[str]:
     """Returns the names of the tensors; empty if they do not tell the accumulators apart."""
     names = [state.tensor or state.name for state in states]
     is_each_named = len({*names}) == len(names) or all([state.tensor for state in states])
     return names if is_each_named else []
 
 
-def _allocate_flat(
-    sums: Sequence[tuple[Device, DType, tuple[int, ...]]], *, zeros: bool = False
-) -> list[Buffer]:
+def allocate_flat(sums: Sequence[SumForm], *, zeros: bool = False) -> list[Buffer]:
     """Allocates partial sums back to back, in one flat buffer for each device and dtype.
 
     Args:
-        sums: device, accumulator dtype and shape of each sum.
+        sums: the sums.
         zeros: fill the sums with zeros.
     """
     views: dict[int, Buffer] = {}
@@ -240,22 +263,6 @@ def _allocate_flat(
         shapes = [sums[index][2] for index in indices]
         views.update(zip(indices, flat.parts(layout.offsets, layout.sizes, shapes), strict=True))
     return [views[index] for index in range(len(sums))]
-
-
-def partial_sums(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
-    """Returns the partial sums of each state; zeros for a device without gradients.
-
-    The zeros of a device are allocated back to back, like sums that were added together. So the
-    packing does not depend on which devices have gradients.
-    """
-    sums = [
-        (device, state.dtype, _shape_of_sum(state))
-        for state in states
-        for device, total in zip(state.devices, state.totals, strict=True)
-        if total is None
-    ]
-    zeros = iter(_allocate_flat(sums, zeros=True))
-    return [[next(zeros) if total is None else total for total in state.totals] for state in states]
 
 
 def _shape_of_sum(state: AccumulatorState) -> tuple[int, ...]:

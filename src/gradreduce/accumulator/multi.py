@@ -360,7 +360,9 @@ def take_all(
     except BaseException:
         withdraw(pending_take)
         raise
-    return _results_of(states, pending_take.taken, output_type)
+    results = _results_of(states, pending_take.taken, output_type)
+    states[0].mesh_state.inexact.warn()
+    return results
 
 
 def reduce_now(

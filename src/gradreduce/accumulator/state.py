@@ -282,6 +282,8 @@ class Storage(ABC):
         format: identifies the kind of accumulator and the version of its checkpoints.
         overwrites: whether ``take`` may overwrite sums. Storages that do are called last, so that
             an error of the others leaves all sums intact.
+        num_words: the number of floats whose exact sum is an element of a partial sum; 1: sums are
+            rounded.
         is_sparse: whether gradients are IndexedSlices. Then a take merges the sums of a mesh;
             otherwise ``cross_device_ops`` reduces them.
     """
@@ -289,6 +291,7 @@ class Storage(ABC):
     format: str
     is_sparse: bool
     overwrites = False
+    num_words = 1
 
     def rehearse(self, state: AccumulatorState, dtype: DType, weight: float = 1) -> None:
         """Compiles the kernels that add gradients of this dtype, and those of a take.
@@ -339,6 +342,9 @@ class Storage(ABC):
             guard: enter ``fail_on_partial_write`` here before sums are overwritten. It marks their
                 devices as failed if anything fails before the caller has reset the states.
         """
+
+    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:  # noqa: B027  # optional
+        """Queues warnings about exact sums that did not fit into their words."""
 
     @abstractmethod
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:

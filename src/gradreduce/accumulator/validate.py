@@ -121,6 +121,16 @@ def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradi
     return PendingGradient(state, tuple(addends), "buffer", len(addends))
 
 
+def terms_to_add(state: AccumulatorState, replicas: Sequence[Sequence[Part]]) -> PendingGradient:
+    """Returns one gradient for each replica, the sum of its terms, of the dtype and shape."""
+    addends = [
+        Addend(index, buffer, buffer.shape)
+        for index, terms in enumerate(replicas)
+        for buffer in map(buffer_of, terms)
+    ]
+    return PendingGradient(state, tuple(addends), "buffer", len(replicas))
+
+
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool, weight: Any = 1) -> int:
     """Counts gradients that will be dropped; checks them without converting."""
     if weight != 1:

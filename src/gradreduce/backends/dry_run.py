@@ -27,6 +27,7 @@ from gradreduce.device import (
     Command,
     Device,
     Event,
+    HostCopy,
     HostMove,
     Kernel,
     Mark,
@@ -177,6 +178,9 @@ class DryRunDevice(Device):
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         dst.block.raw = array  # the reduction may read numbers and row indices
+
+    def _make_download(self, buffer: Buffer) -> tuple[Command, HostCopy]:
+        return lambda: None, lambda: None
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 

@@ -92,7 +92,7 @@ class Replicas:
                 mesh_state.fail_all(describe_stop(group.called, error))
                 raise
 
-        self._run_again_too(command)
+        self.run_again_too(command)
 
     @contextmanager
     def call(self, description: Description) -> Iterator[None]:
@@ -105,9 +105,9 @@ class Replicas:
         with abort_others_on_error(self._home):
             yield
             # A call with empty tensors has no exchange that would post the kept notice.
-            self._run_again_too(self.group.post_kept)
+            self.run_again_too(self.group.post_kept)
 
-    def _run_again_too(self, command: Callable[[], None]) -> None:
+    def run_again_too(self, command: Callable[[], None]) -> None:
         """Runs a command now, and in each call of a step that is being prepared."""
         command()
         command_list = self._mesh_state.thread.command_list

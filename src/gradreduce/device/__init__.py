@@ -72,7 +72,7 @@ from .mesh_state import BackendKind, MeshState
 from .order.order import RepeatedWork, Work
 from .order.uses import DeviceQueue
 from .processes import GpuMove, HostMove, Message, Parcel, Processes, StreamCall, bytes_of
-from .run.backend import Event
+from .run.backend import Event, HostCopy
 from .run.capture import Capture, check_peers, no_collection
 from .run.collective import (
     NOT_CAPTURED,

@@ -508,6 +508,7 @@ class Device(NotCopied, Backend):
             raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
         log.mark_finished(number, self, "compute", "transfer")
         self.drain()
+        self.mesh_state.inexact.warn()
 
     def _wait_policy(self, deadline: float | None) -> WaitPolicy:
         seconds = as_deadline(deadline)

@@ -23,6 +23,7 @@ from .log.op_log import OpLog, PackScope, ProfilerRanges, ThreadState, write_fli
 from .memory.external import ExternalBuffers
 from .order.order import Order
 from .run.commands import CommandList
+from .run.inexact import InexactSums
 
 if TYPE_CHECKING:
     from .device import Device
@@ -78,6 +79,7 @@ class MeshState:
         plans: plans, algorithms and measured bandwidths of its devices, by what they depend on.
         external_buffers: the flat buffers, whose memory other libraries pass back as their arrays.
         log: the operation log.
+        inexact: the flags of exact sums that did not fit into their words.
         thread: the log's state of the calling thread.
         on_wake: callbacks that make threads which wait in a queue check again; called in a thread
             of their own.
@@ -113,6 +115,7 @@ class MeshState:
         self.processes = processes
         self.external_buffers = ExternalBuffers()
         self.log = OpLog()
+        self.inexact = InexactSums()
         self.thread = self.log.thread
         self.order = Order(self)
         self.compiled: dict[tuple[Any, Any], None] = {}
@@ -130,8 +133,7 @@ class MeshState:
         self.failure_reported = Done()
         self.generation = 0
         self.reset_lock = threading.Lock()
-        self._last_reason = ""
-        self._failures: deque[str] = deque()
+        self._last_reason, self._failures = "", deque[str]()
         self.watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
         self.peer_access = peer_access
@@ -310,8 +312,9 @@ class MeshState:
         self.plans.clear()
         # One C call: Ctrl-C cannot come between the changes.
         vars(self).update(
-            generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None
-        )
+            generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None,
+            inexact=InexactSums(),
+        )  # fmt: skip
 
     def _stuck(self, device: Device) -> str:
         """Describes what a late device waits for, possibly work of another device."""

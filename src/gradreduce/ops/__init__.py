@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .accumulate_n import ACCUMULATE_N, accumulate_n, add_to_rows
 from .add_n import ADD_N, add_into_new, add_n, add_on_host
-from .add_words import ADD_WORDS, MOST_WORDS, add_words
+from .add_words import ADD_WORDS, add_words, as_num_words, canonical_words
 from .all_sum import ALL_SUM, all_sum
 from .clip import CLIP, clip
 from .distance_scale import DISTANCE_SCALE, distance_scale

@@ -7,11 +7,23 @@ next word. ``exact_sum`` of the words is the sum of all terms, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Arrays, Buffer, Device, Kernel, Queue, Row, by_template, same_dtypes
+from gradreduce.device import (
+    Arrays,
+    Buffer,
+    Device,
+    Kernel,
+    Queue,
+    Row,
+    as_count,
+    by_template,
+    same_dtypes,
+)
 
+from .exact_sum import _exact_sum_reference
 from .templates import FLOATS
 
 MOST_WORDS = 8
@@ -101,6 +113,32 @@ def _renormalise(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> boo
         if not moves:
             break
     return bool(overflows.any() or words[-1].any())
+
+
+def canonical_words(words: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the words that all equal sums have, ``[word, …]``: each is what is left, rounded.
+
+    Args:
+        words: float32 arrays of one shape.
+    """
+    left, made = [word.reshape(-1) for word in words], np.empty_like(words)
+    flat = made.reshape(len(words), -1)
+    with np.errstate(all="ignore"):
+        for word in flat:
+            _exact_sum_reference([[word, *left]], 1, len(left), 1.0)
+            left.append(-word)
+    # Nothing is left of what is not finite; all words of -0 are -0.
+    flat[1:, ~np.isfinite(flat[0])] = 0
+    flat[1:, flat[0] == 0] = flat[0][flat[0] == 0]
+    return made
+
+
+def as_num_words(words: Any) -> int:
+    """Validates the number of words of a sum; ``ValueError`` unless it is 2 to 8."""
+    number = as_count("words=", words)
+    if not 2 <= number <= MOST_WORDS:
+        raise ValueError(f"words={number} must be at least 2, and at most {MOST_WORDS}")
+    return number
 
 
 ADD_WORDS = Kernel(

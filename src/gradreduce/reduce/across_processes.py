@@ -6,12 +6,16 @@ its other replicas unchanged. Packs are cut into one slice for each process. The
 slice and sends the result to the others. If the replicas of each process are one group, each
 process sends and receives as many bytes as in a ring. Small packs are sent whole to all processes,
 and each adds them.
+
+Exact sums have no order. Each process sends its replicas unchanged, or, if these are fewer bytes,
+words whose exact sum is that of its replicas.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import ref
@@ -28,6 +32,7 @@ from gradreduce.device import (
     Queue,
     accumulate_dtype,
     ensure_accessible,
+    flat_layout,
 )
 
 from .algorithm import (
@@ -40,6 +45,7 @@ from .algorithm import (
     group_sum,
     part_of,
     reduction_groups_of,
+    write_sums,
 )
 from .hierarchical_copy import SLICE_BYTES, Slice, extents, plan_slices
 
@@ -50,10 +56,12 @@ class Term(NamedTuple):
     Attributes:
         rank: the rank of the process.
         replicas: the indices of its replicas, in the order in which they are added.
+        word: the number of a word, if several words hold the sum.
     """
 
     rank: int
     replicas: tuple[int, ...]
+    word: int | None = None
 
 
 def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term]]:
@@ -81,6 +89,31 @@ def plan_terms(counts: Sequence[int], groups: ReductionGroups) -> list[list[Term
         if terms:
             planned.append(terms)
     return planned
+
+
+@cache
+def plan_exact_terms(counts: tuple[int, ...], words: int, wire: DType) -> list[list[Term]]:
+    """Plans the terms of exact sums, each as a group of its own.
+
+    They are the terms of a process, or words of their sum, if these are fewer bytes. Sums of
+    integers are exact, so one word holds them.
+
+    Args:
+        counts: the number of terms of each process.
+        words: how many words hold a sum of floats.
+        wire: the dtype of the terms; the words have its accumulate dtype.
+    """
+    num_words = 1 if wire.kind in "iu" else words
+    most = num_words * accumulate_dtype(wire).itemsize // wire.itemsize
+    return [
+        [term]
+        for rank, count in enumerate(counts)
+        for term in (
+            [Term(rank, (index,)) for index in range(count)]
+            if count <= most
+            else [Term(rank, tuple(range(count)), word) for word in range(num_words)]
+        )
+    ]
 
 
 def process_groups(counts: Sequence[int]) -> ReductionGroups:
@@ -180,7 +213,7 @@ class AcrossProcesses(Algorithm):
             all_add: whether all processes add each slice.
         """
         rank = self._group.rank
-        own = [self._own_terms(job) for job in jobs]
+        own = self._own_terms(jobs)
         sends: list[Parcel] = []
         receives: list[Parcel] = []
         groups_of_slices = []
@@ -194,24 +227,32 @@ class AcrossProcesses(Algorithm):
                 (other, buffer) for other in adders if other != rank for buffer in mine.values()
             ]
             if rank in adders:
-                groups = self._with_memory(jobs[piece.job].inputs[0].dtype, mine)
+                wire = jobs[piece.job].inputs[0].dtype
+                groups = self._with_memory(wire, mine)
                 groups_of_slices.append((piece, groups))
-                for terms, buffers in zip(self._terms, groups, strict=True):
+                for terms, buffers in zip(self._plan(wire), groups, strict=True):
                     pairs = zip(terms, buffers, strict=True)
                     receives += [(term.rank, buffer) for term, buffer in pairs if term.rank != rank]
         exchange(self._device, sends, receives, queue)
         return groups_of_slices
 
-    def _own_terms(self, job: Job) -> dict[Term, Buffer]:
-        """Returns the terms of this process: unchanged replicas, and sums."""
-        return {
-            term: self._sum(
-                [ensure_accessible(self._device, job.inputs[index]) for index in term.replicas]
-            )
-            for terms in self._terms
-            for term in terms
-            if term.rank == self._group.rank
-        }
+    def _plan(self, wire: DType) -> list[list[Term]]:
+        """Returns the terms of each group; ``wire``: the dtype of the replicas."""
+        return self._terms
+
+    def _own_terms(self, jobs: Sequence[Job]) -> list[dict[Term, Buffer]]:
+        """Returns the terms of this process for each job: unchanged replicas, and sums."""
+        return [
+            {
+                term: self._sum(
+                    [ensure_accessible(self._device, job.inputs[index]) for index in term.replicas]
+                )
+                for terms in self._plan(job.inputs[0].dtype)
+                for term in terms
+                if term.rank == self._group.rank
+            }
+            for job in jobs
+        ]
 
     def _with_memory(self, wire: DType, mine: dict[Term, Buffer]) -> list[list[Buffer]]:
         """Returns the terms of a slice by group, with memory for terms of other processes."""
@@ -224,7 +265,7 @@ class AcrossProcesses(Algorithm):
                 else self._temporary(shape, dtypes[len(term.replicas) > 1])
                 for term in terms
             ]
-            for terms in self._terms
+            for terms in self._plan(wire)
         ]
 
     def _temporary(self, shape: tuple[int, ...], dtype: DType) -> Buffer:
@@ -251,4 +292,51 @@ class AcrossProcesses(Algorithm):
         """Adds each group left to right, then their sums, divides, and rounds once."""
         sums = [self._sum(terms) for terms in groups]
         same = as_one_dtype(self._device, sums, self._temporary)
-        ops.all_sum([[out]], [same], divisor=divisor, device=self._device)
+        write_sums([(divisor, [out], same)], self._device, exact=self.exact)
+
+
+class ExactAcrossProcesses(AcrossProcesses):
+    """Adds the replicas of all processes in one exact sum, whose bits no order changes.
+
+    Args:
+        devices: the devices of the replicas of this process.
+        words: how many words a process with more terms sends.
+        num_words: the number of terms of each replica: one, or the words of a sum.
+    """
+
+    exact = True
+
+    def __init__(self, devices: Sequence[Device], words: int, num_words: int = 1) -> None:
+        super().__init__(devices)
+        self.senders = tuple([device for device in devices for _ in range(num_words)])
+        self._words = words
+        self._counts = tuple([count * num_words for count in self._group.counts])
+
+    def _plan(self, wire: DType) -> list[list[Term]]:
+        return plan_exact_terms(self._counts, self._words, wire)
+
+    def _own_terms(self, jobs: Sequence[Job]) -> list[dict[Term, Buffer]]:
+        """Returns the terms of this process for each job: unchanged, or words of their sum."""
+        of_jobs, added = list[dict[Term, Buffer]](), list[tuple[list[Buffer], list[Buffer]]]()
+        for job in jobs:
+            first = job.inputs[0]
+            own = [term for (term,) in self._plan(first.dtype) if term.rank == self._group.rank]
+            if own[0].word is None or len(own) == 1:
+                of_jobs += super()._own_terms([job])
+                continue
+            words = [self._temporary(first.shape, accumulate_dtype(first.dtype)) for _ in own]
+            added.append((words, [ensure_accessible(self._device, each) for each in job.inputs]))
+            of_jobs.append(dict(zip(own, words, strict=True)))
+        if added:
+            self._add_words(*zip(*added, strict=True))
+        return of_jobs
+
+    def _add_words(self, words: Sequence[list[Buffer]], terms: Sequence[list[Buffer]]) -> None:
+        """Adds the terms of each pack into its words; a call that they do not fit will warn."""
+        layout = flat_layout([1] * len(words), 4)
+        flags = self._device.zeros((layout.size,), "int32").parts(layout.offsets, layout.sizes)
+        ops.add_words(words, flags, terms, fresh=True, device=self._device)
+        mesh_state = self._device.mesh_state
+        label = str(mesh_state.thread.label)
+        report = partial(mesh_state.inexact.add, [(label, flag) for flag in flags])
+        self._replicas.run_again_too(report)

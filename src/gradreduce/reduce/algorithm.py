@@ -72,6 +72,7 @@ class Algorithm(ABC):
 
     Attributes:
         devices: the devices of the replicas, in order.
+        senders: the device of each input of a job: of a replica, or of one of its words.
         in_place: whether inputs may be outs. Then nothing is allocated after the first launch, so
             that a failed allocation leaves the inputs unchanged.
         writes_targets: whether it may write results into the caller's memory, possibly its inputs,
@@ -99,7 +100,7 @@ class Algorithm(ABC):
     def __init__(
         self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
     ) -> None:
-        self.devices = tuple(devices)
+        self.devices = self.senders = tuple(devices)
         self._groups: Sequence[Sequence[int]] = [range(len(self.devices))]
 
     def connect(self) -> None:  # noqa: B027  # optional
@@ -140,16 +141,16 @@ class Algorithm(ABC):
         terms = []
         for device, here in zip(owners, by_gpu.values(), strict=True):
             # Each device starts with copies from a different device.
-            first = devices.index(device)
-            replicas = [*range(first, len(devices)), *range(first)]
+            first = self.senders.index(device)
+            places = [*range(first, len(self.senders)), *range(first)]
             inputs = [
-                {replica: ensure_accessible(device, job.inputs[replica]) for replica in replicas}
+                {place: ensure_accessible(device, job.inputs[place]) for place in places}
                 for job in here
             ]
             terms.append(inputs)
         for device, here, inputs in zip(owners, by_gpu.values(), terms, strict=True):
             rows = [[row[at] for each in groups for at in each] for row in inputs]
-            if len(groups) > 2 and not self.exact:
+            if len(groups) > 2:
                 rows = [
                     [group_sum(device, [row[at] for at in each]) for each in groups]
                     for row in inputs

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import DType, as_count, as_dtype, as_flag
 from gradreduce.errors import brief
+from gradreduce.ops import as_num_words
 
 from .algorithm import Algorithm, ProcessesName, ReductionGroups, as_reduction_groups
 from .hierarchical_copy import HierarchicalCopy
@@ -18,6 +19,7 @@ ALGORITHMS: dict[AllReduceAlg, type[Algorithm]] = {
     "nccl": Nccl,
     "hierarchical_copy": HierarchicalCopy,
 }
+NUM_WORDS = 3  # the default of ``words``
 
 
 class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass
@@ -30,9 +32,11 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     reduction_groups: ReductionGroups | ProcessesName | None
     wire_dtype: DType | None
     exact: bool
+    words: int
+    num_words: int = 1  # the Buffers of a replica, neighbours, whose exact sum its gradient is
 
 
-def make_settings(
+def make_settings(  # noqa: PLR0913  # those of the constructor
     all_reduce_alg: Any,
     num_packs: Any,
     agg_small_grads_max_bytes: Any,
@@ -40,9 +44,14 @@ def make_settings(
     reduction_groups: Any,
     wire_dtype: Any,
     exact: Any,
+    words: Any,
 ) -> Settings:
     """Checks the arguments of the constructor that calls this; raises what the constructor does."""
     exact = as_flag("exact", exact)
+    if exact or words is not NUM_WORDS:
+        words = as_num_words(words)
+        if not exact and words != NUM_WORDS:
+            raise ValueError(f"words={words} is only for exact=True")
     if all_reduce_alg is None:
         all_reduce_alg = "hierarchical_copy" if exact else "nccl"
     if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
@@ -60,6 +69,7 @@ def make_settings(
         None if reduction_groups is None else as_reduction_groups(reduction_groups),
         None if wire_dtype is None else _as_wire(wire_dtype),
         exact,
+        words,
     )
     if exact:
         _check_exact(settings)

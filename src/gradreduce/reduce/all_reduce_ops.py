@@ -27,10 +27,10 @@ from gradreduce.device import (
     deadline_scope,
     no_collection,
 )
-from gradreduce.errors import CollectiveError, brief
+from gradreduce.errors import CollectiveError
 
 from .algorithm import ProcessesName, ReductionGroups
-from .algorithms import make_settings
+from .algorithms import NUM_WORDS, make_settings
 from .arguments import Request, check_exact, check_op, validate_mesh
 from .checked_call import CheckedCall
 from .cross_device_ops import CrossDeviceOps
@@ -66,16 +66,19 @@ class AllReduceCrossDeviceOps(NestedCalls):
             are transferred between devices in an all-reduce. Default: each tensor's own dtype.
             docs/reductions.md has a bound of the error.
         exact: True adds the terms as real numbers and rounds their sum once, so that neither the
-            order nor the number of replicas, packs or launches changes a bit; docs/same_bits.md
-            defines the results. Only for meshes of one process, and not for float64, complex128 and
-            IndexedSlices yet.
+            order nor the number of replicas, processes or packs changes a bit; docs/same_bits.md
+            defines the results. Not for float64, complex128 and IndexedSlices yet.
+        words: with ``exact``: how many floats (2 to 8) hold a sum to which terms are added one by
+            one: of the micro-batches of a ``SyncStep``, and of the devices of a process, if these
+            are more than ``words`` and there are other processes. ``gr.InexactSumWarning`` says
+            that a sum does not fit.
 
     Raises:
         ValueError: the algorithm or ``wire_dtype`` is unknown, a number is negative or not an
             integer, ``mesh`` is not a Mesh, or ``reduction_groups`` is neither lists nor
             ``"processes"``, leaves out or repeats a replica, or is passed for NCCL, which chooses
             its own groups; or ``exact`` with ``"nccl"``, ``reduction_groups``, or a 16-bit
-            ``wire_dtype``.
+            ``wire_dtype``; or ``words`` is not from 2 to 8, or passed without ``exact``.
         TypeError: ``exact`` is not a bool.
 
     Example:
@@ -104,6 +107,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
         exact: bool = False,
+        words: int = NUM_WORDS,
     ) -> None:
         self.mesh = validate_mesh(mesh)
         self.settings = make_settings(
@@ -114,6 +118,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
             reduction_groups,
             wire_dtype,
             exact,
+            words,
         )
 
     def _repr_fields(self) -> list[str]:
@@ -122,6 +127,9 @@ class AllReduceCrossDeviceOps(NestedCalls):
             del fields["agg_small_grads_max_bytes"], fields["agg_small_grads_max_group"]
         if not self.exact:
             del fields["exact"]
+        del fields["num_words"]
+        if self.words == NUM_WORDS:
+            del fields["words"]
         alg = fields.pop("all_reduce_alg")
         return [alg, *[f"{key}={value}" for key, value in fields.items() if value is not None]]
 
@@ -159,6 +167,11 @@ class AllReduceCrossDeviceOps(NestedCalls):
     def exact(self) -> bool:
         """Whether the terms are added as real numbers."""
         return self.settings.exact
+
+    @property
+    def words(self) -> int:
+        """How many floats hold an exact sum to which terms are added one by one."""
+        return self.settings.words
 
     @overload
     def all_reduce(
@@ -492,6 +505,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
+        num_words: int = 1,
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
@@ -506,9 +520,10 @@ class AllReduceCrossDeviceOps(NestedCalls):
             )
         if not gradients:
             return []
-        divisor = divisor * Replicas.of(gradients[0]).count / len(gradients[0])
+        first = gradients[0][::num_words]
+        divisor = divisor * Replicas.of(first).count / len(first)
         plan = plan_batch(
-            self.settings,
+            self.settings._replace(num_words=num_words),
             gradients,
             divisor=divisor if weight is None else None,
             out_dtypes=out_dtypes,
@@ -516,9 +531,12 @@ class AllReduceCrossDeviceOps(NestedCalls):
         )
         return reduce_batch(plan, gradients, consume=consume, divisor=weight)
 
-    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def _rehearse_sums(
+        self, devices: Sequence[Device], dtype: DType, out_dtype: DType, num_words: int = 1
+    ) -> None:
         """Compiles all kernels of ``reduce_buffers``; see ``CrossDeviceOps._rehearse_sums``."""
-        rehearse_reduction(self.settings, devices, dtype, out_dtype)
+        settings = self.settings._replace(num_words=num_words)
+        rehearse_reduction(settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
@@ -547,15 +565,6 @@ class AllReduceCrossDeviceOps(NestedCalls):
             super()._reduce_by(weighting, reduce_op, others, coalesce=coalesce) if others else ()
         )
         return [next(of_fused if flag else of_others) for flag in flags]
-
-
-def check_not_exact(cross_device_ops: CrossDeviceOps) -> None:
-    """Raises ``ValueError`` for exact sums of what are rounded sums already."""
-    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact:
-        raise ValueError(
-            f"cross_device_ops={brief(cross_device_ops)}: accumulators and SyncStep do not support "
-            "exact=True yet; pass one without it"
-        )
 
 
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:

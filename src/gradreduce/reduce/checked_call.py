@@ -76,7 +76,12 @@ class CheckedCall:
         """Returns the results; users of the results wait for all launched work."""
         if self.outs:
             release_outputs(chain.from_iterable(self.outs))
-        return self.results(reduced)
+        results = self.results(reduced)
+        for request in self.requests[:1]:
+            inexact = request.devices[0].mesh_state.inexact
+            if inexact.copies:
+                inexact.warn()
+        return results
 
 
 def validate_call(

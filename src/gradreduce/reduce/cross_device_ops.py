@@ -370,6 +370,7 @@ class CrossDeviceOps(ABC):
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
         names: Sequence[str] = (),
+        num_words: int = 1,
     ) -> list[tuple[Buffer, ...]]:
         """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
@@ -383,6 +384,8 @@ class CrossDeviceOps(ABC):
                 This implementation does not overwrite them.
             names: the names of the tensors, for errors and the flight record; empty if they have
                 none.
+            num_words: how many neighbours in a row of ``gradients`` are the words of one replica;
+                more than 1 only with ``exact=True``.
 
         Returns:
             ``[tensor][replica]``: the sum on the device of each replica.
@@ -400,13 +403,16 @@ class CrossDeviceOps(ABC):
         made = iter(quotients(sums, divisor if weight is None else weight, wanted))
         return [tuple([next(made) for _ in parts]) for parts in reduced]
 
-    def _rehearse_sums(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def _rehearse_sums(
+        self, devices: Sequence[Device], dtype: DType, out_dtype: DType, num_words: int = 1
+    ) -> None:
         """Compiles the kernels of ``reduce_buffers`` that are known in advance.
 
         Args:
             devices: the devices of the gradients.
             dtype: the dtype of the gradients.
             out_dtype: the dtype of the results.
+            num_words: see ``reduce_buffers``.
         """
 
         def work(dry_run: DryRunMesh) -> None:

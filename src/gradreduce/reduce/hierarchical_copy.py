@@ -133,7 +133,7 @@ class HierarchicalCopy(Algorithm):
         ]
         if self.in_place:
             return self._direct(work, queue)
-        return _reduce_in_steps(work, self.devices, self._groups, queue, exact=self.exact)
+        return _reduce_in_steps([self._steps(*each, queue) for each in work])
 
     def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
         """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
@@ -145,79 +145,80 @@ class HierarchicalCopy(Algorithm):
             write_sums(sums, self.devices[main], self._split, queue, exact=self.exact)
         yield
 
+    def _steps(self, main: int, job: Job, queue: Queue) -> Steps:
+        """Reduces one slice by several launches; copies memory that is not accessible.
+
+        The main replica is the k-th of its group, and its device adds that group. Any other group
+        is added on the device of its own k-th replica (k modulo its size).
+        """
+        devices, groups, home = self.devices, self._groups, self.devices[main]
+        at = next(group.index(main) for group in groups if main in group)
+        adders = [home if main in group else devices[group[at % len(group)]] for group in groups]
+        accessible = [
+            [ensure_accessible(device, job.inputs[index], queue) for index in group]
+            for device, group in zip(adders, groups, strict=True)
+        ]
+        yield
+        # A single replica needs no sum: it is copied in its own dtype.
+        partials = [
+            ensure_accessible(
+                home, terms[0] if len(terms) == 1 else group_sum(device, terms), queue
+            )
+            for device, terms in zip(adders, accessible, strict=True)
+        ]
+        accessible.clear()
+        yield
+        yield from self._write(main, job, as_one_dtype(home, partials), queue)
+
+    def _write(self, main: int, job: Job, terms: Sequence[Buffer], queue: Queue) -> Steps:
+        """Adds terms on a device into the outs of its GPU; copies the sum to other GPUs."""
+        devices, home = self.devices, self.devices[main]
+        on_gpus = by_physical(devices)
+        here = on_gpus.pop(home.physical)
+        outs = [job.outs[index] for index in here]
+        write_sums([(job.divisor, outs, terms)], home, exact=self.exact)
+        for first, *_ in on_gpus.values():
+            devices[first].copy(job.outs[first], job.outs[main], queue=queue)
+        yield
+        for first, *others in on_gpus.values():  # logical devices that share a GPU
+            for index in others:
+                devices[index].copy(job.outs[index], job.outs[first])
+
 
 class ExactCopy(HierarchicalCopy):
-    """Adds all replicas of a slice in one exact sum, whose bits no order changes.
+    """Adds all terms of a slice in one exact sum, whose bits no order changes.
 
-    Each replica is a group of its own, so that no sum of a group is rounded.
+    Args:
+        devices: see ``Algorithm``.
+        num_words: the number of terms of each replica: one, or the words of a sum.
     """
 
     exact = True
 
-    def __init__(
-        self, devices: Sequence[Device], reduction_groups: ReductionGroups | None = None
-    ) -> None:
-        super().__init__(devices, tuple([(replica,) for replica in range(len(devices))]))
+    def __init__(self, devices: Sequence[Device], num_words: int = 1) -> None:
+        super().__init__(devices)
+        self.senders = tuple([device for device in devices for _ in range(num_words)])
+        self._groups, self._order = [range(len(self.senders))], list(range(len(self.senders)))
+        self._split = 0
+
+    def _steps(self, main: int, job: Job, queue: Queue) -> Steps:
+        """Copies terms that are not accessible, and adds all of them."""
+        home = self.devices[main]
+        terms = [ensure_accessible(home, term, queue) for term in job.inputs]
+        yield
+        yield  # as many steps as for groups
+        yield from self._write(main, job, terms, queue)
 
 
-def _reduce_in_steps(
-    work: Sequence[tuple[int, Job]],
-    devices: Sequence[Device],
-    groups: Sequence[Sequence[int]],
-    queue: Queue,
-    *,
-    exact: bool,
-) -> Steps:
+def _reduce_in_steps(slices: Sequence[Steps]) -> Steps:
     """Reduces slices that need several launches: one step of all slices at a time.
 
     One slice after the other would be slower: each would wait for the last copies of the previous
     one.
     """
-    slices = [_steps_of_slice(*each, devices, groups, queue, exact=exact) for each in work]
     for _ in range(3):
         for steps in slices:
             next(steps)
         yield
     for steps in slices:
         next(steps, None)
-
-
-def _steps_of_slice(
-    main: int,
-    job: Job,
-    devices: Sequence[Device],
-    groups: Sequence[Sequence[int]],
-    queue: Queue,
-    *,
-    exact: bool,
-) -> Steps:
-    """Reduces one slice; copies memory that is not accessible.
-
-    The main replica is the k-th of its group, and its device adds that group. Any other group is
-    added on the device of its own k-th replica (k modulo its size).
-    """
-    home, on_gpus = devices[main], by_physical(devices)
-    at = next(group.index(main) for group in groups if main in group)
-    adders = [home if main in group else devices[group[at % len(group)]] for group in groups]
-    accessible = [
-        [ensure_accessible(device, job.inputs[index], queue) for index in group]
-        for device, group in zip(adders, groups, strict=True)
-    ]
-    yield
-    # A single replica needs no sum: it is copied in its own dtype.
-    partials = [
-        ensure_accessible(home, terms[0] if len(terms) == 1 else group_sum(device, terms), queue)
-        for device, terms in zip(adders, accessible, strict=True)
-    ]
-    accessible.clear()
-    yield
-    partials = [*as_one_dtype(home, partials)]
-    here = on_gpus.pop(home.physical)
-    write_sums([(job.divisor, [job.outs[index] for index in here], partials)], home, exact=exact)
-    partials.clear()
-    for first, *_ in on_gpus.values():
-        devices[first].copy(job.outs[first], job.outs[main], queue=queue)
-    yield
-    for first, *others in on_gpus.values():  # logical devices that share a GPU
-        for index in others:
-            devices[index].copy(job.outs[index], job.outs[first])

@@ -98,7 +98,7 @@ def lay_out(
     Returns:
         The flat buffers, in the order of ``plans``.
     """
-    memory = _NewMemory(algorithm.devices)
+    memory = _NewMemory(algorithm.senders)
     pack_buffers = []
     for plan in plans:
         tensors = _by_replica(plan, gradients)
@@ -181,7 +181,7 @@ def _lay_out_plan(
 ) -> PackBuffers:
     """Lays out one plan: tensors of each sender, results in ``out_tensors`` of each receiver."""
     shape = tensors[0][0].shape if tensors and not plan.together else (plan.layout.size,)
-    count, share = len(algorithm.devices), plan.share
+    count, share = len(algorithm.senders), plan.share
     nothing: list[Any] = [None] * count
     inputs, outs, filling, targets = [nothing.copy() for _ in range(4)]
     if plan.wire is plan.dtype and not (plan.divides_early or plan.is_weighted):
@@ -200,7 +200,8 @@ def _lay_out_plan(
             for each, out in zip(out_tensors, outs[share.receivers], strict=True)
         ]
     if consume and plan.wire is plan.sum_dtype:
-        outs = [out or flat for flat, out in zip(inputs, outs, strict=True)]
+        pairs = zip(inputs[share.receivers], outs[share.receivers], strict=True)
+        outs[share.receivers] = [out or flat for flat, out in pairs]
     memory.add_missing(plan, shape, inputs, outs)
     results = outs if out_tensors is None else None
     is_cast = out_tensors is None and plan.sum_dtype is not plan.out_dtype

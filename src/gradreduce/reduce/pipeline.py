@@ -18,11 +18,11 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.compile_ahead import compile_ahead
 from gradreduce.backends.dry_run import DryRunDevice
 from gradreduce.comm.description import Description
-from gradreduce.comm.process_group import check_one_process, group_of
+from gradreduce.comm.process_group import group_of
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, Device, DType, PackInfo, Queue, by_physical
 
-from .across_processes import AcrossProcesses, process_groups
+from .across_processes import AcrossProcesses, ExactAcrossProcesses, process_groups
 from .algorithm import Algorithm, Steps
 from .algorithms import ALGORITHMS, Settings
 from .arguments import Request, batches_of, label_of, names_of
@@ -95,7 +95,8 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
     Args:
         settings: the settings of the reduction.
         gradients: for each tensor one Buffer for each replica, on the same devices in the same
-            order for all tensors; the replicas of a tensor have one shape and dtype.
+            order for all tensors; the replicas of a tensor have one shape and dtype. With
+            ``settings.num_words`` above 1 so many Buffers for each replica, side by side.
         divisor: divides every sum. None: a number that ``reduce_batch`` gets, because it differs
             from call to call.
         out_dtypes: the dtypes of the results; default: those of the gradients.
@@ -111,7 +112,7 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         BackendUnavailableError: NCCL is missing and needed for two or more physical GPUs.
         CollectiveError: NCCL cannot connect the GPUs.
     """
-    first = gradients[0]
+    first = gradients[0][:: settings.num_words]
     plans = first[0].device.mesh_state.plans
     key = (
         call,
@@ -131,14 +132,15 @@ def plan_batch(  # noqa: PLR0913  # all of it determines the plan
         return found
     devices = tuple([buffer.device for buffer in first])
     dtypes = [replicas[0].dtype for replicas in gradients]
-    num_shares = 1 if call == "all-reduce" else Replicas.of(first).count
+    num_shares = 1 if call == "all-reduce" else Replicas(devices).count
     cut = num_shares if call == "reduce-scatter" else 1
     share = [
         (replicas[0].size // cut, dtype, out_dtype)
         for replicas, dtype, out_dtype in zip(gradients, dtypes, out_dtypes or dtypes, strict=True)
     ]
+    rows = [replicas[:: settings.num_words] for replicas in gradients]
     what = describe_batch(
-        settings, gradients, 1 if counts else divisor, out_dtypes,
+        settings, rows, 1 if counts else divisor, out_dtypes,
         call="reduction" if call == "all-reduce" else call.replace("-", "_"),
         counts=counts, names=names, compared=compared, is_weighted=is_weighted,
     )  # fmt: skip
@@ -177,7 +179,7 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
         is_weighted: see ``plan_batch``.
     """
     if call == "all-gather":  # copies each tensor in its own dtype
-        settings = settings._replace(wire_dtype=None)
+        settings = settings._replace(wire_dtype=None, num_words=1)
     algorithm = algorithm_of(settings, devices)
     for pair in dict.fromkeys([(dtype, out) for share in shares for _, dtype, out in share]):
         rehearse_reduction(
@@ -186,9 +188,10 @@ def plan_shares(  # noqa: PLR0913  # all of it determines the plan
     flat: list[FlatPlan] = []
     first, num_before = Replicas(devices).first, 0
     for owner, share in enumerate(shares):
-        here = slice(owner - first, owner - first + 1) if owner >= first else slice(0)
+        place = (owner - first) * settings.num_words
+        here = slice(place, place + 1) if owner >= first else slice(0)
         of_call = {
-            "all-reduce": Share(),
+            "all-reduce": Share(receivers=slice(None, None, settings.num_words)),
             "reduce-scatter": Share(owner, receivers=here),
             "all-gather": Share(owner, senders=here),
         }
@@ -538,12 +541,12 @@ def _reduce_all(
             settings, devices, shares, None, call=call, divisor=divisor, counts=counts,
             is_weighted=is_weighted,
         )  # fmt: skip
-        shape = (size,)
+        shape, slots = (size,), cast("tuple[DryRunDevice, ...]", plan.algorithm.senders)
         rows: dict[int, list[Buffer]] = {}
         outs: dict[int, list[Buffer]] = {}
         for flat in plan.flat:
             for tensor in flat.tensors:
-                senders, receivers = devices[flat.share.senders], devices[flat.share.receivers]
+                senders, receivers = slots[flat.share.senders], slots[flat.share.receivers]
                 rows[tensor] = [device.foreign(shape, dtypes[0]) for device in senders]
                 outs[tensor] = [device.foreign(shape, dtypes[1]) for device in receivers]
         gradients, out = [[each[tensor] for tensor in sorted(each)] for each in (rows, outs)]
@@ -569,22 +572,29 @@ def algorithm_of(settings: Settings, devices: Sequence[Device]) -> Algorithm:
         settings.all_reduce_alg,
         settings.reduction_groups,
         settings.exact,
+        settings.words,
+        settings.num_words,
         tuple([device.index for device in devices]),
     )
     instance: Algorithm | None = plans.get(key)
     if instance is None:
-        algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
-        if settings.exact:
-            check_one_process(devices[0], "exact=True", "pass exact=False")
-            algorithm = ExactCopy
-        replicas = Replicas(devices)
-        is_alone = replicas.group.size == 1
-        # nccl defines no order, so over processes use the groups that send the fewest bytes
-        if groups == "processes" or not (is_alone or algorithm.has_groups):
-            groups = process_groups(replicas.counts)
-        if not is_alone:
-            by_library = algorithm is Nccl and replicas.group.collective is not None
-            algorithm = NcclAcrossProcesses if by_library else AcrossProcesses
-        instance = algorithm(devices, groups)
+        instance = _make_algorithm(settings, devices)
         remember(plans, key, instance)
     return instance
+
+
+def _make_algorithm(settings: Settings, devices: Sequence[Device]) -> Algorithm:
+    replicas = Replicas(devices)
+    is_alone = replicas.group.size == 1
+    if settings.exact:
+        if is_alone:
+            return ExactCopy(devices, settings.num_words)
+        return ExactAcrossProcesses(devices, settings.words, settings.num_words)
+    algorithm, groups = ALGORITHMS[settings.all_reduce_alg], settings.reduction_groups
+    # nccl defines no order, so over processes use the groups that send the fewest bytes
+    if groups == "processes" or not (is_alone or algorithm.has_groups):
+        groups = process_groups(replicas.counts)
+    if not is_alone:
+        by_library = algorithm is Nccl and replicas.group.collective is not None
+        algorithm = NcclAcrossProcesses if by_library else AcrossProcesses
+    return algorithm(devices, groups)

@@ -212,6 +212,8 @@ class PreparedStep(NotCopied):
             boundary.leave(self._outputs)  # may wait, so no lock is held here
         if self.shared is not None:
             self.shared.release(deadline=deadline)
+        if self._mesh_state.inexact.copies:
+            self._mesh_state.inexact.warn()
         return self.results
 
     def _boundaries(self) -> list[StreamBoundary]:

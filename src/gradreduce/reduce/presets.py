@@ -14,6 +14,7 @@ from gradreduce.arrays.types import NestT, OutputType
 from gradreduce.device import DType, Mesh
 
 from .algorithm import ProcessesName
+from .algorithms import NUM_WORDS
 from .all_reduce_ops import AllReduceCrossDeviceOps
 
 
@@ -39,8 +40,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
     ``reduction_groups`` (lists of replica numbers, or ``"processes"``) replaces the default groups,
-    which are the first n // 2 replicas and the rest. ``exact`` adds the terms as real numbers. See
-    ``AllReduceCrossDeviceOps``.
+    which are the first n // 2 replicas and the rest. ``exact`` adds the terms as real numbers,
+    ``words`` are for several processes. See ``AllReduceCrossDeviceOps``.
 
     Example:
         >>> gr.HierarchicalCopyAllReduce(reduction_groups=[[0, 1], [2, 3]]).reduction_groups
@@ -55,6 +56,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         reduction_groups: Sequence[Sequence[int]] | ProcessesName | None = None,
         wire_dtype: str | DType | None = None,
         exact: bool = False,
+        words: int = NUM_WORDS,
     ) -> None:
         super().__init__(
             "hierarchical_copy",
@@ -63,13 +65,14 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             reduction_groups=reduction_groups,
             wire_dtype=wire_dtype,
             exact=exact,
+            words=words,
         )
 
 
 @cache
-def default_ops() -> AllReduceCrossDeviceOps:
+def default_ops(*, exact: bool = False) -> AllReduceCrossDeviceOps:
     """Returns the shared default instance; gradients reduced by it can share packs."""
-    return AllReduceCrossDeviceOps()
+    return AllReduceCrossDeviceOps(exact=exact)
 
 
 @overload
@@ -82,6 +85,7 @@ def all_reduce(
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
     exact: bool = False,
+    words: int = NUM_WORDS,
     deadline: float | None = None,
 ) -> NestT: ...
 @overload
@@ -96,6 +100,7 @@ def all_reduce(
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
     exact: bool = False,
+    words: int = NUM_WORDS,
     deadline: float | None = None,
 ) -> Any: ...
 def all_reduce(  # noqa: PLR0913  # the options of a one-line call
@@ -109,6 +114,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     wire_dtype: str | DType | None = None,
     weights: Sequence[float] | None = None,
     exact: bool = False,
+    words: int = NUM_WORDS,
     deadline: float | None = None,
 ) -> Any:
     """Combines ``grads[device][tensor]`` over the devices of a mesh, in one call.
@@ -132,6 +138,7 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
             all weights. Gradients with weight 0 are not read. Default: all weights are 1.
         exact: add the terms as real numbers and round their sum once, so that neither their order
             nor their number changes a bit; see ``AllReduceCrossDeviceOps`` and docs/same_bits.md.
+        words: see ``AllReduceCrossDeviceOps``.
         deadline: seconds from now; if the devices take longer, the mesh fails.
 
     Returns:
@@ -148,7 +155,8 @@ def all_reduce(  # noqa: PLR0913  # the options of a one-line call
         >>> gr.all_reduce([[np.array([1.0])], [np.array([5.0])]], mesh=mesh, weights=[3, 1])[0]
         [array([2.])]
     """
-    return AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype, exact=exact).all_reduce(
+    ops = AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype, exact=exact, words=words)
+    return ops.all_reduce(
         grads, op, coalesce=coalesce, output_type=output_type, out=out, weights=weights,
         deadline=deadline,
     )  # fmt: skip

@@ -21,7 +21,12 @@ def check_exact_term(term: Any) -> None:
     """
     if isinstance(term, IndexedSlices):
         raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
-    name = str(getattr(term, "dtype", "")).removeprefix("torch.")  # a list has none yet
+    check_exact_dtype(getattr(term, "dtype", ""))  # a list has none yet
+
+
+def check_exact_dtype(dtype: Any) -> None:
+    """Raises ``TypeError`` for a dtype of any library whose sums cannot be exact."""
+    name = str(dtype).removeprefix("torch.")
     if name in ("float64", "complex128"):
         raise TypeError(
             f"exact=True does not support {name} yet: pass terms of a narrower dtype, or "

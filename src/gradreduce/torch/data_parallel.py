@@ -19,6 +19,7 @@ from gradreduce.weights import as_weight
 
 from .before_forward import BeforeForward
 from .engine import check_value, check_values
+from .exact_reducer import ExactReducer
 from .module_state import broadcast_state, load_state
 from .reducer import Reducer, reducer_of
 from .sparse_gradients import sparse_indices
@@ -88,7 +89,11 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         mesh: a mesh with the devices of this process, over all processes.
         bucket_mb: the largest size of a bucket, in MiB. A larger gradient is reduced alone.
         ops: an ``AllReduceCrossDeviceOps``, which may have a ``wire_dtype``. Default: one that
-            uses NCCL.
+            uses NCCL. With its ``exact=True`` the gradients of all micro-batches, replicas and
+            processes are added as real numbers: each ``backward`` moves them to exact sums and
+            leaves every ``.grad`` None, and the ``backward`` that averages sets it at its end, so
+            that nothing overlaps. Then only ``zero_grad`` of this class drops a step that was not
+            averaged. See docs/same_bits.md.
         broadcast_buffers: whether to copy the buffers of process 0's first replica to all others:
             before each forward of the DataParallel for which DDP does it; or, if replicas are
             called, before the first of their training forwards after each step.
@@ -145,7 +150,8 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         options |= {f"requires_grad of {name}": each.requires_grad for name, each in named[0]}
         with comparing(mesh[0], options):
             broadcast_state(replicas, mesh, ops)
-        self._reducer = Reducer(
+        make_reducer = ExactReducer if ops.exact else Reducer
+        self._reducer = make_reducer(
             [name for name, _ in trained[0]],
             [[parameter for _, parameter in row] for row in trained],
             [each for row in named for each in row if not each[1].requires_grad],

@@ -30,7 +30,15 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.weights import ONE
 
 from .engine import check_engine, pass_on
-from .replica import Bucket, BucketPart, Replica, plan_buckets, run_for
+from .replica import (
+    Bucket,
+    BucketPart,
+    Replica,
+    bucket_hook,
+    first_hook,
+    plan_buckets,
+    run_for,
+)
 from .sparse_gradients import average_sparse
 from .unused import leave_unused, make_flags
 from .weights import BackwardLocal, StepDivisor, multiplier
@@ -96,7 +104,7 @@ class Reducer:
         self._group = group_of(mesh[0])
         self._number = self._group.rounds.add_owner()
         self._handles = [  # remove the hooks
-            parameter.register_post_accumulate_grad_hook(_first_hook(self, replica, index))
+            parameter.register_post_accumulate_grad_hook(first_hook(self, replica, index))
             for replica, parameters in zip(self._replicas, replicas, strict=True)
             for index, parameter in enumerate(parameters)
         ]
@@ -154,6 +162,7 @@ class Reducer:
 
     def zero(self) -> bool:
         """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
+        self._forget_sums()
         for bucket in self._buckets:
             bucket.flat._zero(keeps_none=True)
         for parameter in self._sparse_parameters(*self._replicas):
@@ -243,7 +252,14 @@ class Reducer:
         """Ends the backward of a replica inside ``no_sync``."""
         if not pass_on(replica.end):
             replica.wait()
+            self._move_gradients(replica)
             replica.finish()
+
+    def _move_gradients(self, replica: Replica) -> None:
+        """Called when a backward of a replica has ended; see ``ExactReducer``."""
+
+    def _forget_sums(self) -> None:
+        """Called when a step is dropped, or its gradients are zeroed; see ``ExactReducer``."""
 
     def _end(self, replica: Replica) -> None:
         """Ends the backward of a replica, and the round if it is the last one.
@@ -257,6 +273,7 @@ class Reducer:
             self._done.append(replica)
             replica.wait()
             is_last = len(self._done) == len(self._replicas)
+        self._move_gradients(replica)
         if not is_last:
             replica.finish()
             return
@@ -270,12 +287,7 @@ class Reducer:
     def _end_round(self) -> None:
         self._group.rounds.note_computed(self._number, self._round)
         divisor = self._find_divisor()
-        if self._buckets or len(self.sparse) == len(self._names):
-            self._finish()
-        else:
-            self._wait()
-            if divisor.error is None:
-                self._make_buckets(divisor)
+        self._reduce_dense(divisor)
         if divisor.error is None:
             if self.sparse:
                 self._reduce_sparse(divisor)
@@ -286,6 +298,15 @@ class Reducer:
             each.forget_used()
         self._round += 1
         self._is_repeated = False
+
+    def _reduce_dense(self, divisor: StepDivisor) -> None:
+        """Waits for the reductions; the first round makes the buckets."""
+        if self._buckets or len(self.sparse) == len(self._names):
+            self._finish()
+            return
+        self._wait()
+        if divisor.error is None:
+            self._make_buckets(divisor)
 
     def _find_divisor(self) -> StepDivisor:
         """Returns the divisor of this round, which a task finds before the first reduction."""
@@ -359,6 +380,7 @@ class Reducer:
             self._or_drop(self._settle, why)
         for replica in self._replicas:
             replica.forget_used()
+        self._forget_sums()
         self._reset()
 
     def _settle(self, why: str) -> None:
@@ -416,16 +438,20 @@ class Reducer:
 
     def _reduce_sparse(self, divisor: StepDivisor) -> None:
         """Averages the sparse gradients; a process without one sends no rows."""
+        names = [self._names[index] for index in self.sparse]
+        parameters = [self._sparse_parameters(replica) for replica in self._replicas]
+        name = f"sparse gradients ({listed(names)})"
+        operands = (names, parameters, self.mesh, self.cross_device_ops, divisor.total)
+        self._run(partial(run_for, name, average_sparse, *operands))
+
+    def _run(self, call: Callable[[], None]) -> None:
+        """Runs a call by the worker, on streams of all replicas, and waits for it."""
         streams = [
             torch.cuda.current_stream(replica.device)
             for replica in self._replicas
             if replica.device.type == "cuda"
         ]
-        names = [self._names[index] for index in self.sparse]
-        parameters = [self._sparse_parameters(replica) for replica in self._replicas]
-        name = f"sparse gradients ({listed(names)})"
-        operands = (names, parameters, self.mesh, self.cross_device_ops, divisor.total)
-        task = self._worker.submit(partial(run_for, name, average_sparse, *operands), streams)
+        task = self._worker.submit(call, streams)
         task.wait()
         task.join()
 
@@ -457,6 +483,7 @@ class Reducer:
             mesh_state.fail_all(f"a backward of process {group.rank} of {group.size} {why}")
         for replica in self._replicas:
             replica.drop()
+        self._forget_sums()
         self._reset()
 
     def _reset(self) -> None:
@@ -522,7 +549,8 @@ class Reducer:
             for part, bucket in zip(of_replica, buckets, strict=True):
                 part.bucket = bucket
                 for position, index in enumerate(part.indices):
-                    hook = _hook(self, replica, part, position)  # without effect in this round
+                    # Without effect in this round.
+                    hook = bucket_hook(self, replica, part, position)
                     handles.append(parameters[index].register_post_accumulate_grad_hook(hook))
         # The old hooks are removed last, so that an interrupt leaves hooks that can begin a round.
         self._buckets = buckets
@@ -550,36 +578,6 @@ class Reducer:
         flat = self.mesh.flat_buffer(shapes, dtype)
         flat.attach(parameters)
         return Bucket(name, flat, self.cross_device_ops, num_gradients)
-
-
-def _first_hook(reducer: Reducer, replica: Replica, index: int) -> Callable[[Any], None]:
-    """Returns the hook of a parameter in the first round, or of one with sparse gradients."""
-
-    def gradient_is_ready(_: Any) -> None:
-        if replica.waits or replica.gone:
-            reducer.begin(replica)  # may drop a round, and its marks
-        if not reducer.is_paused:
-            replica.ready.append(index)
-        replica.used[index] = 1
-
-    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
-    return gradient_is_ready
-
-
-def _hook(
-    reducer: Reducer, replica: Replica, part: BucketPart, position: int
-) -> Callable[[Any], None]:
-    """Returns the hook of a parameter after the first round; called for each gradient."""
-    used, gone = part.used, replica.gone
-
-    def gradient_is_ready(_: Any) -> None:  # called thousands of times in a backward
-        used[position] = 1
-        part.missing -= 1
-        if part.missing <= 0 or gone:
-            reducer.part_is_ready(replica, part, position)
-
-    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
-    return gradient_is_ready
 
 
 def reducer_of(parameter: Any) -> Reducer | None:

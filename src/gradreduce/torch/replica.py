@@ -46,6 +46,7 @@ class Replica:
         parts: the part of each bucket that belongs to this replica.
         units: the exact sum of the weights of its micro-batches since the last averaged step.
         is_weighted: whether a micro-batch had a weight.
+        keeps_weights: whether the gradients of these micro-batches are no longer in ``.grad``.
         zeroed: the parameters whose ``.grad`` was None before a gradient of weight 0.
         flags: with several processes, a view at the end of the last bucket: see ``unused.py``.
     """
@@ -64,6 +65,7 @@ class Replica:
         self.used = bytearray(len(parameters))
         self.parts: list[BucketPart] = []
         self.units, self.is_weighted = 0, False
+        self.keeps_weights = False
         self.zeroed: list[int] = []
         self.flags: Any = None
 
@@ -81,11 +83,12 @@ class Replica:
     def forget_weights(self) -> None:
         """Forgets the micro-batches that were counted, whose gradients are averaged or dropped."""
         self.units, self.is_weighted = 0, False
+        self.keeps_weights = False
         self.zeroed.clear()
 
     def forget_dropped(self) -> None:
         """Forgets the micro-batches that were counted if no ``.grad`` is left of them."""
-        if all([parameter.grad is None for parameter in self.parameters]):
+        if not self.keeps_weights and all([each.grad is None for each in self.parameters]):
             self.forget_weights()
 
     def forget_used(self) -> None:
@@ -243,6 +246,36 @@ class Bucket:
             last = views[self._num_gradients - 1]  # flags follow, which must stay above 0
             end = (last.address + last.nbytes - buffer.address) // buffer.dtype.itemsize
             divide(from_buffer(buffer, "torch")[:end], divisor.total)
+
+
+def first_hook(reducer: Any, replica: Replica, index: int) -> Callable[[Any], None]:
+    """Returns the hook of a parameter in the first round, or of one with sparse gradients."""
+
+    def gradient_is_ready(_: Any) -> None:
+        if replica.waits or replica.gone:
+            reducer.begin(replica)  # may drop a round, and its marks
+        if not reducer.is_paused:
+            replica.ready.append(index)
+        replica.used[index] = 1
+
+    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
+    return gradient_is_ready
+
+
+def bucket_hook(
+    reducer: Any, replica: Replica, part: BucketPart, position: int
+) -> Callable[[Any], None]:
+    """Returns the hook of a parameter after the first round; called for each gradient."""
+    used, gone = part.used, replica.gone
+
+    def gradient_is_ready(_: Any) -> None:  # called thousands of times in a backward
+        used[position] = 1
+        part.missing -= 1
+        if part.missing <= 0 or gone:
+            reducer.part_is_ready(replica, part, position)
+
+    gradient_is_ready.reducer = reducer  # type: ignore[attr-defined]
+    return gradient_is_ready
 
 
 def plan_buckets(

@@ -188,11 +188,12 @@ class GradientScaling:
     def read_norm(self) -> float | None:
         """Returns the last norm; the host waits for it."""
         norm = self.norm  # read once, because another thread may replace it
-        return _on_host(norm) if isinstance(norm, Buffer) else norm
+        return float(norm.numpy()[0]) if isinstance(norm, Buffer) else norm
 
     def _is_finite(self, norm: Buffer) -> bool:
         """Whether a norm is finite; counts skipped updates, and adapts the scale."""
-        self.norm = _on_host(norm)
+        # Unlike ``numpy`` it does not warn, which may raise, before the gradients are used.
+        self.norm = float(norm.device.download(norm)[0])
         is_finite = math.isfinite(self.norm)
         self.num_skipped += not is_finite
         rule = self._rule
@@ -241,10 +242,6 @@ class GradientScaling:
         return partial(vars(self).update, scale=scale, _growth_tracker=tracker, norm=None)
 
 
-def _on_host(norm: Buffer) -> float:
-    return float(norm.numpy()[0])
-
-
 def first_nonfinite(gradients: Sequence[Sequence[Part]], first: int) -> tuple[int, int]:
     """Returns the index and the replica of the first gradient that is not finite.
 
@@ -258,7 +255,7 @@ def first_nonfinite(gradients: Sequence[Sequence[Part]], first: int) -> tuple[in
     sums = [ops.block_sums(column, column[0].device) for column in columns]
     wrong = []
     for replica, (column, of_replica) in enumerate(zip(columns, sums, strict=True), first):
-        totals = of_replica.numpy().tolist()
+        totals = of_replica.device.download(of_replica).tolist()
         block = next((block for block, each in enumerate(totals) if not math.isfinite(each)), -1)
         if block >= 0:
             ends = list(accumulate([ops.num_blocks(buffer.size) for buffer in column]))

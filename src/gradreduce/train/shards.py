@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gradreduce import ops
-from gradreduce.accumulator.dense_storage import partial_sums
+from gradreduce.accumulator.dense_storage import DenseStorage
 from gradreduce.accumulator.multi import reduce_now
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.accumulator.state import AccumulatorState
@@ -163,7 +163,7 @@ class ShardedUpdate:
                 f"shard_optimizer=True needs an elementwise rule; the rule of {optimizer!r} is not "
                 "elementwise"
             )
-        self._optimizer, self._ops = optimizer, cross_device_ops
+        self._optimizer = optimizer
         self._whole, self._devices = tuple(variables), variables[0].devices
         self._replicas = Replicas(self._devices)
         self._num_replicas, self._first = self._replicas.count, self._replicas.first
@@ -190,15 +190,17 @@ class ShardedUpdate:
         optimizer._rehearse_update(
             [part for shard, part in self._own.items() if shard.variable in sparse], sparse=True
         )
-        gathering = cross_device_ops.settings._replace(wire_dtype=None)
+        self._settings = cross_device_ops.settings._replace(
+            num_words=cross_device_ops.words if cross_device_ops.exact else 1
+        )
         for dtype in {variable.dtype: None for variable in variables}:
             rehearse_reduction(
-                cross_device_ops.settings, self._devices, accumulate_dtype(dtype), dtype,
+                self._settings, self._devices, accumulate_dtype(dtype), dtype,
                 call="reduce-scatter",
             )  # fmt: skip
-            rehearse_reduction(gathering, self._devices, dtype, dtype, call="all-gather")
+            rehearse_reduction(self._settings, self._devices, dtype, dtype, call="all-gather")
         if scaling.acts:
-            rehearse_reduction(gathering, self._devices, _SUM, _SUM, call="all-gather")
+            rehearse_reduction(self._settings, self._devices, _SUM, _SUM, call="all-gather")
 
     def _check_unused(self) -> None:
         """Raises if the optimizer has slots that this step would not use."""
@@ -231,8 +233,9 @@ class ShardedUpdate:
         dense = [state for state in states if not state.storage.is_sparse]
         for count, excess in dict.fromkeys([(state.count, state.excess) for state in dense]):
             together = [state for state in dense if (state.count, state.excess) == (count, excess)]
-            indices = [index_of[state] for state in together]
-            sums = dict(zip(indices, partial_sums(together), strict=True))
+            indices, storage = [index_of[state] for state in together], together[0].storage
+            assert isinstance(storage, DenseStorage)
+            sums = dict(zip(indices, storage.partial_sums(together), strict=True))
             chosen = [shard for shard in self._shards if shard.variable in sums]
             divisor: float | None = count * self._num_replicas / len(self._devices)
             weight = from_units(together[0].weight()) if excess else None
@@ -241,6 +244,7 @@ class ShardedUpdate:
             )
             parts = [[shard.of(buffer) for buffer in sums[shard.variable]] for shard in chosen]
             results = reduce_batch(plan, parts, positions=indices, divisor=weight)
+            storage.report_inexact(together)
             of_shard |= {
                 shard: mean for shard, means in zip(chosen, results, strict=True) for mean in means
             }
@@ -273,11 +277,11 @@ class ShardedUpdate:
         name = f"{call.replace('-', '_')} of {'norms of ' * of_sums}a SyncStep"
         names = tuple([self._whole[index].name for index in indices])
         what = describe_batch(
-            self._ops.settings, whole, divisor, None,
+            self._settings, whole, divisor, None,
             counts=False, call=name, names=names,
         )  # fmt: skip
         return plan_shares(
-            self._ops.settings, self._devices, shares, what,
+            self._settings, self._devices, shares, what,
             call=call, divisor=divisor, names=names,
         )  # fmt: skip
 

@@ -7,16 +7,12 @@ terms ──aggregate──► gradient ──accumulate──► sum ──pack
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
-from gradreduce.accumulator import (
-    ConditionalAccumulator,
-    ConditionalAccumulatorBase,
-    SparseConditionalAccumulator,
-)
 from gradreduce.accumulator.multi import add_pending
 from gradreduce.accumulator.state import PendingGradient
-from gradreduce.accumulator.validate import as_required, as_step, parts_to_add
+from gradreduce.accumulator.validate import as_required, as_step, parts_to_add, terms_to_add
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
@@ -39,7 +35,6 @@ from gradreduce.comm.process_group import check_one_process
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import (
     DeferInterrupts,
-    Mesh,
     PackInfo,
     as_deadline,
     as_flag,
@@ -55,26 +50,15 @@ from gradreduce.sums.methods import AggregationMethod, as_aggregation_method
 from gradreduce.sums.slices import concatenate_slices
 from gradreduce.weights import NUM_NUMBERS, from_numbers, to_numbers
 
+from .accumulators import is_exact, make_accumulator
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import ShardedUpdate
-from .terms import find_sparse, place_terms, rehearse_rows
+from .terms import find_sparse, place_terms
 from .update import ReplicatedUpdate, UpdateStages
 from .weights import TermWeights
 
 _FORMAT = "gradreduce SyncStep 2"
-
-
-class _StepAccumulator(ConditionalAccumulator):
-    """An accumulator over all processes, to which each replica adds equally many gradients."""
-
-    _spans_processes = True
-
-
-class _SparseStepAccumulator(SparseConditionalAccumulator):
-    """The same for sparse gradients."""
-
-    _spans_processes = True
 
 
 class SyncStep(NotCopied):
@@ -93,7 +77,10 @@ class SyncStep(NotCopied):
     Args:
         variables: trainable Variables, all with a copy on each device of the same mesh.
         optimizer: applies the mean gradients.
-        cross_device_ops: a ``CrossDeviceOps`` that reduces the sums across devices.
+        cross_device_ops: a ``CrossDeviceOps`` that reduces the sums across devices. With its
+            ``exact=True`` all terms are added as real numbers, and their sum is rounded once, so
+            that the numbers of micro-batches, replicas and processes do not change a bit; see
+            docs/same_bits.md.
         aggregation_method: how the micro-batch gradients of a replica are summed.
         num_required: the number of gradients for an update, counted over all processes; each call
             adds one per replica. An integer, or a Variable, which is read once, by the constructor.
@@ -169,8 +156,8 @@ class SyncStep(NotCopied):
             raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
         if isinstance(cross_device_ops, ReductionToOneDevice):
             check_one_process(self.devices[0], "ReductionToOneDevice")
-        self.optimizer = optimizer
-        self.cross_device_ops = cross_device_ops
+        self.optimizer, self.cross_device_ops = optimizer, cross_device_ops
+        self._is_exact = is_exact(cross_device_ops)
         self.aggregation_method = as_aggregation_method(aggregation_method)
         whole = self.devices[0].mesh
         mesh = whole[[whole.devices.index(device) for device in self.devices]]
@@ -187,7 +174,7 @@ class SyncStep(NotCopied):
         self._update: UpdateStages
         self._update = self._shards or ReplicatedUpdate(*of_update, self._scaling)
         self.accumulators = [
-            _make_accumulator(variable, mesh, cross_device_ops, is_sparse=index in self._sparse)
+            make_accumulator(variable, mesh, cross_device_ops, is_sparse=index in self._sparse)
             for index, variable in enumerate(self.variables)
         ]
         self._states = [each.accumulator_ref for each in self.accumulators]
@@ -302,15 +289,15 @@ class SyncStep(NotCopied):
             step = self._earliest(step, list(placed), checked, by)
             pending_gradients = self._pending(placed, gradients, by)
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
-                if not add_pending(pending_gradients, step):
-                    return False
+                is_added = add_pending(pending_gradients, step)
                 # Every process adds one gradient for each of its replicas at each call.
                 num_here = -(-self.num_required // self.num_replicas) * len(self.devices)
-                means = self._update.reduce(self._states, num_here)
-                if means is None or not self._update.scale(means):
-                    return False
-                self._update.apply(means)
-                return True
+                means = self._update.reduce(self._states, num_here) if is_added else None
+                is_updated = means is not None and self._update.scale(means)
+                if is_updated:
+                    self._update.apply(means)
+        self.devices[0].mesh_state.inexact.warn()
+        return is_updated
 
     def state_dict(
         self, *, deadline: float | None = None, output_type: str = "numpy"
@@ -423,6 +410,8 @@ class SyncStep(NotCopied):
     ) -> list[PendingGradient]:
         """Returns the gradient of each variable, one for each replica."""
         states = [self._states[index] for index in placed]
+        if weights is None and self._is_exact:
+            return [terms_to_add(*each) for each in zip(states, placed.values(), strict=True)]
         if weights is None:
             return [parts_to_add(*each) for each in zip(states, gradients, strict=True)]
         weights.check_total(states)
@@ -507,10 +496,14 @@ class SyncStep(NotCopied):
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
-        If only another process is stale, that is known later, and the sums are dropped. Terms with
-        weights are added by the accumulators, unless the sum of a replica is needed before.
+        If only another process is stale, that is known later, and the sums are dropped. Exact terms
+        and terms with weights are added by the accumulators, unless the sum of a replica is needed
+        before; that of exact terms is only checked.
         """
         tree = self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE
+        if self._is_exact:
+            stale = stale or not self._scaling.checks
+            placed, weights = placed.copy(), copy(weights)
         if weights is not None:
             if not stale and (tree or self._scaling.checks):
                 placed.update(weights.sum_terms(placed, self.variables, tree=tree))
@@ -544,26 +537,6 @@ class SyncStep(NotCopied):
             for (index, replica), slices in zip(sparse, rows, strict=True):
                 totals[index][replica] = slices
         return list(totals.values())
-
-
-def _make_accumulator(
-    variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps, *, is_sparse: bool
-) -> ConditionalAccumulatorBase:
-    """Makes the accumulator of a variable; its mean divides by the number of all gradients."""
-    options: dict[str, Any] = {
-        "name": f"{variable.name}/grad_accum",
-        "device": mesh,
-        "cross_device_ops": cross_device_ops,
-    }
-    made: ConditionalAccumulatorBase
-    if is_sparse:
-        rehearse_rows(variable)
-        options["sparse_mean"] = "per_gradient"
-        made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
-    else:
-        made = _StepAccumulator(variable.dtype, variable.shape, **options)
-    made.accumulator_ref.tensor = variable.name
-    return made
 
 
 def _number_of(scheduled: Mapping[str, float]) -> int:

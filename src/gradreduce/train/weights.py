@@ -93,7 +93,9 @@ class TermWeights:
                 terms, weights = [concatenate_slices(rows, device)], [1.0]
             elif not terms and state.totals[replica] is None:  # each replica has a sum
                 shape = tuple([extent or 0 for extent in state.shape or ()])
-                terms, weights = [device.zeros(shape, state.dtype)], [1.0]
+                # Only -0.0 changes no exact sum.
+                sign = -1.0 if state.storage.num_words > 1 else 1.0
+                terms, weights = [device.zeros(shape, state.dtype)], [sign]
             for term, weight in zip(terms, weights, strict=True):
                 if isinstance(term, IndexedSlices):
                     parts.append(state.storage.to_addend(state, term)._replace(weight=weight))

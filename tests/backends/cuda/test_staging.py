@@ -13,6 +13,7 @@ import gradreduce as gr
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.backends.cuda import staging
 from gradreduce.device import Mesh
+from gradreduce.device.run.inexact import queue_download
 from gradreduce.errors import CollectiveError
 
 pytestmark = pytest.mark.fake_cupy
@@ -81,6 +82,24 @@ def test_a_download_that_passes_no_deadline_uses_no_pinned_memory(here, mesh):
     mesh.reset(timeout=TEST_TIMEOUT)
     assert not len(device._staging)
     assert (buffer.numpy() == data((5 * CHUNK,))).all()
+
+
+def test_a_queued_download_is_none_until_the_queue_has_passed_it(here, mesh):
+    """Its pinned memory is kept until then, although nobody may read it."""
+    device = mesh.devices[0]
+    device.synchronize(deadline=TEST_TIMEOUT)  # later waits poll
+    here.stall(device)
+    read, dropped = [queue_download(device.upload(data((9,), seed=seed))) for seed in (1, 2)]
+    del dropped
+    assert read() is None
+    held = device.upload(data((9,), seed=3))  # overwrites pinned memory that is not kept
+    here.resume()
+    device.synchronize()
+    assert (read() == data((9,), seed=1)).all()
+    assert (held.numpy() == data((9,), seed=3)).all()
+    del read
+    device.synchronize()
+    assert not len(device._staging)
 
 
 def test_a_lack_of_pinned_memory_is_a_lack_of_host_memory(gpus):

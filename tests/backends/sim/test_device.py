@@ -13,6 +13,7 @@ from support.threads import in_threads
 from gradreduce.backends.sim import pool as sim_pool
 from gradreduce.backends.sim.pool import GRANULE, START, Memory, SimPool
 from gradreduce.device import Device, Mesh, as_dtype
+from gradreduce.device.run.inexact import queue_download
 from gradreduce.ops.add_n import ADD_N
 
 PAIR = ("float32", "float32", 1)
@@ -125,6 +126,14 @@ def test_deferred_memory_comes_back_when_the_queues_that_used_it_have_passed():
         mesh.synchronize()
         assert device.empty((SIZE,), FLOAT).address == address
         assert device._pool.grown == num_grown
+
+
+def test_a_queued_download_is_none_until_the_queue_has_passed_it():
+    with simulated(1, schedule_seed=0) as mesh:  # nothing runs before a host wait
+        read = queue_download(uploaded(mesh.devices[0], 1))
+        assert read() is None
+        mesh.synchronize()
+        assert same(read(), data((SIZE,), seed=1))
 
 
 def test_freeing_a_block_acquires_no_lock(mesh):

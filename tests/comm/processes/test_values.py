@@ -52,8 +52,9 @@ def drawn(num_processes: int, number: int, ways: Sequence[str]) -> list[dict[str
     @given(cases(num_processes))
     def keep(case: dict[str, Any]) -> None:
         number = len(found)
-        kinds = [case["groups"], None, case["groups"], "processes", "nccl"]
-        found.append({**case, "way": ways[number % len(ways)], "groups": kinds[number % 5]})
+        kinds = [case["groups"], None, "exact", "processes", "nccl"]
+        kind = kinds[number // len(ways) % len(kinds)]
+        found.append({**case, "way": ways[number % len(ways)], "groups": kind})
 
     keep()
     return found

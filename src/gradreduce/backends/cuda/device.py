@@ -31,6 +31,7 @@ from gradreduce.device import (
     Device,
     DeviceQueue,
     GpuMove,
+    HostCopy,
     HostMove,
     Kernel,
     Mark,
@@ -425,6 +426,25 @@ class CudaDevice(Device):
         if failed:
             raise failed[0]
         return host.view(buffer.dtype).reshape(buffer.shape)
+
+    def _make_download(self, buffer: Buffer) -> tuple[Command, HostCopy]:
+        nbytes, events = buffer.nbytes, list[Any]()
+        with self.gpu:
+            pinned = allocate_pinned(nbytes, self.name)
+
+        def command() -> None:
+            stream, kind = self._stream("compute"), runtime.memcpyDeviceToHost
+            with DeferInterrupts(), self.gpu:
+                runtime.memcpyAsync(pinned.ptr, buffer.address, nbytes, kind, stream.ptr)
+                events.append(self.gpu.event(stream))
+                self._staging.add(pinned, nbytes, events[0])  # the copy may outlive its reader
+
+        def read() -> np.ndarray | None:
+            if not events or not self._is_done(events[0]):
+                return None
+            return np.frombuffer(pinned, buffer.dtype, buffer.size).copy()
+
+        return command, read
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         stream = self._stream(queue).ptr

@@ -22,6 +22,7 @@ from gradreduce.device import (
     Buffer,
     Command,
     Device,
+    HostCopy,
     HostMove,
     Kernel,
     Mark,
@@ -175,6 +176,14 @@ class SimDevice(Device):
         if not self.scheduler.finish((self.physical, "compute"), wait_policy):
             return None
         return self._array_of(buffer).copy()
+
+    def _make_download(self, buffer: Buffer) -> tuple[Command, HostCopy]:
+        memory, copies = memory_of(buffer), list[np.ndarray]()
+
+        def work() -> None:
+            copies.append(memory.copy())
+
+        return partial(self.submit, "compute", work), lambda: copies[0] if copies else None
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         self.submit(queue, partial(np.copyto, memory_of(dst), memory_of(src)))

@@ -50,8 +50,8 @@ class Record:
     Attributes:
         kind: ``launch``, ``copy``, ``collective``, ``exchange`` (with other processes), ``fill``,
             ``upload``, ``download`` or ``sync``.
-        name: the kernel or collective; ``captured step`` for the launch of a whole capture; else
-            empty.
+        name: the kernel or collective; ``captured step`` for the launch of a whole capture; of a
+            download that no call waits for, what it reads; else empty.
         device: the logical index of the device whose queue runs it.
         source: the logical index of the device that a copy reads; -1 for other operations.
         nbytes: the bytes that it moves. Copy, upload, download, fill: the size of the memory.
@@ -115,8 +115,9 @@ class Journal:
 
     @property
     def syncs(self) -> int:
-        """The number of host waits: downloads and ``synchronize``."""
-        return len(self.of("sync")) + len(self.of("download"))
+        """The number of host waits: downloads, except those with a name, and ``synchronize``."""
+        downloads = [record for record in self.of("download") if not record.name]
+        return len(self.of("sync")) + len(downloads)
 
 
 @dataclass(frozen=True, slots=True)

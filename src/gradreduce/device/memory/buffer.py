@@ -226,7 +226,9 @@ class Buffer(NotCopied):
 
         Raises what ``Device.download`` raises.
         """
-        return self.device.download(self, deadline=deadline)
+        host = self.device.download(self, deadline=deadline)
+        self.device.mesh_state.inexact.warn()
+        return host
 
     def __repr__(self) -> str:
         return f"Buffer(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,9 @@ class Event(Protocol):
     @property
     def done(self) -> bool:
         """Whether the queue has passed this position; does not wait."""
+
+
+HostCopy = Callable[[], np.ndarray | None]
 
 
 class Backend(ABC):
@@ -92,6 +95,13 @@ class Backend(ABC):
     @abstractmethod
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         """Returns a host copy after the compute queue's work; None if the wait ended early."""
+
+    @abstractmethod
+    def _make_download(self, buffer: Buffer) -> tuple[Command, HostCopy]:
+        """Returns a command that copies a small buffer to the host on the compute queue.
+
+        The second result returns the copy; None if it is not done yet.
+        """
 
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:

@@ -1,0 +1,193 @@
+"""Partial sums of dense gradients as real numbers: words whose exact sum a take rounds.
+
+Each gradient is added to the words of its device; ``ops.add_words`` describes them. A take adds the
+words of all devices, rounds their sum once, and divides it. So neither the order of the gradients
+nor their devices change a bit. The devices note which sums did not fit into their words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from gradreduce import checkpoint, ops
+from gradreduce.arrays.distributed import Part
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    as_dtype,
+    by_physical,
+    flat_layout,
+)
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+from gradreduce.sums.aggregators import round_to, scaled
+from gradreduce.weights import from_units
+
+from .dense_storage import (
+    DenseStorage,
+    SumForm,
+    accessible_gradients,
+    allocate_flat,
+    names_of,
+    steps_of,
+)
+from .state import AccumulatorState, Addition
+
+_FLAG = as_dtype("int32")
+
+
+class WordSum(NamedTuple):
+    """A partial sum.
+
+    Attributes:
+        words: arrays of the accumulate dtype; it is their exact sum.
+        flag: an int32, which is not 0 if it did not fit into the words.
+    """
+
+    words: tuple[Buffer, ...]
+    flag: Buffer
+
+
+class ExactStorage(DenseStorage):
+    """Stores each partial sum as a ``WordSum`` of this many words."""
+
+    format = "gradreduce exact accumulator 1"
+    overwrites = False
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+
+    def allocate(self, additions: Sequence[Addition]) -> None:
+        """See ``Storage``. New sums are allocated back to back; a take need not pack them."""
+        fresh = [addition for addition in additions if addition.total is None]
+        for addition, gradients in zip(additions, accessible_gradients(additions), strict=True):
+            addition.in_place = addition.total is not None
+            addition.steps = steps_of(gradients)
+        if not fresh:
+            return
+        sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
+        words = zip(*[allocate_flat(sums) for _ in range(self.num_words)], strict=True)
+        flags = _new_flags([each.device for each in fresh])
+        for addition, own, flag in zip(fresh, words, flags, strict=True):
+            addition.total = WordSum(own, flag)
+
+    def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
+        """See ``Storage``."""
+        first, of_first = steps[0]
+        sums = [addition.total for addition, _ in steps]
+        dtypes = [total.words[0].dtype for total in sums]
+        terms = [
+            [_as_term(gradient, weight, dtype) for gradient, weight in step]
+            for (_, step), dtype in zip(steps, dtypes, strict=True)
+        ]
+        return partial(
+            ops.add_words, [total.words for total in sums], [total.flag for total in sums], terms,
+            fresh=not first.in_place and of_first is first.steps[0], device=first.device,
+        )  # fmt: skip
+
+    def take(
+        self, states: Sequence[AccumulatorState], guard: ExitStack
+    ) -> dict[AccumulatorState, tuple[Part, ...]]:
+        """See ``Storage``. Sums are only read."""
+        taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+        together: dict[tuple[Any, CrossDeviceOps, float], list[AccumulatorState]] = {}
+        alone: dict[tuple[float, int], list[AccumulatorState]] = {}
+        for state in states:
+            divisor = from_units(state.weight()) if state.reduction_type == "MEAN" else 1.0
+            if state.over_mesh:
+                of_mesh = (state.devices, state.cross_device_ops, divisor)
+                together.setdefault(of_mesh, []).append(state)
+            else:
+                alone.setdefault((divisor, state.devices[0].physical), []).append(state)
+        for (_, reducer, divisor), batch in together.items():
+            reduced = reducer.reduce_buffers(
+                self.partial_sums(batch), weight=divisor, num_words=self.num_words,
+                out_dtypes=[state.dtype for state in batch], names=names_of(batch),
+            )  # fmt: skip
+            taken.update(zip(batch, reduced, strict=True))
+        for (divisor, _), batch in alone.items():
+            sums = [state.totals[0] for state in batch]
+            outs = [[state.devices[0].allocate(total.words[0].shape, state.dtype)]
+                    for state, total in zip(batch, sums, strict=True)]  # fmt: skip
+            words = [total.words for total in sums]
+            ops.exact_sum(outs, words, divisor=divisor, device=batch[0].devices[0])
+            taken.update(zip(batch, map(tuple, outs), strict=True))
+        self.report_inexact(states)
+        return taken
+
+    def partial_sums(self, states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
+        """See ``DenseStorage``; the words of a device are neighbours."""
+        rows = super().partial_sums(states)
+        return [[word for total in row for word in total.words] for row in rows]
+
+    def _zeros(self, sums: Sequence[SumForm]) -> list[WordSum]:
+        """Returns words of -0.0, which changes no sum."""
+        words = [allocate_flat(sums, zeros=True) for _ in range(self.num_words)]
+        for zeros in words:
+            for places in by_physical([zero.device for zero in zeros]).values():
+                here = [zeros[place] for place in places]
+                ops.pack(here, here, divisor=-1, device=here[0].device)
+        flags = _new_flags([device for device, *_ in sums])
+        return list(map(WordSum, zip(*words, strict=True), flags))
+
+    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:
+        """See ``Storage``."""
+        flags = [
+            (state.tensor or state.name, total.flag)
+            for state in states
+            for total in state.totals
+            if total is not None
+        ]
+        if flags:
+            states[0].mesh_state.inexact.add(flags)
+
+    def save(self, total: Any) -> Any:
+        """See ``Storage``. Equal sums are saved as equal words, in ``[word, …]``."""
+        copies = [checkpoint.queue_copy(word) for word in total.words]
+
+        def read(download: Callable[[Buffer], Any]) -> Any:
+            return ops.canonical_words([download(copy) for copy in copies])
+
+        return read
+
+    def load(
+        self, name: str, saved: Any, dtype: DType, shape: tuple[int, ...], count: int
+    ) -> Callable[[Device], Any]:
+        """See ``Storage``."""
+        host = checkpoint.array((self.num_words, *shape), dtype)(name, saved)
+
+        def upload(device: Device) -> WordSum:
+            words = tuple([device.upload(word) for word in host])
+            return WordSum(words, _new_flags([device])[0])
+
+        return upload
+
+
+@cache
+def exact_storage(num_words: int) -> ExactStorage:
+    """Returns the storage of all exact sums of this many words."""
+    return ExactStorage(num_words)
+
+
+def _as_term(gradient: Buffer, weight: float, dtype: DType) -> Buffer:
+    """Returns a term that ``ops.add_words`` can add to words of a dtype."""
+    if weight != 1:
+        return scaled(gradient, weight)
+    return gradient if accumulate_dtype(gradient.dtype) == dtype else round_to(gradient, dtype)
+
+
+def _new_flags(devices: Sequence[Device]) -> list[Buffer]:
+    """Allocates flags that are 0, back to back on each device: one copy downloads them all."""
+    flags: dict[int, Buffer] = {}
+    places: dict[Device, list[int]] = {}
+    for place, device in enumerate(devices):
+        places.setdefault(device, []).append(place)
+    for device, here in places.items():
+        layout = flat_layout([1] * len(here), _FLAG.itemsize)
+        whole = device.zeros((layout.size,), _FLAG)
+        flags.update(zip(here, whole.parts(layout.offsets, layout.sizes), strict=True))
+    return [flags[place] for place in range(len(devices))]

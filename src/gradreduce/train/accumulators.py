@@ -1,0 +1,65 @@
+"""The accumulators of a training step, one for each variable."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+from gradreduce.accumulator import (
+    ConditionalAccumulator,
+    ConditionalAccumulatorBase,
+    SparseConditionalAccumulator,
+)
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Mesh
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+
+from .terms import rehearse_rows
+
+
+class _StepAccumulator(ConditionalAccumulator):
+    """An accumulator over all processes, to which each replica adds equally many gradients."""
+
+    _spans_processes = True
+
+
+class _SparseStepAccumulator(SparseConditionalAccumulator):
+    """The same for sparse gradients."""
+
+    _spans_processes = True
+
+
+def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDeviceOps]:
+    """Whether the terms of a step are added as real numbers."""
+    return isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact
+
+
+def make_accumulator(
+    variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps, *, is_sparse: bool
+) -> ConditionalAccumulatorBase:
+    """Makes the accumulator of a variable; its mean divides by the number of all gradients.
+
+    Raises:
+        ValueError: the sums of a variable with sparse gradients would be exact.
+    """
+    options: dict[str, Any] = {
+        "name": f"{variable.name}/grad_accum",
+        "device": mesh,
+        "cross_device_ops": cross_device_ops,
+    }
+    made: ConditionalAccumulatorBase
+    if is_sparse:
+        if is_exact(cross_device_ops):
+            raise ValueError(
+                f"sparse_variables= has {variable.name!r}: exact=True does not support "
+                "IndexedSlices yet"
+            )
+        rehearse_rows(variable)
+        options["sparse_mean"] = "per_gradient"
+        made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
+    else:
+        if is_exact(cross_device_ops):
+            options |= {"exact": True, "words": cross_device_ops.words}
+        made = _StepAccumulator(variable.dtype, variable.shape, **options)
+    made.accumulator_ref.tensor = variable.name
+    return made
