@@ -24,8 +24,8 @@ from support.implementations import (
 from support.row_body import RowBody
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import MOST_WORDS, add_words, exact_sum
-from gradreduce.ops.add_words import ADD_WORDS
+from gradreduce.ops import add_words, exact_sum
+from gradreduce.ops.add_words import ADD_WORDS, MOST_WORDS
 
 MAX, LEAST = float(np.finfo(np.float32).max), 2.0**-149
 INF, NAN = np.inf, np.nan
