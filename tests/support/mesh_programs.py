@@ -418,13 +418,16 @@ def accumulated_over_a_mesh(algorithm: str, num_packs: int, mesh: Mesh) -> list[
 def accumulated_exactly(mesh: Mesh) -> list[np.ndarray]:
     """Words of a device and of a mesh, of which one has no gradient; they are saved and loaded."""
 
-    def made() -> list[gr.ConditionalAccumulator]:
+    def made() -> list[Accumulator]:
         cross = gr.HierarchicalCopyAllReduce(2, mesh=mesh, exact=True)
         dense = partial(gr.ConditionalAccumulator, exact=True)
+        sparse = partial(gr.SparseConditionalAccumulator, exact=True)
         return [
             dense("float32", device=mesh.devices[1]),
             dense("bfloat16", device=mesh, cross_device_ops=cross, reduction_type="SUM"),
             dense("float32", device=mesh, cross_device_ops=cross, words=5),
+            sparse("float16", device=mesh.devices[1]),
+            sparse("float32", device=mesh, cross_device_ops=cross, words=2),
         ]
 
     accs, kept = made(), list[Buffer]()
@@ -437,7 +440,9 @@ def accumulated_exactly(mesh: Mesh) -> list[np.ndarray]:
         spread = queued_everywhere(accs[2], mesh, step, exact_data)
         accs[0].apply_grad(spread, step)
         accs[2].apply_grad(spread, step)
-        overwrite_gradients(spread)
+        rows = queued_everywhere(accs[4], mesh, step + 1, exact_data)
+        gr.apply_grads([accs[4]], [rows], step)
+        overwrite_gradients(spread, rows)
         if step == 1:
             loaded = made()
             for acc, other in zip(accs, loaded, strict=True):
@@ -446,7 +451,7 @@ def accumulated_exactly(mesh: Mesh) -> list[np.ndarray]:
         for taken in gr.take_grads(accs, 1):
             *others, last = _buffers_of(taken)
             kept += [*others, *read_by(last, mesh.devices[0])]
-        del grads, spread, taken, others, last
+        del grads, spread, rows, taken, others, last
     return read(kept)
 
 
@@ -502,6 +507,8 @@ PROGRAMS: dict[str, Program] = {
     "sharded exact steps": partial(
         trained, "hierarchical_copy", 0, exact=True, shard_optimizer=True, check_finite=True
     ),
+    "exact steps with rows":
+        partial(trained, "hierarchical_copy", 1, rows=True, exact=True),
     "sharded steps with rows":
         partial(trained, "hierarchical_copy", 0, rows=True, shard_optimizer=True, **CLIPPED),
     **{f"optimizer, {name}": partial(optimized, make) for name, make in OPTIMIZERS.items()},

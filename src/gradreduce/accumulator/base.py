@@ -181,7 +181,8 @@ class ConditionalAccumulatorBase(NotCopied):
               device without gradients. Arrays have the accumulate dtype (float32 for float16 and
               bfloat16), so that nothing is rounded. A sparse accumulator has a dict instead of each
               array: ``"indices"`` (int64, ascending), ``"num_touches"`` (int64, the number of
-              gradients that touched each index) and ``"values"`` (the rows).
+              gradients that touched each index) and ``"values"`` (the rows). With ``exact=True`` an
+              array has the words of each sum, ``(words, …)``, and rows ``(rows, words, …)``.
 
         Raises:
             CancelledError: the accumulator was closed.

@@ -20,6 +20,7 @@ from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
 from .dense_storage import DENSE
+from .exact_sparse_storage import exact_sparse_storage
 from .exact_storage import exact_storage
 from .multi import add_all, take_all
 from .sparse_storage import SPARSE
@@ -243,14 +244,20 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             take merges their rows on the first device, in mesh order.
         cross_device_ops: an ``AllReduceCrossDeviceOps``. Only its mesh is used, to look up names of
             devices.
+        exact: True adds rows with the same index as real numbers and rounds their sum once, by a
+            take; see ``ConditionalAccumulator``.
+        words: how many floats hold an element of an exact sum, 2 to 8; see
+            ``ConditionalAccumulator``.
 
     Raises:
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is not a ``CrossDeviceOps``, or, on a mesh, not an
-            ``AllReduceCrossDeviceOps``; or ``shape`` is not a list of integers and None.
+            ``AllReduceCrossDeviceOps``; ``exact`` is not a bool, or is True with float64; or
+            ``shape`` is not a list of integers and None.
         ValueError: ``reduction_type`` or ``sparse_mean`` is unknown, ``sparse_mean`` is
             ``"per_gradient"`` with ``"SUM"``, an extent is negative, the mesh does not have the
-            device, or ``shared_name`` exists with other arguments.
+            device, ``shared_name`` exists with other arguments, ``words`` is not 2 to 8, or
+            ``cross_device_ops`` is not exact.
         RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
             is not empty.
 
@@ -295,11 +302,16 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         sparse_mean: SparseMean = "per_row",
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        exact: bool = False,
+        words: int = 3,
     ) -> None:
         check_sparse_mean(sparse_mean, reduction_type)
+        num_words = as_num_words(words)
+        storage = exact_sparse_storage(num_words) if as_flag("exact", exact) else SPARSE
         state = create_state(
-            dtype, shape, shared_name, reduction_type, device, cross_device_ops, SPARSE, sparse_mean
-        )
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops, storage,
+            sparse_mean,
+        )  # fmt: skip
         super().__init__(state, "sparse_conditional_accumulator" if name is None else name)
 
     def apply_grad(

@@ -20,7 +20,6 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     as_dtype,
-    by_physical,
     flat_layout,
 )
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -71,7 +70,7 @@ class ExactStorage(DenseStorage):
             return
         sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
         words = zip(*[allocate_flat(sums) for _ in range(self.num_words)], strict=True)
-        flags = _new_flags([each.device for each in fresh])
+        flags = new_flags([each.device for each in fresh])
         for addition, own, flag in zip(fresh, words, flags, strict=True):
             addition.total = WordSum(own, flag)
 
@@ -81,7 +80,7 @@ class ExactStorage(DenseStorage):
         sums = [addition.total for addition, _ in steps]
         dtypes = [total.words[0].dtype for total in sums]
         terms = [
-            [_as_term(gradient, weight, dtype) for gradient, weight in step]
+            [as_term(gradient, weight, dtype) for gradient, weight in step]
             for (_, step), dtype in zip(steps, dtypes, strict=True)
         ]
         return partial(
@@ -128,22 +127,13 @@ class ExactStorage(DenseStorage):
         """Returns words of -0.0, which changes no sum."""
         words = [allocate_flat(sums, zeros=True) for _ in range(self.num_words)]
         for zeros in words:
-            for places in by_physical([zero.device for zero in zeros]).values():
-                here = [zeros[place] for place in places]
-                ops.pack(here, here, divisor=-1, device=here[0].device)
-        flags = _new_flags([device for device, *_ in sums])
+            ops.negate_zeros(zeros)
+        flags = new_flags([device for device, *_ in sums])
         return list(map(WordSum, zip(*words, strict=True), flags))
 
     def report_inexact(self, states: Sequence[AccumulatorState]) -> None:
         """See ``Storage``."""
-        flags = [
-            (state.tensor or state.name, total.flag)
-            for state in states
-            for total in state.totals
-            if total is not None
-        ]
-        if flags:
-            states[0].mesh_state.inexact.add(flags)
+        report_inexact(states)
 
     def save(self, total: Any) -> Any:
         """See ``Storage``. Equal sums are saved as equal words, in ``[word, …]``."""
@@ -162,7 +152,7 @@ class ExactStorage(DenseStorage):
 
         def upload(device: Device) -> WordSum:
             words = tuple([device.upload(word) for word in host])
-            return WordSum(words, _new_flags([device])[0])
+            return WordSum(words, new_flags([device])[0])
 
         return upload
 
@@ -173,14 +163,26 @@ def exact_storage(num_words: int) -> ExactStorage:
     return ExactStorage(num_words)
 
 
-def _as_term(gradient: Buffer, weight: float, dtype: DType) -> Buffer:
+def report_inexact(states: Sequence[AccumulatorState]) -> None:
+    """Does what ``Storage.report_inexact`` does, for totals with a ``flag``."""
+    flags = [
+        (state.tensor or state.name, total.flag)
+        for state in states
+        for total in state.totals
+        if total is not None
+    ]
+    if flags:
+        states[0].mesh_state.inexact.add(flags)
+
+
+def as_term(gradient: Buffer, weight: float, dtype: DType) -> Buffer:
     """Returns a term that ``ops.add_words`` can add to words of a dtype."""
     if weight != 1:
         return scaled(gradient, weight)
     return gradient if accumulate_dtype(gradient.dtype) == dtype else round_to(gradient, dtype)
 
 
-def _new_flags(devices: Sequence[Device]) -> list[Buffer]:
+def new_flags(devices: Sequence[Device]) -> list[Buffer]:
     """Allocates flags that are 0, back to back on each device: one copy downloads them all."""
     flags: dict[int, Buffer] = {}
     places: dict[Device, list[int]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,14 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.ops import Divisor, RowIndex, concatenate_indices, merge_row_index, plan_segments
+from gradreduce.ops import (
+    Divisor,
+    Indices,
+    RowIndex,
+    concatenate_indices,
+    merge_row_index,
+    plan_segments,
+)
 from gradreduce.reduce.one_device import copy_to_each
 from gradreduce.reduce.process_values import slices_of_all
 from gradreduce.sums.slices import concatenate_rows
@@ -57,9 +64,20 @@ class SparseSum:
     values: Buffer
 
     @property
+    def arrays(self) -> tuple[Buffer, ...]:
+        """The arrays that hold the rows."""
+        return (self.values,)
+
+    @property
     def rows(self) -> Buffer:
         """The rows of ``values`` that are in use."""
-        return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
+        return rows_in_use(self)[0]
+
+
+def rows_in_use(total: Any) -> list[Buffer]:
+    """Returns the rows that are in use of each array of a partial sum."""
+    num_rows = total.slots.num_rows
+    return [each.view(0, (num_rows, *each.shape[1:])) for each in total.arrays]
 
 
 class SparseStorage(Storage):
@@ -109,32 +127,45 @@ class SparseStorage(Storage):
             addition.device.mesh_state.check_usable(addition.device)
             before, capacity, slots, steps = addition.total, 0, RowIndex.none(), []
             if before is not None:
-                capacity, slots = before.values.shape[0], before.slots
+                capacity, slots = before.arrays[0].shape[0], before.slots
             for part in addition.gradients:
                 counts_weights = part.weight != 1 and addition.owner.sparse_mean == "per_row"
                 slots, into = slots.add_gradient(
                     part.segments.indices, part.weight if counts_weights else 1
                 )
                 values = ensure_accessible(addition.device, part.values)
-                steps.append((values, part.segments, into, _scaled(addition, values, part.weight)))
+                term = self._scaled(addition, values, part.weight)
+                steps.append((values, part.segments, into, term))
             addition.steps = steps
             addition.in_place = before is not None and slots.num_rows <= capacity
             if addition.in_place:
-                addition.total = SparseSum(slots, before.values)
+                addition.total = replace(before, slots=slots)
                 continue
             capacity = max(slots.num_rows, 2 * capacity)
             shape = addition.owner.shape
             if shape and shape[0] is not None:
                 capacity = min(capacity, shape[0])
-            values = addition.device.empty(
-                (capacity, *addition.gradients[0].shape[1:]), accumulate_dtype(addition.owner.dtype)
-            )
-            addition.total = SparseSum(slots, values)
+            row_shape = addition.gradients[0].shape[1:]
+            addition.total = self._new_sum(addition, slots, (capacity, *row_shape))
             if before is not None and before.slots.num_rows:
-                moves.append((values.view(0, before.rows.shape), before.rows))
+                sources = rows_in_use(before)
+                outs = [each.view(0, sources[0].shape) for each in addition.total.arrays]
+                moves += zip(outs, sources, strict=True)
         for indices in by_physical([out.device for out, _ in moves]).values():
-            outs, rows = zip(*[moves[index] for index in indices], strict=True)
-            ops.pack(outs, rows, device=outs[0].device)
+            to, of = zip(*[moves[index] for index in indices], strict=True)
+            ops.pack(to, of, device=to[0].device)
+
+    def _scaled(self, addition: Addition, values: Buffer, weight: float) -> tuple[Buffer, float]:
+        """Returns memory for the rows of a gradient times its weight, and the weight."""
+        if weight == 1 or not values.size:
+            return values, 1.0
+        dtype = accumulate_dtype(addition.owner.dtype)
+        return addition.device.empty(values.shape, dtype), weight
+
+    def _new_sum(self, addition: Addition, slots: RowIndex, shape: tuple[int, ...]) -> Any:
+        """Returns a partial sum with memory for the rows of ``shape``."""
+        values = addition.device.empty(shape, accumulate_dtype(addition.owner.dtype))
+        return SparseSum(slots, values)
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
@@ -156,7 +187,14 @@ class SparseStorage(Storage):
         """See ``Storage``. The sums are unchanged."""
         first = states[0]  # others wait only for those over a mesh, of a SyncStep
         with abort_others_on_error(first.devices[0]) if first.over_mesh else nullcontext():
-            return {state: _merge_totals(state) for state in states}
+            return {
+                state: copy_to_each(self._merged(state), state.devices, keep=True)
+                for state in states
+            }
+
+    def _merged(self, state: AccumulatorState) -> IndexedSlices:
+        """Merges and divides the rows of all devices on the first one, in new memory."""
+        return _merge_totals(state)
 
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``. The first extent may be unknown; there may be more dimensions."""
@@ -165,11 +203,11 @@ class SparseStorage(Storage):
 
     def save(self, total: Any) -> dict[str, Any]:
         """See ``Storage``. Returns a dict of arrays, in the order of the indices."""
-        slots, copy = total.slots, checkpoint.queue_copy(total.rows)
+        slots, copies = total.slots, list(map(checkpoint.queue_copy, rows_in_use(total)))
         saved = {
             "indices": slots.indices.copy(),
             "num_touches": slots.num_touches(),
-            "values": lambda download: download(copy)[slots.rows],
+            "values": lambda download: self._to_save(list(map(download, copies)), slots.rows),
         }
         if slots.excesses is not None:
             saved["weights"] = slots.weights_to_save()
@@ -186,7 +224,7 @@ class SparseStorage(Storage):
         schema = {
             "indices": vector,
             "num_touches": vector,
-            "values": checkpoint.array((num_rows, *shape[1:]), dtype),
+            "values": checkpoint.array(self._saved_shape(num_rows, *shape[1:]), dtype),
         }
         if isinstance(saved, Mapping) and "weights" in saved:
             saved_weights = saved["weights"]
@@ -208,17 +246,22 @@ class SparseStorage(Storage):
         if weights is not None and num_rows and not abs(weights).max() < math.inf:
             raise ValueError(f"{name}['weights'] must be finite, got {weights}")
         slots = RowIndex.of(indices, touches, weights)
-        return lambda device: SparseSum(slots, device.upload(arrays["values"]))
+        return lambda device: self._upload(device, slots, arrays["values"])
+
+    def _to_save(self, arrays: Sequence[Any], rows: Indices) -> Any:
+        """Returns the rows of arrays on the host that a checkpoint has, in this order."""
+        return arrays[0][rows]
+
+    def _saved_shape(self, num_rows: int, *row_shape: int) -> tuple[int, ...]:
+        """Returns the shape of an array from ``_to_save``."""
+        return num_rows, *row_shape
+
+    def _upload(self, device: Device, slots: RowIndex, saved: Any) -> Any:
+        """Returns a partial sum with the rows of an array from ``_to_save``."""
+        return SparseSum(slots, device.upload(saved))
 
 
 SPARSE = SparseStorage()
-
-
-def _scaled(addition: Addition, values: Buffer, weight: float) -> tuple[Buffer, float]:
-    """Returns memory for the rows of a gradient times its weight, and the weight."""
-    if weight == 1 or not values.size:
-        return values, 1.0
-    return addition.device.empty(values.shape, accumulate_dtype(addition.owner.dtype)), weight
 
 
 def _check_shape(required: tuple[int | None, ...], slices: IndexedSlices) -> None:
@@ -249,8 +292,8 @@ def _check_extents(
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
-def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
-    """Merges the rows of all devices on the first, and copies the result to all."""
+def _merge_totals(state: AccumulatorState) -> IndexedSlices:
+    """Does what ``_merged`` does, also over several processes."""
     totals, home = [total for total in state.totals if total is not None], state.devices[0]
     per_gradient = state.sparse_mean == "per_gradient"
     divisor: Divisor = 1.0
@@ -274,6 +317,4 @@ def _merge_totals(state: AccumulatorState) -> tuple[Part, ...]:
         divisor = from_units(state.weight())
     out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
     coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
-    return copy_to_each(
-        IndexedSlices.of(out, plan.indices, state.sum_shape), state.devices, keep=True
-    )
+    return IndexedSlices.of(out, plan.indices, state.sum_shape)

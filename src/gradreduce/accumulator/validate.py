@@ -16,6 +16,7 @@ from gradreduce.arrays.replica_context import current_device, current_replica
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, as_index, is_number, names_of
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, brief
+from gradreduce.sums.slices import concatenate_slices
 from gradreduce.weights import ONE, as_weight, sum_weights
 
 from .state import AccumulatorState, Addend, PendingGradient
@@ -123,6 +124,13 @@ def parts_to_add(state: AccumulatorState, parts: Sequence[Part]) -> PendingGradi
 
 def terms_to_add(state: AccumulatorState, replicas: Sequence[Sequence[Part]]) -> PendingGradient:
     """Returns one gradient for each replica, the sum of its terms, of the dtype and shape."""
+    if state.storage.is_sparse:
+        each_replica: Sequence[Any] = replicas
+        rows = [
+            terms[0] if len(terms) == 1 else concatenate_slices(terms, device)
+            for terms, device in zip(each_replica, state.devices, strict=True)
+        ]
+        return parts_to_add(state, rows)
     addends = [
         Addend(index, buffer, buffer.shape)
         for index, terms in enumerate(replicas)

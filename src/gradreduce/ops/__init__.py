@@ -13,6 +13,13 @@ from .exact_sum import EXACT_SUM, exact_sum
 from .pack import PACK, pack, pack_rows, pack_to_rows
 from .ranges import Ranges
 from .row_index import RowIndex, merge_row_index
+from .row_words import (
+    add_rows_command,
+    negate_zeros,
+    segments_for_all_kernels,
+    split_rows,
+    sum_rows,
+)
 from .scale import ADD_SCALED, SCALE, add_scaled, scale, scale_rows
 from .segment_sum import SEGMENT_SUM, Divisor, segment_sum_command
 from .segments import Indices, Segments, concatenate_indices, plan_segments, single_row_segments
