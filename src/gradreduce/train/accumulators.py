@@ -37,29 +37,20 @@ def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDevice
 def make_accumulator(
     variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps, *, is_sparse: bool
 ) -> ConditionalAccumulatorBase:
-    """Makes the accumulator of a variable; its mean divides by the number of all gradients.
-
-    Raises:
-        ValueError: the sums of a variable with sparse gradients would be exact.
-    """
+    """Makes the accumulator of a variable; its mean divides by the number of all gradients."""
     options: dict[str, Any] = {
         "name": f"{variable.name}/grad_accum",
         "device": mesh,
         "cross_device_ops": cross_device_ops,
     }
+    if is_exact(cross_device_ops):
+        options |= {"exact": True, "words": cross_device_ops.words}
     made: ConditionalAccumulatorBase
     if is_sparse:
-        if is_exact(cross_device_ops):
-            raise ValueError(
-                f"sparse_variables= has {variable.name!r}: exact=True does not support "
-                "IndexedSlices yet"
-            )
         rehearse_rows(variable)
         options["sparse_mean"] = "per_gradient"
         made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
     else:
-        if is_exact(cross_device_ops):
-            options |= {"exact": True, "words": cross_device_ops.words}
         made = _StepAccumulator(variable.dtype, variable.shape, **options)
     made.accumulator_ref.tensor = variable.name
     return made

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from gradreduce import ops
 from gradreduce.accumulator.dense_storage import DenseStorage
 from gradreduce.accumulator.multi import reduce_now
-from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.accumulator.state import AccumulatorState
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -228,7 +227,7 @@ class ShardedUpdate:
     ) -> ShardMeans:
         """Reduces the sums of these states; see ``take_locked``."""
         sparse = [state for state in states if state.storage.is_sparse]
-        rows = SPARSE.take(sparse, guard) if sparse else {}
+        rows = sparse[0].storage.take(sparse, guard) if sparse else {}
         of_shard: dict[VariableShard, Buffer] = {}
         dense = [state for state in states if not state.storage.is_sparse]
         for count, excess in dict.fromkeys([(state.count, state.excess) for state in dense]):

@@ -476,6 +476,7 @@ class SyncStep(NotCopied):
             "aggregation_method": self.aggregation_method.name,
             "shard_optimizer": self._shards is not None,
             "weights": has_weights,
+            "words": self._states[0].storage.num_words,
             "sparse_variables": [self.variables[index].name for index in self._sparse],
             **self.optimizer._settings_to_compare(),
             **self._scaling.options,

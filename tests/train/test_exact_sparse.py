@@ -1,0 +1,150 @@
+"""SyncStep(sparse_variables=) with exact sums: rows have the bits that the same arrays have."""
+
+import warnings
+
+import numpy as np
+import pytest
+from support.compiled_first import watched_compiles
+from support.thread_group import run_processes
+from train import training
+
+import gradreduce as gr
+from gradreduce.errors import CollectiveError, InvalidArgumentError
+
+SHAPES = {"table": (9, 2), "w": (5,)}
+NUM_TERMS = 8  # micro-batches of a call, of all replicas
+
+
+def terms_of(call, dtype, *, dense, order):
+    """Gradients of magnitudes that a sum of rounded numbers does not hold; rows may repeat."""
+    luck, terms = np.random.default_rng(call), []
+    for _ in range(NUM_TERMS):
+        made = {name: luck.standard_normal((4, *shape[1:]) if name == "table" else shape)
+                * np.exp2(luck.integers(-9, 10)) for name, shape in SHAPES.items()}  # fmt: skip
+        indices = luck.permutation(9)[:4]
+        rows = gr.IndexedSlices(made.pop("table").astype(dtype), indices, SHAPES["table"])
+        terms.append({"table": rows.to_dense() if dense else rows, "w": made["w"].astype(dtype)})
+    return [terms[at] for at in order.permutation(NUM_TERMS)]
+
+
+def train(
+    counts,
+    *,
+    dense=False,
+    calls=range(4),
+    state=None,
+    seed=None,
+    weights=None,
+    dtype="float32",
+    **options,
+):
+    """The values of a training, in which the replicas get the terms in another order each."""
+    num_replicas = sum(counts)
+
+    def step_of(mesh, replicas):
+        made = [gr.Variable(np.ones(shape), name, dtype=dtype, device=mesh)
+                for name, shape in SHAPES.items()]  # fmt: skip
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+        optimizer = gr.GradientDescentOptimizer(0.25)
+        return gr.SyncStep(
+            made, optimizer, ops, sparse_variables=[] if dense else made[:1], **options
+        )
+
+    def call(step, number, replicas):
+        order = np.random.default_rng([number, num_replicas, dense])
+        terms = terms_of(number, dtype, dense=dense, order=order)
+        size = NUM_TERMS // num_replicas
+        own = [
+            {name: [term[name] for term in terms[at * size : (at + 1) * size]] for name in SHAPES}
+            for at in replicas
+        ]
+        done = step(own, weights=weights and [[weights] * size] * len(replicas))
+        return done, step.global_step
+
+    return training.train(counts, step_of, call, calls, state, seed=seed)
+
+
+OPTIONS = {
+    "plain": {},
+    "weighted": {"weights": 0.5},
+    "scaled": {"loss_scale": 4.0},
+    "checked": {"check_finite": True},
+    "weighted and checked": {"weights": 3, "check_finite": True},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("counts", "shard", "seed"),
+    [((4,), False, None), ((4,), True, 3), ((1, 3), False, None), ((2, 2), True, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rows_have_the_bits_that_arrays_have(name, counts, shard, seed):
+    """In any layout of four replicas, in any order of the terms."""
+    options = OPTIONS[name]
+    with warnings.catch_warnings(action="error"):
+        wanted = train([4], dense=True, **options)
+        found = train(counts, shard_optimizer=shard, seed=seed, **options)
+    assert found[:2] == wanted[:2]
+
+
+@pytest.mark.parametrize("counts", [(1,), (2,), (8,), (2, 2)], ids=str)
+def test_the_number_of_replicas_does_not_change_a_sum(counts):
+    """The weights of all terms are equal, so that any number of replicas has the same mean."""
+    options = {"weights": 1.5}
+    wanted = train([4], dense=True, **options)
+    assert train(counts, **options)[0] == wanted[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [((4,), (4,)), ((4,), (1, 3)), ((2, 2), (4,))])
+def test_a_state_with_rows_that_wait_continues(before, after):
+    wanted = train([4], num_required=8)
+    state = train(before, calls=range(3), num_required=8)[2]
+    total = state["accumulators"]["table"]["partial_sums"][0]
+    assert total["values"].shape == (total["indices"].size, 3, 2)
+    assert train(after, calls=[3], state=state, num_required=8)[0] == wanted[0]
+
+
+def make_step(mesh, **options):
+    table = gr.Variable(np.zeros((5, 1), np.float32), "table", device=mesh)
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **{"exact": True, **options})
+    return gr.SyncStep([table], gr.GradientDescentOptimizer(1.0), ops, sparse_variables=[table])
+
+
+def rows(*values):
+    return gr.IndexedSlices(np.float32(values)[:, None], [3] * len(values))
+
+
+@pytest.mark.parametrize("words", [2, 3])
+def test_a_row_that_does_not_fit_warns_and_names_the_variable(words):
+    with gr.open_mesh(2, backend="sim", strict=True) as mesh:
+        step = make_step(mesh, words=words)
+        terms = [[[rows(1.0, 2.0**-30), rows(2.0**-60)]], [[rows(-1.0, 0)]]]
+        if words == 2:
+            with pytest.warns(gr.InexactSumWarning, match="'table'"):
+                step(terms)
+        else:
+            step(terms)
+            mean = (2.0**-30 + 2.0**-60) / 2
+            assert step.variables[0].numpy()[3] == np.float32(-mean)
+
+
+def test_processes_that_differ_in_it_are_named():
+    def work(group):
+        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
+            step = make_step(mesh, exact=group.rank == 0)
+            with pytest.raises((InvalidArgumentError, CollectiveError)) as caught:
+                step([[[rows(1.0)]]])
+            return str(caught.value)
+
+    assert "words is 3 in process 0, 1 in process 1" in run_processes(2, work)[0]
+
+
+def test_nothing_is_compiled_inside_of_a_step():
+    """Rows repeat, and are on some of the devices."""
+    with gr.open_mesh([0, 0, 1], backend="sim") as mesh, watched_compiles(mesh) as watch:
+        watch.finds_calls = True
+        step = make_step(mesh)
+        step([[[rows(1.0, 2.0), rows(*[0.5] * 99)]], [[rows(1.0)]], [[rows()]]])
+    assert watch.late == []
