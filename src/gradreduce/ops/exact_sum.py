@@ -273,8 +273,8 @@ def exact_sum(
     """
     rows: dict[int, list[Row]] = {}
     for place, (written, read) in enumerate(zip(outs, inputs, strict=True)):
-        is_wide = ELEMENT_OF[read[0].dtype].name == "float64"
-        own = (*written, flags[place]) if is_wide else (*written,)
+        is_flagged = ELEMENT_OF[read[0].dtype].name == "float64"
+        own = (*written, flags[place]) if is_flagged else (*written,)
         rows.setdefault(len(own), []).append((*own, *read))
     for num_outs, found in rows.items():
         for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
