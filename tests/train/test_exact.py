@@ -222,13 +222,29 @@ def test_tables_of_rows_are_refused():
         )
 
 
-def test_a_gradient_that_is_not_finite_adds_nothing():
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_term_that_is_not_finite_adds_nothing(is_weighted):
+    """Not the sum of a replica: it may be finite, or overflow although that of all does not."""
+    with gr.open_mesh((0, 1), backend="sim", strict=True) as mesh:
+        made = gr.Variable(np.zeros(3, np.float16), "w", device=mesh)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True)
+        optimizer = gr.GradientDescentOptimizer(1.0)
+        step = gr.SyncStep([made], optimizer, ops, check_finite=True)
+        weights = [[1, 1], [1, 0.5]] if is_weighted else None
+        large, one = np.full(3, 60000, np.float16), np.full(3, 1, np.float16)
+        for wrong in (one * np.float16(np.inf), one * np.float16(np.nan)):
+            with pytest.raises(FloatingPointError, match="'w' in replica 1 is not finite"):
+                step([[[one, one]], [[one, wrong]]], weights=weights)
+        assert (step.global_step, step.accumulators[0].num_accumulated()) == (0, 0)
+        assert step([[[large, large]], [[-large, -2 * one]]], weights=weights)
+        wanted = (59999 / 3.5) if is_weighted else (59998 / 2)
+        assert same(made.numpy(), np.full(3, -np.float16(wanted)))
+
+
+def test_a_product_that_is_not_finite_adds_nothing():
     with gr.open_mesh((0, 1), backend="sim", strict=True) as mesh:
         step = make_step(mesh, check_finite=True)
-        wrong = [
-            [[np.float32(1)], [np.float32(np.inf), np.float32(-np.inf)]][each] for each in (0, 1)
-        ]
+        rows = [[None, None, [np.float32(each)]] for each in (1, 3e38)]
         with pytest.raises(FloatingPointError, match="'bias' in replica 1 is not finite"):
-            step([[None, None, row] for row in wrong])
-        assert step.accumulators[2].num_accumulated() == 0
-        assert step([[None, None, [np.float32(1)]]] * 2)
+            step(rows, weights=[1, 2])
+        assert step(rows, weights=[1, 0.5])
