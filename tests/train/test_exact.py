@@ -211,7 +211,7 @@ def test_a_replica_without_terms_changes_no_mean_of_minus_zero(options):
         assert same(made.numpy(), np.zeros((5, 3), np.float32))
 
 
-def test_tables_of_rows_are_refused():
+def test_tables_of_rows_and_wide_floats_are_refused():
     with gr.open_mesh(2, backend="sim") as mesh:
         table = gr.Variable(np.ones((4, 2), np.float32), "table", device=mesh)
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True)
@@ -219,6 +219,13 @@ def test_tables_of_rows_are_refused():
             gr.SyncStep([table], gr.GradientDescentOptimizer(0.1), ops, sparse_variables=[table])
         assert str(raised.value) == (
             "sparse_variables= has 'table': exact=True does not support IndexedSlices yet"
+        )
+        wide = gr.Variable(np.ones(4), "wide", device=mesh)
+        with pytest.raises(TypeError) as raised:
+            gr.SyncStep([wide], gr.GradientDescentOptimizer(0.1), ops)
+        assert str(raised.value) == (
+            "the gradient of 'wide': exact=True does not support float64 yet: pass terms of a "
+            "narrower dtype, or exact=False"
         )
 
 
