@@ -90,6 +90,26 @@ def divide(tensor: Any, total: float | None) -> None:
     tensor.div_(by)
 
 
+def unless_zero(
+    weights: BackwardLocal, replica: Any, index: int, parameter: ref[Any]
+) -> Callable[[Any], Any]:
+    """Returns a hook that replaces each new gradient of weight 0 by -0.0, which changes no sum.
+
+    An ``ExactReducer`` multiplies by other weights. Args: see ``multiplier``.
+    """
+
+    def replace(grad: Any) -> Any:
+        if replica.waits and replica.units:
+            replica.forget_dropped()
+        if (weights.get() or (1,))[0]:
+            return None
+        if getattr(parameter(), "grad", grad) is None:
+            replica.zeroed.append(index)
+        return torch.full_like(grad, -0.0)
+
+    return replace
+
+
 def multiplier(
     weights: BackwardLocal, replica: Any, index: int, parameter: ref[Any]
 ) -> Callable[[Any], Any]:
