@@ -26,7 +26,7 @@ from gradreduce.device import Buffer
 
 from .reducer import Reducer
 from .replica import Replica, run_for
-from .weights import StepDivisor, unless_zero
+from .weights import StepDivisor, multiplier
 
 
 class _ReplicaSums(ConditionalAccumulator):
@@ -41,7 +41,7 @@ class ExactReducer(Reducer):
     The arguments are those of ``Reducer``, for parameters that ``check_exact_parameters`` has seen.
     """
 
-    _multiplier = staticmethod(unless_zero)
+    _multiplier = staticmethod(partial(multiplier, exact=True))
 
     def __init__(self, *arguments: Any) -> None:
         names, replicas, _, _, mesh, ops, _ = arguments
