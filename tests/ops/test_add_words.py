@@ -12,6 +12,7 @@ from support.exact_data import same
 from support.exact_sums import adversarial_rows, adversarial_terms, exact_sums, integers_of
 from support.exhaustive import examples
 from support.implementations import (
+    SPLIT_SIZE,
     Operand,
     accumulate_dtype_of,
     blank,
@@ -23,8 +24,8 @@ from support.implementations import (
 from support.row_body import RowBody
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import MOST_WORDS, add_words, exact_sum
-from gradreduce.ops.add_words import ADD_WORDS
+from gradreduce.ops import add_words, exact_sum
+from gradreduce.ops.add_words import ADD_WORDS, MOST_WORDS
 
 MAX, LEAST = float(np.finfo(np.float32).max), 2.0**-149
 INF, NAN = np.inf, np.nan
@@ -232,6 +233,17 @@ def test_sums_known_beforehand(device, num_words, terms, flagged, first):
             assert same(words[1][0].array, np.full(PIECE, first, np.float32))
         if first in (INF, -INF) or first != first:
             assert all(same(word.array, np.zeros(PIECE, np.float32)) for word in words[1][1:])
+
+
+@pytest.mark.parametrize("place", [0, SPLIT_SIZE // 2, SPLIT_SIZE - 1])
+def test_one_sum_of_a_large_tensor_does_not_fit(device, place):
+    terms = [np.full(SPLIT_SIZE, term, np.float32) for term in (1.0, 2.0**-40, 0.0)]
+    words, flag = [device.empty((SPLIT_SIZE,), "float32") for _ in range(2)], np.zeros(1, np.int32)
+    for wanted in (0, 1):
+        inputs = [list(map(device.adopt, terms))]
+        add_words([words], [device.adopt(flag)], inputs, fresh=True, device=device)
+        assert flag == wanted
+        terms[2][place] = 2.0**-80
 
 
 @settings(max_examples=examples(60), deadline=None)

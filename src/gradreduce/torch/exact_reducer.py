@@ -29,7 +29,7 @@ from .replica import Replica, run_for
 from .weights import StepDivisor, multiplier
 
 
-class _ReplicaSums(ConditionalAccumulator):
+class _ParameterSum(ConditionalAccumulator):
     """An accumulator over the devices of all processes."""
 
     _spans_processes = True
@@ -46,7 +46,7 @@ class ExactReducer(Reducer):
     def __init__(self, *arguments: Any) -> None:
         names, replicas, _, _, mesh, ops, _ = arguments
         self._accumulators = [  # a state is closed with its last accumulator
-            _ReplicaSums(
+            _ParameterSum(
                 _dtype_of(parameter), tuple(parameter.shape), name=name, device=mesh,
                 cross_device_ops=ops, exact=True, words=ops.words,
             )

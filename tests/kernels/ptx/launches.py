@@ -346,11 +346,17 @@ def squares(template: Template, scalars: Sequence[float], number: int, before: i
 
 
 def words(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
-    """Words are any numbers, and some of them are inputs; the flag has one element."""
+    """Words are any numbers, and some of them are inputs; the flag has one element.
+
+    Every sixth row sets no flag: its finite sums fit.
+    """
     num_outs, num_inputs, _ = map(int, scalars)
     size = (224, 13, 0, 49, 113)[number % 5]
     made = [values(size, str(template[0]), number + 300 * k) for k in range(num_outs - 1)]
     terms = adversarial_terms(num_inputs, size, str(template[1]), number)
+    if number % 6 == 0:
+        terms = [values(size, str(template[1]), number + 300 * k) for k in range(9, 9 + num_inputs)]
+        made[0][3::17] = terms[0][4::17] = np.inf
     starts = start_patterns(num_outs + num_inputs)[number % 4 if number % 2 else 0]
     row = [
         operand(each, start, before) for each, start in zip([*made, *terms], starts, strict=False)
