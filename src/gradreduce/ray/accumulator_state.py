@@ -154,12 +154,8 @@ class AccumulatorSetState(ShardState):
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
             arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
-            self._taken[caller] = (
-                saved["number"],
-                saved["kinds"],
-                arrays,
-                saved.get("inexact", []),
-            )
+            inexact = saved.get("inexact", [])
+            self._taken[caller] = (saved["number"], saved["kinds"], arrays, inexact)
 
     # -- commands ---------------------------------------------------------------------------------
 
