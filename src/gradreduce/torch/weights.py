@@ -116,6 +116,7 @@ def multiplier(
             return grad * factor
         if getattr(parameter(), "grad", grad) is None:
             replica.zeroed.append(index)
-        return torch.full_like(grad, -0.0 if exact else 0.0)
+        zeros = torch.zeros_like(grad)
+        return -zeros if exact else zeros
 
     return multiply
