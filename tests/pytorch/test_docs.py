@@ -11,6 +11,8 @@ import pytest
 from support.libraries import torch
 from support.processes import run
 
+import gradreduce as gr
+
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
 ROOT = Path(__file__).parents[2]
 README, PAGE = (ROOT / name for name in ("README.md", "docs/pytorch.md"))
@@ -30,6 +32,7 @@ LAUNCHED = [
     ("transformer", TRAIN_TORCH, [*FEW, 8, *CLIPPED, "--checkpoint", "two.pt"], False),
     ("its half", TRAIN_TORCH, [*FEW, 4, *CLIPPED, "--checkpoint", "half.pt"], False),
     ("hook", DDP_HOOK, [*FEW, 8], False),
+    ("exact sums", str(Path(__file__).with_name("exact_program.py")), [], False),
 ]
 
 
@@ -200,3 +203,16 @@ def test_the_example_with_the_hook_says_how_to_start_it(capsys, monkeypatch):
         importlib.import_module("ddp_hook").main([])
     assert stopped.value.code == 2
     assert "torchrun --nproc-per-node 2 examples/ddp_hook.py" in capsys.readouterr().err
+
+
+def test_two_processes_have_the_exact_sums_of_one(launched):
+    """Of all micro-batches; with the hook of DDP and FSDP2, of one in each process."""
+    program = runpy.run_path(str(Path(__file__).with_name("exact_program.py")))
+    with gr.open_mesh(1, backend="sim") as mesh:
+        whole = program["data_parallel"](mesh, [[5, 2, 7, 0, 1, 6, 4, 3]])
+    with gr.open_mesh(2, backend="sim") as mesh:
+        two = program["data_parallel"](mesh, [[1], [0]], weighted=False)
+    found = re.findall(r"exact sums: ([^:\n]+): ([0-9a-f]{64})", launched[1])
+    assert len(found) == 2 * 5
+    for way, bits in found:
+        assert bits == (whole if way == "DataParallel" else two), way

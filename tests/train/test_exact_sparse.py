@@ -106,10 +106,13 @@ def test_a_state_with_rows_that_wait_continues(before, after):
     assert train(after, calls=[3], state=state, num_required=8)[0] == wanted[0]
 
 
-def make_step(mesh, **options):
+def make_step(mesh, check_finite=False, **options):
     table = gr.Variable(np.zeros((5, 1), np.float32), "table", device=mesh)
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **{"exact": True, **options})
-    return gr.SyncStep([table], gr.GradientDescentOptimizer(1.0), ops, sparse_variables=[table])
+    return gr.SyncStep(
+        [table], gr.GradientDescentOptimizer(1.0), ops, sparse_variables=[table],
+        check_finite=check_finite,
+    )  # fmt: skip
 
 
 def rows(*values):
@@ -128,6 +131,19 @@ def test_a_row_that_does_not_fit_warns_and_names_the_variable(words):
             step(terms)
             mean = (2.0**-30 + 2.0**-60) / 2
             assert step.variables[0].numpy()[3] == np.float32(-mean)
+
+
+def test_a_term_that_is_not_finite_adds_nothing():
+    """Also where another replica is not read."""
+    with gr.open_mesh(3, backend="sim", strict=True) as mesh:
+        step = make_step(mesh, check_finite=True)
+        terms = [[[rows(1.0, 1e8), rows(-1e8)]], None, [[rows(np.inf)]]]
+        for weights in ([[1, 1], 0, [1]], [[1, 2], 0, [0.5]]):
+            with pytest.raises(FloatingPointError, match="'table' in replica 2 is not finite"):
+                step(terms, weights=weights)
+        assert (step.global_step, step.accumulators[0].num_accumulated()) == (0, 0)
+        assert step([*terms[:2], [[rows(0.5)]]], weights=[[1, 1], 0, [1]])
+        assert step.variables[0].numpy()[3] == [-0.5]
 
 
 def test_processes_that_differ_in_it_are_named():

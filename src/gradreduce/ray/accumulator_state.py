@@ -148,13 +148,14 @@ class AccumulatorSetState(ShardState):
         self._inexact.clear()
         if state is None:
             return
-        self._inexact.update(state["inexact"])
+        self._inexact.update(state.get("inexact", ()))  # absent in older snapshots
         for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
             _ready(each.accumulator_ref, saved, "state")()
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
             arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
-            self._taken[caller] = (saved["number"], saved["kinds"], arrays, saved["inexact"])
+            inexact = saved.get("inexact", [])
+            self._taken[caller] = (saved["number"], saved["kinds"], arrays, inexact)
 
     # -- commands ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from gradreduce.accumulator import (
 )
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Mesh
+from gradreduce.errors import about
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -37,7 +38,11 @@ def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDevice
 def make_accumulator(
     variable: Variable, mesh: Mesh, cross_device_ops: CrossDeviceOps, *, is_sparse: bool
 ) -> ConditionalAccumulatorBase:
-    """Makes the accumulator of a variable; its mean divides by the number of all gradients."""
+    """Makes the accumulator of a variable; its mean divides by the number of all gradients.
+
+    Raises:
+        TypeError: the sums of a variable with this dtype cannot be exact.
+    """
     options: dict[str, Any] = {
         "name": f"{variable.name}/grad_accum",
         "device": mesh,
@@ -46,11 +51,14 @@ def make_accumulator(
     if is_exact(cross_device_ops):
         options |= {"exact": True, "words": cross_device_ops.words}
     made: ConditionalAccumulatorBase
-    if is_sparse:
-        rehearse_rows(variable)
-        options["sparse_mean"] = "per_gradient"
-        made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
-    else:
-        made = _StepAccumulator(variable.dtype, variable.shape, **options)
+    try:
+        if is_sparse:
+            rehearse_rows(variable)
+            options["sparse_mean"] = "per_gradient"
+            made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
+        else:
+            made = _StepAccumulator(variable.dtype, variable.shape, **options)
+    except TypeError as error:
+        raise about(f"the gradient of {variable.name!r}", error) from None
     made.accumulator_ref.tensor = variable.name
     return made
