@@ -38,8 +38,8 @@ def exact(mesh) -> SimpleNamespace:
     return dense(mesh, exact=True)
 
 
-def sparse(mesh) -> SimpleNamespace:
-    acc = gr.SparseConditionalAccumulator("float16", (9, 2), device=mesh)
+def sparse(mesh, **options) -> SimpleNamespace:
+    acc = gr.SparseConditionalAccumulator("float16", (9, 2), device=mesh, **options)
 
     def step(seed):
         if acc.num_accumulated() == 3:
@@ -49,6 +49,10 @@ def sparse(mesh) -> SimpleNamespace:
             acc.apply_grad([8, seed % 8, 8], rows, local_step=acc.global_step)
 
     return SimpleNamespace(save=acc.state_dict, load=acc.load_state_dict, step=step)
+
+
+def exact_sparse(mesh) -> SimpleNamespace:
+    return sparse(mesh, exact=True)
 
 
 def optimizer(mesh) -> SimpleNamespace:
@@ -139,6 +143,7 @@ CASES = {
         dense,
         exact,
         sparse,
+        exact_sparse,
         optimizer,
         agn_center,
         agn_worker,
