@@ -19,7 +19,6 @@ from support.torch_layers import assert_equal, gradients
 import gradreduce as gr
 from gradreduce.device import as_dtype
 from gradreduce.errors import CollectiveError
-from gradreduce.torch.exact_reducer import ExactReducer
 
 pytestmark = pytest.mark.torch
 DTYPES = ("float32", "bfloat16", "float16")
@@ -391,7 +390,8 @@ def test_replicas_may_run_in_threads(mesh, monkeypatch):
     """The first replica moves its gradients after the backward of the second one has ended."""
     dp = make(Net(), mesh)
     wanted, entered, ended = run_all(dp), threading.Event(), threading.Event()
-    add = ExactReducer._add
+    reducer = gr.torch.exact_reducer.ExactReducer
+    add = reducer._add
 
     def late(self, replica, *arguments):
         if replica.index == 0:
@@ -399,7 +399,7 @@ def test_replicas_may_run_in_threads(mesh, monkeypatch):
             assert ended.wait(60)
         add(self, replica, *arguments)
 
-    monkeypatch.setattr(ExactReducer, "_add", late)
+    monkeypatch.setattr(reducer, "_add", late)
     dp.zero_grad(set_to_none=True)
 
     def run(index):

@@ -11,7 +11,6 @@ from support.torch_layers import open_mesh
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
-from gradreduce.torch.weighted import Period, _Weigh
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_process")]
 COUNTS = (40, 7, 90)  # elements of the parameters
@@ -96,7 +95,10 @@ def test_a_reduce_scatter_of_fsdp_has_the_bits_of_the_real_sums(dtype, op):
     def work(group):
         with open_mesh(1, group) as mesh:
             scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True))
-            period, share = Period(mesh), torch.empty(48, dtype=getattr(torch, dtype))
+            period, share = (
+                gr.torch.weighted.Period(mesh),
+                torch.empty(48, dtype=getattr(torch, dtype)),
+            )
             scatter.use_period(period)
 
             def reduce(_):
@@ -106,7 +108,7 @@ def test_a_reduce_scatter_of_fsdp_has_the_bits_of_the_real_sums(dtype, op):
             one.register_hook(reduce)
             loss = one * 1
             if op == "weights":  # of the period; the gradients are given
-                loss = _Weigh.apply(loss, weights[group.rank], period)
+                loss = gr.torch.weighted._Weigh.apply(loss, weights[group.rank], period)
             loss.backward()
             return share.float().numpy()
 
