@@ -41,8 +41,8 @@ def make_accumulator(
     """Makes the accumulator of a variable; its mean divides by the number of all gradients.
 
     Raises:
-        ValueError: the sums of a variable with sparse gradients would be exact.
-        TypeError: the sums of a variable with this dtype cannot be.
+        ValueError: the sums of a variable with sparse gradients would be exact, or ``wire_dtype``
+            would round the terms of exact sums.
     """
     options: dict[str, Any] = {
         "name": f"{variable.name}/grad_accum",
@@ -64,7 +64,7 @@ def make_accumulator(
             options |= {"exact": True, "words": cross_device_ops.words}
         try:
             made = _StepAccumulator(variable.dtype, variable.shape, **options)
-        except TypeError as error:
+        except ValueError as error:
             raise about(f"the gradient of {variable.name!r}", error) from None
     made.accumulator_ref.tensor = variable.name
     return made
