@@ -400,7 +400,7 @@ def test_a_state_of_another_kind_or_a_damaged_one_is_refused():
         ({"words": 1}, ValueError, "words=1 must be at least 2, and at most 8"),
         ({"words": 9, "exact": False}, ValueError, "words=9 must be at least 2, and at most 8"),
         ({"exact": "yes"}, TypeError, "exact='yes' must be True or False"),
-        ({"dtype": "float64"}, TypeError, "exact=True does not support float64 yet"),
+        ({"dtype": "float64"}, TypeError, "exact=True does not support float64 for IndexedSlices yet"),
         ({"cross_device_ops": gr.AllReduceCrossDeviceOps()}, ValueError,
          "adds partial sums with exact=False, but the accumulator has exact=True"),
         ({"cross_device_ops": gr.HierarchicalCopyAllReduce(exact=True), "exact": False},

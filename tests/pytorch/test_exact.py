@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.exact_sums import exact_means
+from support.exact_sums import added_in, exact_means
 from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import assert_equal, gradients
@@ -21,7 +21,7 @@ from gradreduce.device import as_dtype
 from gradreduce.errors import CollectiveError
 
 pytestmark = pytest.mark.torch
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 COUNT = 24  # micro-batches of a step
 NAN = float("nan")
 
@@ -79,7 +79,7 @@ def run_step(dp, rows, weighted=False, dtype="float32"):
 
 
 def digest(arrays):
-    raw = [b"none" if each is None else each.float().numpy().tobytes() for each in arrays]
+    raw = [b"none" if each is None else each.double().numpy().tobytes() for each in arrays]
     return hashlib.sha256(b"".join(raw)).hexdigest()
 
 
@@ -161,15 +161,15 @@ def test_gradients_are_sums_rounded_once(devices, processes, weighted, dtype):
         for row in found:
             for grad, column in zip(row, columns, strict=True):
                 terms = [
-                    (each.double().numpy() * weight).astype(np.float32)
+                    (each.double().numpy() * weight).astype(added_in(dtype))
                     for each, weight in zip(column, weights, strict=True)
                     if each is not None
                 ]
                 if not terms:
                     assert grad is None or not (weighted and grad.any())
                     continue
-                wanted = exact_means(terms, total, as_dtype(dtype)).astype(np.float32)
-                assert np.array_equal(grad.float().numpy(), wanted)
+                wanted = exact_means(terms, total, as_dtype(dtype)).astype(np.float64)
+                assert np.array_equal(grad.double().numpy(), wanted)
 
 
 def names_with_gradients(net):
@@ -457,9 +457,15 @@ def test_replicas_are_compared_and_states_are_loaded(mesh):
 
 
 REFUSED = {
-    "float64": (
-        lambda: tied().double(), TypeError,
-        "0.weight is float64: exact=True supports parameters of float32, float16 and bfloat16",
+    "complex": (
+        lambda: torch.nn.Linear(5, 2, dtype=torch.complex64), TypeError,
+        "weight is complex64: exact=True supports parameters of float64, float32, float16 and "
+        "bfloat16",
+    ),
+    "wire": (
+        lambda: tied().double(), ValueError,
+        "wire_dtype='float32' cannot be combined with exact=True for float64: terms would be "
+        "rounded on the way; pass None",
     ),
     "sparse": (
         lambda: torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1)),
@@ -479,7 +485,7 @@ def test_what_has_no_exact_sum_is_refused_and_nothing_changed(case, mesh):
     copied = [each.detach().clone() for each in nets[1].parameters()]
     assert len(before) == len(copied)
     with pytest.raises(error) as caught:
-        make(nets, mesh)
+        gr.torch.DataParallel(nets, mesh, ops=ops_of(mesh, wire_dtype="float32"))
     assert str(caught.value) == text
     assert_equal([each.detach() for each in nets[1].parameters()], copied)
     del other, caught

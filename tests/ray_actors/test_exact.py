@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from ray_actors.actor_world import load
 from ray_actors.actors_at_once import Actors
-from support.exact_sums import exact_means, exact_sums
+from support.exact_sums import exact_means, exact_sums, weighted
 
 import gradreduce as gr
 from gradreduce.device import as_dtype
 
-SPECS = {"a/w": ("float32", [300]), "b/w": ("float32", [7]), "half": ("bfloat16", [40, 3])}
+SPECS = {"a/w": ("float32", [300]), "b/w": ("float32", [7]), "half": ("bfloat16", [40, 3]),
+         "wide": ("float64", [9])}  # fmt: skip
 PLAIN = [1.0] * 12
 WEIGHTS = [1.0, 3.0, 0.5, 7.0, 0.375, 2.0, 1.0, 0.25, 5.0, 1.0, 0.625, 1.0]
 
@@ -50,11 +51,6 @@ def gradients(num: int) -> list[dict[str, np.ndarray]]:
             terms[name] = values.astype(as_dtype(dtype))
         found.append(terms)
     return found
-
-
-def product(term: np.ndarray, weight: float) -> np.ndarray:
-    """A term times its weight, rounded to float32."""
-    return term if weight == 1 else term.astype(np.float32) * np.float32(weight)
 
 
 def digest(arrays: Any) -> str:
@@ -89,7 +85,7 @@ def test_no_order_of_arrival_changes_a_bit(
         digests.add(digest(taken.values()))
     assert len(digests) == len(states) == 1
     for name, found in taken.items():
-        terms = [product(each[name], by) for each, by in zip(grads, weights, strict=True)]
+        terms = [weighted(each[name], by) for each, by in zip(grads, weights, strict=True)]
         wanted = exact_sums(terms, found.dtype)
         if kind == "MEAN":
             wanted = exact_means(terms, sum(weights), found.dtype)
@@ -100,7 +96,8 @@ def test_no_order_of_arrival_changes_a_bit(
 
 TEXT = (
     "the exact sum of {!r} did not fit into its words, or overflowed on the way: its bits may "
-    "depend on the order of the terms. Pass a larger words="
+    "depend on the order of the terms. Pass a larger words= (sums of float64 in one call "
+    "always have 8)"
 )
 LOST = {"a/w": ("float32", [2]), "b/w": ("float32", [2]), "c": ("float32", [1])}
 
@@ -179,7 +176,7 @@ def test_states_are_those_of_one_process_and_of_any_number_of_shards(modules, ac
         one.apply_grads(grads[index], weight=WEIGHTS[index])
     state = one.state_dict()
     assert [each["partial_sums"][0].shape for each in state["accumulators"]] == [
-        (3, 300), (3, 7), (3, 40, 3)
+        (3, 300), (3, 7), (3, 40, 3), (3, 9)
     ]  # fmt: skip
     two = make(SPECS, "two", exact=True, num_shards=2)
     two.load_state_dict(state)
@@ -203,10 +200,8 @@ def test_states_are_those_of_one_process_and_of_any_number_of_shards(modules, ac
 def test_what_is_refused(modules, actors):
     make, dense = modules.accumulators.AccumulatorSet, [("float32", [2])]
     rows = "the accumulator 'rows' is sparse: exact=True does not support IndexedSlices yet"
-    wide = "exact=True does not support float64 yet: pass terms of a narrower dtype, or exact=False"
     for error, text, specs, options in (
         (ValueError, rows, {"rows": ("float32", [2, 1], True)}, {"exact": True}),
-        (TypeError, wide, [("float64", [2])], {"exact": True}),
         (TypeError, "exact='yes' must be True or False", dense, {"exact": "yes"}),
         (ValueError, "words=1 must be at least 2, and at most 8", dense, {"words": 1}),
         (ValueError, "words=9 must be at least 2, and at most 8", dense, {"words": 9}),

@@ -73,15 +73,29 @@ def exact_sums(terms: Sequence[np.ndarray], out: DTypeLike | None = None) -> np.
     return np.where(special == 0, sums, special).astype(out)
 
 
+def added_in(dtype: DTypeLike) -> np.dtype:
+    """The floats in which terms of this dtype are added and divided: of 32 or 64 bits."""
+    return np.dtype(np.float64 if as_dtype(dtype).name in ("float64", "complex128") else np.float32)
+
+
+def weighted(term: np.ndarray, weight: float) -> np.ndarray:
+    """The product, rounded to the floats that add; a complex number is two of them."""
+    adds = added_in(term.dtype)
+    parts = term.view(adds) if term.dtype.kind == "c" else term.astype(adds)
+    with np.errstate(all="ignore"):
+        made = (parts.astype(np.float64) * weight).astype(adds)
+    return made.view(term.dtype) if term.dtype.kind == "c" else made
+
+
 def exact_means(
     terms: Sequence[np.ndarray], divisor: float, out: DTypeLike | None = None
 ) -> np.ndarray:
-    """The sums of terms, rounded once to float32, divided there, and then rounded to ``out``."""
+    """The sums of terms, rounded once to the dtype that adds, divided there, then to ``out``."""
     out = as_dtype(out or terms[0].dtype)
-    is_complex = terms[0].dtype.kind == "c"
-    sums = exact_sums(terms, terms[0].dtype if is_complex else np.float32).view(np.float32)
+    is_complex, adds = terms[0].dtype.kind == "c", added_in(terms[0].dtype)
+    sums = exact_sums(terms, terms[0].dtype if is_complex else adds).view(adds)
     with np.errstate(all="ignore"):
-        means = np.true_divide(sums, divisor, dtype=np.float32)
+        means = np.true_divide(sums, divisor, dtype=adds)
         return means.view(out) if is_complex else means.astype(out)
 
 
@@ -96,6 +110,13 @@ def fit_into(num_words: int, terms: Sequence[np.ndarray]) -> np.ndarray:
     info = np.finfo(wide[0].dtype)
     held = unit << (info.nmant + 1) * num_words - 1
     return (largest < held) & (largest < 1 << info.maxexp - 1 + info.nmant - int(info.minexp))
+
+
+def may_warn(terms: Sequence[np.ndarray]) -> bool:
+    """Whether a sum of these terms, in one call, may not fit into the words of float64."""
+    if added_in(terms[0].dtype) != np.float64:
+        return False
+    return not fit_into(8, [term.reshape(-1).view(np.float64) for term in terms]).all()
 
 
 # ---- terms --------------------------------------------------------------------------------------
@@ -169,7 +190,7 @@ def adversarial_terms(
     """Terms of each of ``KINDS``, in random order, for sums that are rounded to ``out``."""
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind == "c":
-        parts = adversarial_terms(num_terms, 2 * size, np.float32, seed)
+        parts = adversarial_terms(num_terms, 2 * size, added_in(dtype), seed)
         return [part.view(dtype) for part in parts]
     precision = int(ml_dtypes.finfo(as_dtype(out or dtype)).nmant) + 1
     shape = (num_terms, -(-size // len(KINDS)))

@@ -12,7 +12,8 @@ from support.exhaustive import seeds
 import gradreduce as gr
 from gradreduce.device import as_dtype
 
-FORMS = {"w": ((5, 3), "float32"), "half": ((37,), "bfloat16"), "bias": ((), "float32")}
+FORMS = {"w": ((5, 3), "float32"), "half": ((37,), "bfloat16"), "bias": ((), "float32"),
+         "wide": ((7,), "float64")}  # fmt: skip
 NUM_TERMS, NUM_UPDATES = 24, 3
 LAYOUTS = (1, 2, 3, 4, 8)  # replicas
 CLIP = {"clip_norm": 0.5}
@@ -173,13 +174,13 @@ def test_a_sum_that_does_not_fit_warns_after_the_update_and_names_the_variable(o
         step = make_step(mesh, **options)
         before = step.variables[2].numpy()
         terms = [[np.float32(each)] for each in (1, 2.0**-30, 2.0**-60, 2.0**-90)]
-        rows = [[None, None, [each[0] for each in terms]]] * 2
+        rows = [[None, None, [each[0] for each in terms], None]] * 2
         with pytest.warns(gr.InexactSumWarning, match="'bias'") as caught:
             assert step(rows)
         assert len(caught) == 1
         assert caught[0].filename == __file__
         assert step.variables[2].numpy() != before
-        assert step([[None, None, [np.float32(1)]]] * 2)
+        assert step([[None, None, [np.float32(1)], None]] * 2)
 
 
 def test_a_step_has_no_wait_of_its_own_and_as_many_launches_for_any_number_of_terms():
@@ -189,14 +190,13 @@ def test_a_step_has_no_wait_of_its_own_and_as_many_launches_for_any_number_of_te
         counts = []
         for num_terms in (1, 5):
             terms = micro_batches(0)[:num_terms]
-            rows = [[[row[place].astype(np.float32) if place != 1 else row[1] for row in terms]
-                     for place in range(3)]] * 3  # fmt: skip
+            rows = [[[np.asarray(row[place]) for row in terms] for place in range(4)]] * 3
             with mesh.journal() as journal:
                 assert step(rows)
             assert journal.syncs == 0
             counts.append([each.name for each in journal.records if each.kind == "launch"])
         assert counts[0] == counts[1]
-        assert counts[0].count("add_words") == 4  # of two dtypes, on two GPUs
+        assert counts[0].count("add_words") == 6  # of three dtypes, on two GPUs
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=str)
@@ -211,17 +211,22 @@ def test_a_replica_without_terms_changes_no_mean_of_minus_zero(options):
         assert same(made.numpy(), np.zeros((5, 3), np.float32))
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_wide_floats_are_refused(is_sparse):
+def test_a_wire_that_rounds_and_wide_rows_are_refused():
     with gr.open_mesh(2, backend="sim") as mesh:
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True)
         wide = gr.Variable(np.ones(4), "wide", device=mesh)
-        sparse = [wide] if is_sparse else []
         with pytest.raises(TypeError) as raised:
-            gr.SyncStep([wide], gr.GradientDescentOptimizer(0.1), ops, sparse_variables=sparse)
+            gr.SyncStep([wide], gr.GradientDescentOptimizer(0.1), ops, sparse_variables=[wide])
         assert str(raised.value) == (
-            "the gradient of 'wide': exact=True does not support float64 yet: pass terms of a "
-            "narrower dtype, or exact=False"
+            "the gradient of 'wide': exact=True does not support float64 for IndexedSlices yet: "
+            "pass a narrower dtype, or exact=False"
+        )
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True, wire_dtype="float32")
+        with pytest.raises(ValueError) as raised:
+            gr.SyncStep([wide], gr.GradientDescentOptimizer(0.1), ops)
+        assert str(raised.value) == (
+            "the gradient of 'wide': wire_dtype='float32' cannot be combined with exact=True for "
+            "float64: terms would be rounded on the way; pass None"
         )
 
 
@@ -247,7 +252,7 @@ def test_a_term_that_is_not_finite_adds_nothing(is_weighted):
 def test_a_product_that_is_not_finite_adds_nothing():
     with gr.open_mesh((0, 1), backend="sim", strict=True) as mesh:
         step = make_step(mesh, check_finite=True)
-        rows = [[None, None, [np.float32(each)]] for each in (1, 3e38)]
+        rows = [[None, None, [np.float32(each)], None] for each in (1, 3e38)]
         with pytest.raises(FloatingPointError, match="'bias' in replica 1 is not finite"):
             step(rows, weights=[1, 2])
         assert step(rows, weights=[1, 0.5])

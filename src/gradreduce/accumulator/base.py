@@ -27,10 +27,10 @@ from gradreduce.device import (
     names_of,
 )
 from gradreduce.errors import NotCopied, brief, listed
+from gradreduce.reduce.algorithms import check_wire
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import default_ops
-from gradreduce.sums.exact_terms import check_exact_dtype
 
 from .checkpoint import ready_state, save_state
 from .state import AccumulatorState, Storage
@@ -272,7 +272,7 @@ def create_state(  # noqa: PLR0913  # options of one call
             "use the accumulators of gradreduce.ray, which several processes share by name",
         )
     if over_mesh:
-        _check_alike(storage, reducer)
+        _check_alike(storage, reducer, grad_dtype)
     state = AccumulatorState(
         grad_dtype, grad_shape, reduction_type, devices, over_mesh, reducer, storage, sparse_mean
     )
@@ -288,8 +288,11 @@ def _as_reducer(
 ) -> CrossDeviceOps:
     """Returns what reduces partial sums of this dtype; checks the types."""
     is_exact = storage.num_words > 1
-    if is_exact:
-        check_exact_dtype(dtype)
+    if is_exact and storage.is_sparse and dtype == as_dtype("float64"):
+        raise TypeError(
+            "exact=True does not support float64 for IndexedSlices yet: pass a narrower dtype, or "
+            "exact=False"
+        )
     if cross_device_ops is None:
         return default_ops(exact=is_exact)
     if not isinstance(cross_device_ops, CrossDeviceOps):
@@ -297,24 +300,27 @@ def _as_reducer(
     return cross_device_ops
 
 
-def _check_alike(storage: Storage, cross_device_ops: CrossDeviceOps) -> None:
+def _check_alike(storage: Storage, cross_device_ops: CrossDeviceOps, dtype: DType) -> None:
     """Raises unless ``cross_device_ops`` can add the partial sums of this storage.
 
     Raises:
         TypeError: it does not merge rows.
-        ValueError: one of both is exact, the other is not.
+        ValueError: one of both is exact, the other is not; or exact terms would be rounded.
     """
     if storage.is_sparse and not is_all_reduce(cross_device_ops):
         raise TypeError(
             f"cross_device_ops={brief(cross_device_ops)} must be an AllReduceCrossDeviceOps: a "
             "SparseConditionalAccumulator merges rows on its first device"
         )
-    is_exact = isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact
+    reducer = cross_device_ops if isinstance(cross_device_ops, AllReduceCrossDeviceOps) else None
+    is_exact = reducer is not None and reducer.exact
     if is_exact is not (storage.num_words > 1):
         raise ValueError(
             f"cross_device_ops={brief(cross_device_ops)} adds partial sums with exact={is_exact}, "
             f"but the accumulator has exact={not is_exact}"
         )
+    if reducer is not None and is_exact:
+        check_wire(reducer.settings, dtype)
 
 
 def _choose_devices(

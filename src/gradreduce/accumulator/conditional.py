@@ -55,8 +55,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             it is called.
         exact: True adds the gradients as real numbers and rounds their sum once, by a take, so that
             neither the order of the gradients nor their devices change a bit. Then
-            ``cross_device_ops`` must have ``exact=True``, too, and ``dtype`` is not float64. See
-            docs/same_bits.md.
+            ``cross_device_ops`` must have ``exact=True``, too. See docs/same_bits.md.
         words: how many floats hold an element of an exact sum, 2 to 8. A sum that does not fit into
             them raises ``gr.InexactSumWarning``.
 
@@ -66,7 +65,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             is not a list of integers and None.
         ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
             the device, ``shared_name`` exists with other arguments, ``words`` is not 2 to 8, or
-            ``cross_device_ops`` is not exact.
+            ``cross_device_ops`` is not exact, or would round the terms by its ``wire_dtype``.
         RuntimeError: the mesh has several processes, and ``device`` is the mesh or ``shared_name``
             is not empty.
 

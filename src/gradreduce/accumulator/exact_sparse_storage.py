@@ -29,10 +29,11 @@ from gradreduce.ops import (
     plan_segments,
 )
 from gradreduce.reduce.process_values import slices_of_all
+from gradreduce.sums.exact_terms import new_flags
 from gradreduce.sums.slices import concatenate_rows
 from gradreduce.weights import from_units
 
-from .exact_storage import as_term, new_flags, report_inexact
+from .exact_storage import as_term, report_inexact
 from .sparse_storage import SparseStorage, rows_in_use
 from .state import AccumulatorState, Addition
 

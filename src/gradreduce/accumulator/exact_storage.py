@@ -19,11 +19,10 @@ from gradreduce.device import (
     Device,
     DType,
     accumulate_dtype,
-    as_dtype,
-    flat_layout,
 )
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.sums.aggregators import round_to, scaled
+from gradreduce.sums.exact_terms import new_flags, sum_exactly
 from gradreduce.weights import from_units
 
 from .dense_storage import (
@@ -35,8 +34,6 @@ from .dense_storage import (
     steps_of,
 )
 from .state import AccumulatorState, Addition
-
-_FLAG = as_dtype("int32")
 
 
 class WordSum(NamedTuple):
@@ -69,8 +66,11 @@ class ExactStorage(DenseStorage):
         if not fresh:
             return
         sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
-        # Processes add the words of a pack with its gaps, where no number may set the flag.
-        zeros = fresh[0].device.mesh_state.processes.size > 1
+        # Words of a pack are added with its gaps, where no number may set a flag: by processes, and
+        # in any all-reduce of float64.
+        zeros = fresh[0].device.mesh_state.processes.size > 1 or any(
+            [dtype.name == "float64" for _, dtype, _ in sums]
+        )
         words = zip(*[allocate_flat(sums, zeros=zeros) for _ in range(self.num_words)], strict=True)
         flags = new_flags([each.device for each in fresh])
         for addition, own, flag in zip(fresh, words, flags, strict=True):
@@ -115,7 +115,8 @@ class ExactStorage(DenseStorage):
             outs = [[state.devices[0].allocate(total.words[0].shape, state.dtype)]
                     for state, total in zip(batch, sums, strict=True)]  # fmt: skip
             words = [total.words for total in sums]
-            ops.exact_sum(outs, words, divisor=divisor, device=batch[0].devices[0])
+            sum_exactly(outs, words, divisor=divisor, device=batch[0].devices[0],
+                        names=[_name_of(state) for state in batch])  # fmt: skip
             taken.update(zip(batch, map(tuple, outs), strict=True))
         self.report_inexact(states)
         return taken
@@ -168,7 +169,7 @@ def exact_storage(num_words: int) -> ExactStorage:
 def report_inexact(states: Sequence[AccumulatorState]) -> None:
     """Does what ``Storage.report_inexact`` does, for totals with a ``flag``."""
     flags = [
-        (state.tensor or state.name, total.flag)
+        (_name_of(state), total.flag)
         for state in states
         for total in state.totals
         if total is not None
@@ -179,19 +180,11 @@ def report_inexact(states: Sequence[AccumulatorState]) -> None:
 
 def as_term(gradient: Buffer, weight: float, dtype: DType) -> Buffer:
     """Returns a term that ``ops.add_words`` can add to words of a dtype."""
-    if weight != 1:
-        return scaled(gradient, weight)
-    return gradient if accumulate_dtype(gradient.dtype) == dtype else round_to(gradient, dtype)
+    if accumulate_dtype(gradient.dtype) != dtype:
+        gradient = round_to(gradient, dtype)
+    return gradient if weight == 1 else scaled(gradient, weight)
 
 
-def new_flags(devices: Sequence[Device]) -> list[Buffer]:
-    """Allocates flags that are 0, back to back on each device: one copy downloads them all."""
-    flags: dict[int, Buffer] = {}
-    places: dict[Device, list[int]] = {}
-    for place, device in enumerate(devices):
-        places.setdefault(device, []).append(place)
-    for device, here in places.items():
-        layout = flat_layout([1] * len(here), _FLAG.itemsize)
-        whole = device.zeros((layout.size,), _FLAG)
-        flags.update(zip(here, whole.parts(layout.offsets, layout.sizes), strict=True))
-    return [flags[place] for place in range(len(devices))]
+def _name_of(state: AccumulatorState) -> str:
+    """Returns the name of a sum in warnings."""
+    return state.tensor or state.name

@@ -56,13 +56,14 @@ def canonical_words(words: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the words that all equal sums have, ``[word, …]``: each is what is left, rounded.
 
     Args:
-        words: float32 arrays of one shape.
+        words: float32 or float64 arrays of one shape.
     """
     left, made = [word.reshape(-1) for word in words], np.empty_like(words)
+    flags = [np.zeros(1, np.int32)] if made.dtype == np.float64 else []
     flat = made.reshape(len(words), -1)
     with np.errstate(all="ignore"):
         for word in flat:
-            _exact_sum_reference([[word, *left]], 1, len(left), 1.0)
+            _exact_sum_reference([[word, *flags, *left]], 1 + len(flags), len(left), 1.0)
             left.append(-word)
     # Nothing is left of what is not finite; all words of -0 are -0.
     flat[1:, ~np.isfinite(flat[0])] = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import ref
@@ -32,8 +32,8 @@ from gradreduce.device import (
     Queue,
     accumulate_dtype,
     ensure_accessible,
-    flat_layout,
 )
+from gradreduce.sums.exact_terms import new_flags, report_flags
 
 from .algorithm import (
     Algorithm,
@@ -333,10 +333,6 @@ class ExactAcrossProcesses(AcrossProcesses):
 
     def _add_words(self, words: Sequence[list[Buffer]], terms: Sequence[list[Buffer]]) -> None:
         """Adds the terms of each pack into its words; a call that they do not fit will warn."""
-        layout = flat_layout([1] * len(words), 4)
-        flags = self._device.zeros((layout.size,), "int32").parts(layout.offsets, layout.sizes)
+        flags = new_flags([self._device] * len(words))
         ops.add_words(words, flags, terms, fresh=True, device=self._device)
-        mesh_state = self._device.mesh_state
-        label = str(mesh_state.thread.label)
-        report = partial(mesh_state.inexact.add, [(label, flag) for flag in flags])
-        self._replicas.run_again_too(report)
+        report_flags(flags)

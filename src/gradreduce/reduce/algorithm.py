@@ -27,6 +27,7 @@ from gradreduce.device import (
     ensure_accessible,
 )
 from gradreduce.errors import brief, listed
+from gradreduce.sums.exact_terms import sum_exactly
 
 # The replica numbers of each group, in the order of its additions; groups in the order of theirs.
 ReductionGroups = tuple[tuple[int, ...], ...]
@@ -189,7 +190,7 @@ def write_sums(
         device: a device that can access all of them.
         split: see ``ops.all_sum``.
         queue: see ``ops.all_sum``.
-        exact: whether to add by ``ops.exact_sum``, which has no order.
+        exact: whether to add by ``sum_exactly``, which has no order.
     """
     by_divisor: dict[float, tuple[list[Sequence[Buffer]], list[Sequence[Buffer]]]] = {}
     for divisor, outs, inputs in sums:
@@ -198,7 +199,7 @@ def write_sums(
         rows[1].append(inputs)
     for divisor, rows in by_divisor.items():
         if exact:
-            ops.exact_sum(*rows, divisor=divisor, device=device, queue=queue)
+            sum_exactly(*rows, divisor=divisor, device=device, queue=queue)
         else:
             ops.all_sum(*rows, split, divisor=divisor, device=device, queue=queue)
 

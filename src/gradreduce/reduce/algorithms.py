@@ -107,6 +107,15 @@ def _check_exact(settings: Settings) -> None:
         )
 
 
+def check_wire(settings: Settings, dtype: DType) -> None:
+    """Raises ``ValueError`` if exact terms of this dtype would be rounded on the way."""
+    if settings.wire_dtype is not None and dtype.name == "float64":
+        raise ValueError(
+            f"wire_dtype='{settings.wire_dtype}' cannot be combined with exact=True for float64: "
+            "terms would be rounded on the way; pass None"
+        )
+
+
 def _as_wire(wire_dtype: Any) -> DType:
     with suppress(TypeError):
         if as_dtype(wire_dtype).name in ("float16", "bfloat16", "float32"):

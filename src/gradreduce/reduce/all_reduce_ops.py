@@ -28,6 +28,7 @@ from gradreduce.device import (
     no_collection,
 )
 from gradreduce.errors import CollectiveError
+from gradreduce.sums.exact_terms import needs_flag
 
 from .algorithm import ProcessesName, ReductionGroups
 from .algorithms import NUM_WORDS, make_settings
@@ -67,7 +68,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
             docs/reductions.md has a bound of the error.
         exact: True adds the terms as real numbers and rounds their sum once, so that neither the
             order nor the number of replicas, processes or packs changes a bit; docs/same_bits.md
-            defines the results. Not for float64, complex128 and IndexedSlices yet.
+            defines the results. Not for IndexedSlices yet. Of float64 and complex128 eight floats
+            hold each sum: ``gr.InexactSumWarning`` says that one does not fit.
         words: with ``exact``: how many floats (2 to 8) hold a sum to which terms are added one by
             one: of the micro-batches of a ``SyncStep``, and of the devices of a process, if these
             are more than ``words`` and there are other processes. ``gr.InexactSumWarning`` says
@@ -254,7 +256,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
 
         def run(requests: list[Request]) -> list[tuple[Part, ...]]:
             if self.exact:
-                check_exact(requests)
+                check_exact(requests, self.settings)
             if weights is not None:
                 return self._reduce_weighted(op, requests, weights, coalesce=coalesce)
             with SuspendedScope():  # may run code of a caller's subclass
@@ -378,7 +380,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         """See ``CrossDeviceOps._validate_call``; the terms can be added exactly, if they are."""
         call = super()._validate_call(reduce_op, pairs, output_type, out)
         if self.exact:
-            check_exact(call.requests)
+            check_exact(call.requests, self.settings)
         return call
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
@@ -465,7 +467,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
         """Like ``prepare``, with the same arguments, but each call launches one CUDA graph.
 
         Raises:
-            ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
+            ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises; or ``exact`` with
+                float64 or complex128, whose sums may warn in each call.
             CollectiveError: the algorithm is ``"nccl"`` over several physical devices of this
                 process. Nothing was launched.
             RuntimeError: the mesh has several processes, for whose exchanges the host must wait.
@@ -493,6 +496,12 @@ class AllReduceCrossDeviceOps(NestedCalls):
             is_nccl = self.all_reduce_alg == "nccl" and request.is_all_reduced
             if is_nccl and len(by_physical(request.devices)) > 1:
                 raise CollectiveError(f"{request.value._name_of(index)}: {NOT_CAPTURED}")
+            dtype = request.value.buffers[0].dtype
+            if self.exact and needs_flag(dtype):
+                raise ValueError(
+                    f"{request.value._name_of(index)} is {dtype}: a captured step cannot warn of "
+                    "exact sums that do not fit into their words; use prepare"
+                )
         with call.running("capture", deadline):
             return CapturedStep(call, partial(self.reduce_batch, reduce_op, coalesce=False))
 

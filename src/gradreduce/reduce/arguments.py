@@ -43,6 +43,8 @@ from gradreduce.errors import (
 )
 from gradreduce.sums.exact_terms import check_exact_term
 
+from .algorithms import Settings, check_wire
+
 
 class Request(NamedTuple):  # making a frozen dataclass takes three times as long
     """One checked value of a batch, and the devices and memory of its result.
@@ -402,14 +404,15 @@ def shapes_by_rows(requests: Sequence[Request], *, shared: bool) -> list[tuple[i
     return shapes
 
 
-def check_exact(requests: Sequence[Request]) -> None:
-    """Raises ``ValueError`` or ``TypeError`` unless all values can be added exactly."""
+def check_exact(requests: Sequence[Request], settings: Settings) -> None:
+    """Raises ``ValueError`` unless all values can be added exactly with these settings."""
     for index, request in enumerate(requests):
         value = request.value
         try:
             for part in value.parts:
                 check_exact_term(part)
-        except (TypeError, ValueError) as error:
+            check_wire(settings, value.parts[0].dtype)
+        except ValueError as error:
             raise about(value._name_of(index), error) from None
 
 

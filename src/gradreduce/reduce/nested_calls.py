@@ -108,7 +108,7 @@ class NestedCalls(CrossDeviceOps):
 
         def run(requests: list[Request]) -> list[tuple[Buffer, ...]]:
             if self.settings.exact:
-                check_exact(requests)
+                check_exact(requests, self.settings)
             weighting = None if weights is None else weighting_of(requests, op, weights)
             return reduce_scatter(self.settings, op, requests, weighting)
 

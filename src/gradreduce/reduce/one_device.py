@@ -24,6 +24,7 @@ from gradreduce.device import (
     to_local,
 )
 from gradreduce.ops import plan_segments
+from gradreduce.sums.exact_terms import sum_exactly
 from gradreduce.sums.slices import concatenate_slices, with_dense
 
 Accumulate = Callable[[list[Any]], Any]
@@ -67,7 +68,7 @@ def sum_on(
         local = [to_local(device, buffer) for buffer in dense]
         buffers = [_call_accumulate(device, local, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
-    add = ops.exact_sum if exact else ops.all_sum
+    add = sum_exactly if exact else ops.all_sum
     add([[total]], [buffers], divisor=1 if counts else divisor, device=device)
     return quotients([total], divisor)[0] if counts else total
 

@@ -119,7 +119,8 @@ def add_n(
         exact: round the sum once, in the dtype of the inputs. An infinity or a NaN gives the sum of
             IEEE 754, a finite sum does not overflow on the way, and a sum of zero is -0.0 only if
             all inputs are. All inputs are added on the device of the first one. Integers are
-            always exact, modulo 2**bits. Not for float64, complex128 and IndexedSlices yet.
+            always exact, modulo 2**bits. Sums of float64 and complex128 are held by eight floats:
+            ``gr.InexactSumWarning`` says that one did not fit. Not for IndexedSlices yet.
         output_type: the kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
             ``"buffer"``. Default: the kind of the first input.
 
@@ -132,8 +133,7 @@ def add_n(
             single IndexedSlices has no ``dense_shape``, there are IndexedSlices with
             ``exact=True``, or ``output_type`` is unknown or its library is not imported.
         TypeError: an input is not an array (``Mirrored`` and ``PerReplica`` are not), dtypes differ
-            or cannot be added (float64 and complex128 not with ``exact=True``), or IndexedSlices
-            among several inputs have no ``dense_shape``.
+            or cannot be added, or IndexedSlices among several inputs have no ``dense_shape``.
         DeviceMismatchError: inputs are on different meshes.
 
     Example:
@@ -145,7 +145,7 @@ def add_n(
     """
     if exact:
         _check_inputs(inputs, "Tensor")
-        return _aggregate_exactly(inputs, (), output_type)
+        return _aggregate_exactly(inputs, (), output_type, "add_n")
     if output_type is None and type(inputs) is list and inputs and type(inputs[0]) is Buffer:
         made = _sum_directly(inputs)
         if made is not None:
@@ -313,8 +313,7 @@ def aggregate(
             negative or not finite, all weights are 0, or a term of ``exact=True`` is IndexedSlices.
         TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
             not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
-            ``PerReplica`` or ``Mirrored``, which must be reduced across devices; with
-            ``exact=True`` also for float64 and complex128.
+            ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
 
     Example:
         >>> micro_batches = (np.full(2, scale) for scale in (1.0, 2.0, 4.0))
@@ -328,7 +327,7 @@ def aggregate(
     if isinstance(terms, list | tuple):
         if exact:
             by = () if weights is None else validate_weights(weights, len(terms))
-            return _aggregate_exactly(terms, by, output_type)
+            return _aggregate_exactly(terms, by, output_type, "aggregate")
         return _aggregate_list(terms, method, weights, output_type)
     if exact or current_reader() is not None:  # some may be traced values
         terms = list(terms)
@@ -482,7 +481,7 @@ def _aggregate_weighted(
 
 
 def _aggregate_exactly(
-    terms: Sequence[Any], weights: Sequence[float], output_type: OutputType | None
+    terms: Sequence[Any], weights: Sequence[float], output_type: OutputType | None, name: str
 ) -> Any:
     """Sums terms as real numbers, all checked before anything is launched.
 
@@ -490,6 +489,7 @@ def _aggregate_exactly(
         terms: any objects; None is skipped.
         weights: one for each term, or none.
         output_type: the kind of the result.
+        name: the name of the call, for a warning.
     """
     pairs = pairs_of(terms, weights or [1.0] * len(terms))
     kept = [(as_slices(term), by) for term, by in pairs if term is not None and by]
@@ -509,9 +509,11 @@ def _aggregate_exactly(
             rehearse_parts(
                 ("exact", bool(by)),
                 placed,
-                lambda dry_run: add_exactly([dry_run.buffer(term) for term in placed], by),
+                lambda dry_run: add_exactly([dry_run.buffer(term) for term in placed], by, name),
             )
-        return from_buffer(add_exactly(placed, by), kind)
+        total = from_buffer(add_exactly(placed, by, name), kind)
+    placed[0].device.mesh_state.inexact.warn()
+    return total
 
 
 def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:

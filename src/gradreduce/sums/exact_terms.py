@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce import ops
 from gradreduce.arrays.indexed_slices import IndexedSlices
-from gradreduce.device import Buffer, ensure_accessible
+from gradreduce.device import (
+    ELEMENT_OF,
+    Buffer,
+    Device,
+    DType,
+    Queue,
+    as_dtype,
+    ensure_accessible,
+    flat_layout,
+)
 
 from .aggregators import AddN, MultiDeviceSum, round_to, scaled
 from .term_weights import check_whole
 
+_FLAG = as_dtype("int32")
+
 
 def check_exact_term(term: Any) -> None:
-    """Raises ``ValueError`` or ``TypeError`` for a term that cannot be added exactly.
+    """Raises ``ValueError`` for a term that cannot be added exactly.
 
     Args:
         term: an array of any library, a Buffer, IndexedSlices, or a list.
     """
     if isinstance(term, IndexedSlices):
         raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
-    check_exact_dtype(getattr(term, "dtype", ""))  # a list has none yet
-
-
-def check_exact_dtype(dtype: Any) -> None:
-    """Raises ``TypeError`` for a dtype of any library whose sums cannot be exact."""
-    name = str(dtype).removeprefix("torch.")
-    if name in ("float64", "complex128"):
-        raise TypeError(
-            f"exact=True does not support {name} yet: pass terms of a narrower dtype, or "
-            "exact=False"
-        )
 
 
 def check_exact_terms(terms: Sequence[Buffer], weights: Sequence[float]) -> None:
     """Raises unless all terms have one shape and dtype, and integers have whole weights."""
     like = MultiDeviceSum(AddN)
     for term in terms:
-        check_exact_term(term)
         like.check(term.shape, term.dtype)
     for weight in weights:
         check_whole(weight, terms[0].dtype)
 
 
-def add_exactly(terms: Sequence[Buffer], weights: Sequence[float]) -> Buffer:
+def add_exactly(terms: Sequence[Buffer], weights: Sequence[float], name: str) -> Buffer:
     """Returns the sum of the terms, rounded once, in new memory on the device of the first one.
 
     Terms that this device cannot read are copied to it.
@@ -52,6 +52,7 @@ def add_exactly(terms: Sequence[Buffer], weights: Sequence[float]) -> Buffer:
     Args:
         terms: at least one, or two without weights; checked.
         weights: one for each term, or none; products are rounded to the accumulate dtype.
+        name: what an ``InexactSumWarning`` calls the sum.
     """
     shape, dtype, home = terms[0].shape, terms[0].dtype, terms[0].device
     if weights:
@@ -60,5 +61,61 @@ def add_exactly(terms: Sequence[Buffer], weights: Sequence[float]) -> Buffer:
         return round_to(terms[0], dtype)
     read = [ensure_accessible(home, term) for term in terms]
     total = home.empty(shape, dtype)
-    ops.exact_sum([[total]], [read], device=home)
+    sum_exactly([[total]], [read], device=home, names=[name])
     return total
+
+
+def sum_exactly(
+    outs: Sequence[Sequence[Buffer]],
+    inputs: Sequence[Sequence[Buffer]],
+    *,
+    divisor: float = 1,
+    device: Device,
+    queue: Queue = "compute",
+    names: Sequence[str] = (),
+) -> None:
+    """Calls ``ops.exact_sum``; a sum of float64 or complex128 that does not fit will warn.
+
+    The arguments are those of ``ops.exact_sum``; and ``names``, the name of each sum in the
+    warning, by default the label of this thread's work.
+    """
+    flags: Sequence[Buffer] = ()
+    if any([needs_flag(terms[0].dtype) for terms in inputs]):
+        flags = new_flags([device] * len(inputs))
+    ops.exact_sum(outs, inputs, divisor=divisor, flags=flags, device=device, queue=queue)
+    if flags:
+        report_flags(flags, names)
+
+
+def needs_flag(dtype: DType) -> bool:
+    """Whether words hold all exact sums of this dtype, and may be too few: float64, complex128."""
+    return ELEMENT_OF[dtype].name == "float64"
+
+
+def new_flags(devices: Sequence[Device]) -> list[Buffer]:
+    """Allocates flags that are 0, back to back on each device: one copy downloads them all."""
+    flags: dict[int, Buffer] = {}
+    places: dict[Device, list[int]] = {}
+    for place, device in enumerate(devices):
+        places.setdefault(device, []).append(place)
+    for device, here in places.items():
+        layout = flat_layout([1] * len(here), _FLAG.itemsize)
+        whole = device.zeros((layout.size,), _FLAG)
+        flags.update(zip(here, whole.parts(layout.offsets, layout.sizes), strict=True))
+    return [flags[place] for place in range(len(devices))]
+
+
+def report_flags(flags: Sequence[Buffer], names: Sequence[str] = ()) -> None:
+    """Queues warnings about sums whose flags are set, also in each call of a prepared step.
+
+    Args:
+        flags: the flag of each sum.
+        names: the name of each sum. Default: the label of this thread's work.
+    """
+    mesh_state = flags[0].device.mesh_state
+    names = names or [str(mesh_state.thread.label)] * len(flags)
+    report = partial(mesh_state.inexact.add, list(zip(names, flags, strict=True)))
+    report()
+    command_list = mesh_state.thread.command_list
+    if command_list is not None:
+        command_list.add(report)

@@ -22,7 +22,8 @@ from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffers
 from gradreduce.arrays.replica_context import replica as use_replica
 from gradreduce.comm.replicas import Replicas
-from gradreduce.device import Buffer
+from gradreduce.device import Buffer, as_dtype
+from gradreduce.reduce.algorithms import Settings, check_wire
 
 from .reducer import Reducer
 from .replica import Replica, run_for
@@ -141,23 +142,27 @@ class ExactReducer(Reducer):
         return means
 
 
-def check_exact_parameters(named: Sequence[tuple[str, Any]], sparse: Sequence[int]) -> None:
+def check_exact_parameters(
+    named: Sequence[tuple[str, Any]], sparse: Sequence[int], settings: Settings
+) -> None:
     """Raises if the sums of the gradients of a parameter cannot be exact.
 
     Args:
         named: the parameters of a replica that require gradients, with their names.
         sparse: the indices of those with sparse gradients.
+        settings: those of the exact sums.
 
     Raises:
-        TypeError: a parameter has another dtype than float32, float16 and bfloat16.
-        ValueError: a parameter has sparse gradients.
+        TypeError: a parameter is complex.
+        ValueError: a parameter has sparse gradients, or ``wire_dtype`` would round its terms.
     """
     for name, parameter in named:
-        if _dtype_of(parameter) not in ("float32", "float16", "bfloat16"):
+        if _dtype_of(parameter) not in ("float64", "float32", "float16", "bfloat16"):
             raise TypeError(
-                f"{name} is {_dtype_of(parameter)}: exact=True supports parameters of float32, "
-                "float16 and bfloat16"
+                f"{name} is {_dtype_of(parameter)}: exact=True supports parameters of float64, "
+                "float32, float16 and bfloat16"
             )
+        check_wire(settings, as_dtype(_dtype_of(parameter)))
     for index in sparse:
         raise ValueError(
             f"{named[index][0]} is the weight of an embedding with sparse=True: exact=True does "

@@ -41,7 +41,8 @@ def make_accumulator(
     """Makes the accumulator of a variable; its mean divides by the number of all gradients.
 
     Raises:
-        TypeError: the sums of a variable with this dtype cannot be exact.
+        TypeError: the sums of a variable with sparse gradients and this dtype cannot be exact.
+        ValueError: ``wire_dtype`` would round the terms of exact sums.
     """
     options: dict[str, Any] = {
         "name": f"{variable.name}/grad_accum",
@@ -58,7 +59,7 @@ def make_accumulator(
             made = _SparseStepAccumulator(variable.dtype, variable.shape, **options)
         else:
             made = _StepAccumulator(variable.dtype, variable.shape, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise about(f"the gradient of {variable.name!r}", error) from None
     made.accumulator_ref.tensor = variable.name
     return made

@@ -72,7 +72,8 @@ def warn_inexact(names: Iterable[str]) -> None:
     for name in names:
         warnings.warn(
             f"the exact sum of {name!r} did not fit into its words, or overflowed on the way: "
-            "its bits may depend on the order of the terms. Pass a larger words=",
+            "its bits may depend on the order of the terms. Pass a larger words= (sums of "
+            "float64 in one call always have 8)",
             InexactSumWarning,
             stacklevel=_level_of_caller(),
         )
