@@ -30,6 +30,8 @@ LAUNCHED = [
     ("transformer", TRAIN_TORCH, [*FEW, 8, *CLIPPED, "--checkpoint", "two.pt"], False),
     ("its half", TRAIN_TORCH, [*FEW, 4, *CLIPPED, "--checkpoint", "half.pt"], False),
     ("hook", DDP_HOOK, [*FEW, 8], False),
+    ("one word", "word.py", ["word.pt"], False),
+    ("one word of gloo", "gloo.py", ["gloo.pt"], False),
 ]
 
 
@@ -38,7 +40,7 @@ def blocks(page, language="python"):
 
 
 def scripts():
-    """The three scripts that have arguments: DDP, torchrun and one process."""
+    """The four scripts that have arguments: our backend, DDP, torchrun and one process."""
     return [block for block in blocks(PAGE) if "sys.argv" in block]
 
 
@@ -46,8 +48,9 @@ def scripts():
 def launched(tmp_path_factory):
     """Runs scripts in two processes; returns their folder and printed text."""
     folder = tmp_path_factory.mktemp("launched")
-    for name, script in zip(("before", "after"), scripts(), strict=False):
+    for name, script in zip(("word", "before", "after"), scripts(), strict=False):
         (folder / f"{name}.py").write_text(script, encoding="utf-8")
+    (folder / "gloo.py").write_text(scripts()[0].replace('"gradreduce"', '"gloo"', 1))
     program = str(Path(__file__).with_name("program.py"))
     done = run("torchrun", 2, program, str(folder), json.dumps(LAUNCHED))
     assert done.returncode == 0, done.text
@@ -75,7 +78,7 @@ def assert_equal(found, wanted):
 @pytest.fixture
 def in_one_process(tmp_path, monkeypatch):
     """Runs the script for one process; returns its global names."""
-    (tmp_path / "one.py").write_text(scripts()[2], encoding="utf-8")
+    (tmp_path / "one.py").write_text(scripts()[3], encoding="utf-8")
 
     def train(checkpoint, steps):
         monkeypatch.setattr(sys, "argv", ["one.py", str(tmp_path / checkpoint), str(steps)])
