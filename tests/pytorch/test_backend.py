@@ -145,6 +145,14 @@ def test_a_failed_call_changes_nothing(group):
     assert other.tolist() == [1.0, 1.0]
 
 
+def test_the_memory_of_prepared_sums_is_bounded(group):
+    for _ in range(3):
+        for size in range(1, 80):
+            torch.distributed.all_reduce(tensor := torch.full((size,), float(size)))
+            assert tensor.eq(size).all()
+    assert len(group._sums._steps) == 64
+
+
 def test_timeouts_become_shorter(group):
     seconds = datetime.timedelta(seconds=1)
     assert group._deadline(None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.arrays.distributed import PerReplica, ReduceOp
 from gradreduce.backends import open_group_mesh
 from gradreduce.errors import CollectiveError
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -17,6 +18,8 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from .backend_options import BackendOptions
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SMALL_BYTES = 1 << 16  # up to here the host time of a call is longer than a copy
+_MOST_STEPS = 64
 _CLOSE_SECONDS = 5.0  # for processes that destroy the group later
 
 
@@ -45,6 +48,9 @@ class GroupSums:
         self._options = options
         self._timeout = timeout
         self._ops: dict[torch.device, AllReduceCrossDeviceOps] = {}
+        # Least recently used first. All processes make the same calls, so they agree in what is
+        # prepared. None: it was called once.
+        self._steps: OrderedDict[_Kind, _SmallStep | None] = OrderedDict()
 
     def _ops_for(self, device: torch.device) -> AllReduceCrossDeviceOps:
         """Returns the reductions on a device; the first call opens their mesh."""
@@ -60,9 +66,30 @@ class GroupSums:
         """Replaces tensors on one device by their sums or means over the processes."""
         sums = [_flat(tensor) for tensor in tensors]
         ops = self._ops_for(tensors[0].device)
-        ops.all_reduce([sums], op, out=[sums], deadline=deadline)
+        if len(sums) == 1 and 0 < sums[0].nbytes <= _SMALL_BYTES:
+            self._add_small(sums[0], op, deadline)
+        else:
+            ops.all_reduce([sums], op, out=[sums], deadline=deadline)
         for tensor, total in zip(tensors, sums, strict=True):
             _write(tensor, total)
+
+    def _add_small(self, terms: torch.Tensor, op: ReduceOp, deadline: float | None) -> None:
+        """Replaces a vector by its sum; from the second call on by a prepared step."""
+        kind = (terms.device, terms.dtype, terms.numel(), op)
+        ops = self._ops[terms.device]
+        if kind not in self._steps:
+            ops.all_reduce([[terms]], op, out=[[terms]], deadline=deadline)
+            self._steps[kind] = None
+            if len(self._steps) > _MOST_STEPS:
+                self._steps.popitem(last=False)
+            return
+        self._steps.move_to_end(kind)
+        step = self._steps[kind]
+        if step is None:
+            step = self._steps[kind] = _SmallStep(ops, terms, op, deadline)
+        else:
+            step.run(terms, deadline)
+        terms.copy_(step.memory)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int, deadline: float | None) -> None:
         """Replaces a tensor by its sum or mean in the process ``root`` only."""
@@ -100,12 +127,42 @@ class GroupSums:
             with suppress(CollectiveError):  # PyTorch's groups end without the other processes
                 ops.mesh.close(deadline=min(self._timeout, _CLOSE_SECONDS))
         self._ops.clear()
+        self._steps.clear()
 
     def abort(self) -> None:
         """Makes the call that runs, and all later ones, raise in all processes."""
         for ops in list(self._ops.values()):
             assert ops.mesh is not None
             ops.mesh.mesh_state.fail_all("its process group was aborted")
+
+
+_Kind = tuple[torch.device, torch.dtype, int, ReduceOp]
+
+
+class _SmallStep:
+    """A prepared all-reduce of a vector, in memory of its own.
+
+    The constructor runs it once.
+
+    Attributes:
+        memory: the vector: first the terms of this process, then the sums.
+    """
+
+    def __init__(
+        self,
+        ops: AllReduceCrossDeviceOps,
+        terms: torch.Tensor,
+        op: ReduceOp,
+        deadline: float | None,
+    ) -> None:
+        self.memory = terms.clone()
+        value = PerReplica([self.memory], ops.mesh)
+        self._step = ops.prepare(op, [(value, value)], out=[[self.memory]], deadline=deadline)
+
+    def run(self, terms: torch.Tensor, deadline: float | None) -> None:
+        """Adds other terms."""
+        self.memory.copy_(terms)
+        self._step(deadline=deadline)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

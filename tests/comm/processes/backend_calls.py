@@ -32,8 +32,10 @@ class Reference:
         return self.ops.all_reduce([[term(rank)] for rank in self.ranks], kind)[0][0]
 
 
-def random(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
+def random(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul(100).to(dtype)
 
 
@@ -90,6 +92,16 @@ def spellings(reference: Reference, group: Any) -> None:
     leaf = columns(me).requires_grad_()
     dist.all_reduce(leaf, group=group)
     assert leaf.detach().equal(reference.of(columns, SUM))
+
+
+def repeated(reference: Reference, group: Any) -> None:
+    """Small sums are prepared at the second call, also if others come between."""
+    me = dist.get_rank()
+    for number in range(4):
+        for op, size in itertools.product((SUM, AVG), (7, 16384, 16385)):
+            term = partial(random, shape=(size,), seed=number)
+            dist.all_reduce(found := term(me), op, group)
+            assert found.equal(reference.of(term, op)), (number, op, size)
 
 
 def coalesced(reference: Reference, group: Any) -> None:
@@ -241,7 +253,7 @@ def main() -> None:
     for ranks, group in ((world, dist.group.WORLD), ([0, 1], pair)):
         if dist.get_rank() in ranks:
             reference = Reference(ranks, wire_dtype="float32")
-            for check in (sums, shares, spellings, coalesced):
+            for check in (sums, shares, spellings, repeated, coalesced):
                 check(reference, group)
             for check in (other_sums, copies, messages):
                 check(group, ranks)
