@@ -153,6 +153,15 @@ def test_the_memory_of_prepared_sums_is_bounded(group):
     assert len(group._sums._steps) == 64
 
 
+def test_tensors_of_inference_mode_are_summed(group):
+    with torch.inference_mode():
+        for shape in ((3,), (20000,), (2, 3)):
+            tensor = torch.ones(shape).t() if len(shape) == 2 else torch.ones(shape)
+            for _ in range(3):
+                torch.distributed.all_reduce(tensor)
+            assert tensor.is_inference() and tensor.eq(1).all()
+
+
 def test_timeouts_become_shorter(group):
     seconds = datetime.timedelta(seconds=1)
     assert group._deadline(None) is None

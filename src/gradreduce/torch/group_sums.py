@@ -50,7 +50,7 @@ class GroupSums:
         self._ops: dict[torch.device, AllReduceCrossDeviceOps] = {}
         # Least recently used first. All processes make the same calls, so they agree in what is
         # prepared. None: it was called once.
-        self._steps: OrderedDict[_Kind, _SmallStep | None] = OrderedDict()
+        self._steps: OrderedDict[_SmallKind, _SmallStep | None] = OrderedDict()
 
     def _ops_for(self, device: torch.device) -> AllReduceCrossDeviceOps:
         """Returns the reductions on a device; the first call opens their mesh."""
@@ -89,7 +89,7 @@ class GroupSums:
             step = self._steps[kind] = _SmallStep(ops, terms, op, deadline)
         else:
             step.run(terms, deadline)
-        terms.copy_(step.memory)
+        _write(terms, step.memory)
 
     def reduce(self, tensor: torch.Tensor, op: ReduceOp, root: int, deadline: float | None) -> None:
         """Replaces a tensor by its sum or mean in the process ``root`` only."""
@@ -136,7 +136,7 @@ class GroupSums:
             ops.mesh.mesh_state.fail_all("its process group was aborted")
 
 
-_Kind = tuple[torch.device, torch.dtype, int, ReduceOp]
+_SmallKind = tuple[torch.device, torch.dtype, int, ReduceOp]
 
 
 class _SmallStep:
@@ -150,14 +150,16 @@ class _SmallStep:
 
     def __init__(
         self,
-        ops: AllReduceCrossDeviceOps,
+        cross_device_ops: AllReduceCrossDeviceOps,
         terms: torch.Tensor,
         op: ReduceOp,
         deadline: float | None,
     ) -> None:
         self.memory = terms.clone()
-        value = PerReplica([self.memory], ops.mesh)
-        self._step = ops.prepare(op, [(value, value)], out=[[self.memory]], deadline=deadline)
+        value = PerReplica([self.memory], cross_device_ops.mesh)
+        self._step = cross_device_ops.prepare(
+            op, [(value, value)], out=[[self.memory]], deadline=deadline
+        )
 
     def run(self, terms: torch.Tensor, deadline: float | None) -> None:
         """Adds other terms."""

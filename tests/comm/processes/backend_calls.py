@@ -217,6 +217,19 @@ def mistakes(group: Any) -> None:
         future.wait()
 
 
+def late(ranks: list[int]) -> None:
+    """The process that does not come is named, with the call, at the deadline of the group."""
+    group = dist.new_group(ranks, pg_options=gr.torch.BackendOptions(deadline=1))
+    dist.all_reduce(torch.ones(5), group=group)
+    if dist.get_rank() != 1:
+        message = r"^allreduce 1 of group '\d+' \(float32\[5\]\): .*process 1 of \d did not answer"
+        with pytest.raises(gr.errors.CollectiveError, match=message):
+            dist.all_reduce(torch.ones(5), group=group)
+    dist.barrier()
+    with pytest.raises(gr.errors.CollectiveError):
+        dist.all_reduce(torch.ones(5), group=group)
+
+
 def options() -> None:
     """Differences of options are told; groups have those of the default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -260,6 +273,7 @@ def main() -> None:
             in_order(group)
     options()
     mistakes(dist.new_group(world))
+    late(world)
     dist.destroy_process_group()
 
 
