@@ -5,8 +5,8 @@ kernels, the order in which gradients arrive, and what adds them: ``SyncStep``, 
 ``gr.torch.DataParallel``. Floating-point addition rounds, so the sums of each layout differ, and
 after some steps so do the weights. With ``exact=True`` the gradients of a step are added as real
 numbers, and their sum is rounded once. The program prints a digest of the final weights of each
-layout, without and with ``exact=True``. It starts other processes by torchrun and mpiexec if
-PyTorch and mpi4py are installed, and actors of Ray.
+layout, without and with ``exact=True``. It starts other processes by torchrun and mpiexec, and
+actors of Ray, if PyTorch, mpi4py and Ray are installed.
 
 Every layout computes the gradient of a micro-batch by the same code, in one thread, so that only
 sums can differ. ``sync_step``, ``accumulators`` and ``data_parallel`` are the parts to copy.
@@ -19,6 +19,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -151,6 +152,21 @@ def accumulators(training: Training, steps: int) -> Iterator[Sequence[np.ndarray
         yield [variable.numpy() for variable in training.variables]
 
 
+def shared_accumulators(training: Training, steps: int) -> Iterator[Sequence[np.ndarray]]:
+    """Does what ``accumulators`` does, with sums in an actor of Ray; yields the weights."""
+    gr.ray.init(logging_level="warning")
+    specs = {each.name: (each.dtype.name, each.shape) for each in training.variables}
+    sums = gr.ray.AccumulatorSet(specs, f"same-bits-{uuid.uuid4()}", exact=training.exact)
+    for step in range(steps):
+        for pick in training.draw():
+            sums.apply_grads(dict(zip(specs, training.gradients(pick), strict=True)), step)
+        means = sums.take_grads(NUM_TERMS)
+        pairs = [(means[variable.name], variable) for variable in training.variables]
+        training.optimizer.apply_gradients(pairs)
+        yield [variable.numpy() for variable in training.variables]
+    sums.close()
+
+
 def data_parallel(training: Training, steps: int) -> Iterator[Sequence[np.ndarray]]:
     """Adds the gradients of all ``backward`` calls of a step; yields the weights."""
     import torch
@@ -192,6 +208,7 @@ def data_parallel(training: Training, steps: int) -> Iterator[Sequence[np.ndarra
 WAYS: dict[str, Callable[[Training, int], Iterator[Sequence[np.ndarray]]]] = {
     "SyncStep": sync_step,
     "accumulators": accumulators,
+    "accumulators of Ray": shared_accumulators,
     "DataParallel": data_parallel,
 }
 
@@ -223,6 +240,8 @@ def layouts() -> list[Layout]:
         found += [Layout("DataParallel", devices) for devices in (1, 4, NUM_TERMS)]
         found += [Layout(way, 64 // processes // 8, processes, "torchrun")
                   for way in ("SyncStep", "DataParallel") for processes in (2, 4)]  # fmt: skip
+    if find_spec("ray"):  # each step has an order of its own
+        found += [Layout("accumulators of Ray", order=order) for order in range(1, 6)]
     if find_spec("mpi4py") and which("mpiexec"):
         found.append(Layout("SyncStep", 2, 2, "mpiexec"))
     return found

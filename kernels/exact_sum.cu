@@ -1,8 +1,10 @@
 // exact_sum: every out[t][j][i] = (in[t][0][i] + … + in[t][num_inputs-1][i]) / divisor, added as real numbers
 // order    any order of the inputs gives the same bits: the exact sum is rounded once, to Out; if the divisor
 //          is not 1, to float, in which the sum is divided before it is rounded to Out
-// types    <Out, In, N>: float and 16-bit floats; N: inputs known when compiled; 0: any number
+// types    <Out, In, N>: float and 16-bit floats; N: inputs known when compiled; 0: any number. <double, double, 0>
 // special  infinities and NaN as in IEEE 754 for any order; a sum of 0 is -0 if all inputs are -0, else +0
+// flag     of double, the last out, one i32: becomes 1 if a sum overflows on the way, or does not fit into 8 words;
+//          else it is not written
 // aliasing any out may be any in exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   at most 2^31 inputs
@@ -10,39 +12,6 @@
 // source   own; two-sum is Knuth's (TAOCP 2, 4.2.2), the sum of three floats is from Boldo, Melquiond,
 //          Emulation of a FMA and correctly rounded sums (IEEE Transactions on Computers 57, 2008)
 #include "exact.cuh"
-
-DEVICE u32 bits_of(float value) {
-    union { float value; u32 bits; } pun;
-    pun.value = value;
-    return pun.bits;
-}
-
-DEVICE float float_of(u32 bits) {
-    union { u32 bits; float value; } pun;
-    pun.bits = bits;
-    return pun.value;
-}
-
-// Two floats: a sum rounded to nearest, and its error, which is a float too. If the sum overflows or is not
-// finite, the error is NaN.
-struct TwoSum {
-    float sum, error;
-
-    DEVICE TwoSum(float left, float right) {
-        sum = plus(left, right);
-        const float added = plus(sum, -left);
-        error = plus(plus(left, -plus(sum, -added)), plus(right, -added));
-    }
-
-    // The exact sum, rounded to odd: to the neighbour whose last bit is 1, unless it is a float. Another rounding,
-    // to at most 22 bits or of a number that it is added to, then sees on which side of a tie it lies.
-    DEVICE float to_odd() const {
-        // Without branches, which g++ does not vectorise. A NaN is neither above nor below 0.
-        const u32 bits = bits_of(sum), above = error > 0, below = error < 0, positive = sum > 0;
-        const u32 moved = (above | below) & ~bits & 1, down = above ^ positive;
-        return float_of(bits + moved - 2 * (moved & down));
-    }
-};
 
 // A sum as WORDS floats, whose exact sum it is unless inexact is set.
 template <int WORDS> struct Words {
@@ -260,11 +229,40 @@ template <typename Out, typename In, int N, bool ODD> struct ExactSum : Elementw
     }
 };
 
-// Uses registers for all loads before the first use, like add_n.
-template <typename Out, typename In, int N>
-__global__ void __launch_bounds__(256, 2) exact_sum(
-    TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, double divisor) {
-    constexpr int LANES = lanes_of<Out, In>::value;
+// Of double, in words: no integer holds all sums.
+template <typename T> struct SumOfWords : Elementwise {
+    static constexpr bool GROUPED = true;
+    static constexpr int WORDS = 8;
+    Row row;
+    i64 num_outs, num_inputs;
+    Divisor<T> divisor;
+
+    DEVICE SumOfWords(const Row& row, i64 num_outs, i64 num_inputs, double divisor)
+        : row(row), num_outs(num_outs), num_inputs(num_inputs), divisor(divisor) {}
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        LaneWords<T, WORDS, LANES> sum;
+        sum.count = WORDS;
+        UNROLL
+        for (int w = 0; w < WORDS; ++w) {
+            EACH_LANE
+            for (int l = 0; l < LANES; ++l) sum.word[w].lane[l] = -(T)0;
+        }
+        bool inexact = false;
+        NO_UNROLL
+        for (i64 k = 0; k < num_inputs; ++k)
+            inexact |= sum.add(load<T, LANES>(row.operand<const T>(num_outs + 1 + k), i));
+        inexact |= sum.renormalise_all();
+        Lanes<T, LANES> total = sum.rounded();
+        divisor.divide(total);
+        NO_UNROLL
+        for (i64 j = 0; j < num_outs; ++j) store(row.operand<T>(j), i, total);
+        if (inexact) *row.operand<i32>(num_outs) = 1;
+    }
+};
+
+template <typename Out, typename In, int N, int LANES>
+DEVICE void add_floats(const Table& table, i64 num_outs, i64 num_inputs, double divisor) {
     // The store rounds to Out, too: only a sum that is rounded to odd before is rounded once. Two loops, because
     // g++ makes slow code of one with both.
     if constexpr (sizeof(Out) < sizeof(float)) {
@@ -274,4 +272,16 @@ __global__ void __launch_bounds__(256, 2) exact_sum(
         }
     }
     elementwise<ExactSum<Out, In, N, false>, LANES>(table, num_outs, num_inputs, divisor);
+}
+
+// Uses registers for all loads before the first use, like add_n.
+template <typename Out, typename In, int N>
+__global__ void __launch_bounds__(256, 2) exact_sum(
+    TABLE_ARGUMENT table, i64 num_outs, i64 num_inputs, double divisor) {
+    constexpr int LANES = lanes_of<Out, In>::value;
+    if constexpr (sizeof(Out) > sizeof(float)) {
+        elementwise<SumOfWords<Out>, LANES>(table, num_outs - 1, num_inputs, divisor);
+    } else {
+        add_floats<Out, In, N, LANES>(table, num_outs, num_inputs, divisor);
+    }
 }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.compiled_first import check_compiled_first
 from support.exact_data import exact_data, same
+from support.exact_sums import adversarial_terms, exact_means, exact_sums
 from support.examples import rows_of
 from support.hanging_devices import TEST_TIMEOUT, resume, stall
 from support.processes import run
@@ -307,6 +308,41 @@ def test_a_wire_dtype_rounds_each_term_and_the_sum(jax, mesh):
         assert {float(tree["w"][3, 4]) for tree in found} == {total}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("form", ["trees", "rows", "columns"])
+def test_exact_sums_are_rounded_once_and_have_no_order(jax, mesh, sharding, form, dtype):
+    terms, weights = adversarial_terms(N, 97, dtype, seed=3), [1.0, 0.1, 3.0, 0.0]
+    with np.errstate(all="ignore"):
+        scaled = [
+            (term.astype(np.float64) * weight).astype(np.float32)
+            for term, weight in zip(terms[:3], weights, strict=False)
+            if dtype != "complex64"
+        ]
+    axes, spec = (1, (None, "i")) if form == "columns" else (0, ("i",))
+    for order in ([0, 1, 2, 3], [2, 3, 1, 0]):
+        rows = [terms[each] for each in order]
+        grads = jax.device_put(np.stack(rows, axes), sharding(spec))
+        if form == "trees":
+            grads = on_each(jax, rows.__getitem__)
+        calls = [
+            (exact_sums(terms), {"op": SUM}),
+            (exact_means(terms, float(N)), {}),
+            (exact_means(scaled or terms, 4.1, terms[0].dtype),
+             {"weights": [weights[each] for each in order]}),
+        ]  # fmt: skip
+        for wanted, options in calls[: 3 if scaled else 2]:
+            found = gr.jax.all_reduce(grads, mesh=mesh, exact=True, **options)
+            found = np.moveaxis(np.stack(found) if form == "trees" else np.asarray(found), axes, 0)
+            for row in np.ascontiguousarray(found):
+                assert same(row, wanted), (order, options)
+
+
+def test_an_exact_sum_of_equal_copies_is_the_copy(jax, mesh, sharding):
+    value = jax.device_put(np.complex64([complex(-0.0, -0.0), 1j]), sharding(()))
+    found = gr.jax.all_reduce(value, SUM, mesh=mesh, replicated="once", exact=True)
+    assert same(np.asarray(found), np.asarray(value))
+
+
 @pytest.mark.parametrize("op", gr.ReduceOp)
 def test_equal_copies_of_a_replicated_array_count_once(jax, mesh, sharding, sharded, op):
     tree = {
@@ -435,6 +471,16 @@ def test_wrong_arguments_are_named(jax, mesh, sharded, monkeypatch):
             r"wire_dtype='float16' cannot be combined with cross_device_ops: pass it to that object"
             "$": {"wire_dtype": "float16", "cross_device_ops": gr.AllReduceCrossDeviceOps()},
             r"wire_dtype='int8' is not 'float16', 'bfloat16' or 'float32'$": {"wire_dtype": "int8"},
+            r"exact=True cannot be combined with cross_device_ops: pass it to that object$": {
+                "exact": True, "cross_device_ops": gr.AllReduceCrossDeviceOps(),
+            },
+            r"words=4 cannot be combined with cross_device_ops: pass it to that object$": {
+                "words": 4, "cross_device_ops": gr.AllReduceCrossDeviceOps(exact=True),
+            },
+            r"words=4 is only for exact=True": {"words": 4},
+            r"wire_dtype='float16' cannot be combined with exact=True": {
+                "wire_dtype": "float16", "exact": True,
+            },
             r"replicated=True is not one of \('each', 'once'\)$": {"replicated": True},
             r"replicated='all' is not one of \('each', 'once'\)$": {"replicated": "all"},
         }  # fmt: skip

@@ -18,6 +18,7 @@ from gradreduce.arrays.types import OutputType
 from gradreduce.backends import default_mesh
 from gradreduce.device import DType, Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
+from gradreduce.reduce.algorithms import NUM_WORDS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.arguments import check_op, validate_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
@@ -38,6 +39,8 @@ def all_reduce(  # noqa: PLR0913  # options of one call
     wire_dtype: str | DType | None = None,
     replicated: Replicated = "each",
     weights: Sequence[float] | None = None,
+    exact: bool = False,
+    words: int = NUM_WORDS,
     deadline: float | None = None,
 ) -> Any:
     """Reduces the gradients of several devices outside ``jax.jit``, like ``jax.lax.pmean``.
@@ -87,6 +90,10 @@ def all_reduce(  # noqa: PLR0913  # options of one call
         weights: for each device of the mesh in this process the weight of its gradients, such as
             the number of its examples; see ``CrossDeviceOps.batch_reduce``. Not for a SUM with
             ``"once"``.
+        exact: add the terms as real numbers and round their sum once, so that neither their order
+            nor their number changes a bit; see ``gr.AllReduceCrossDeviceOps`` and
+            docs/same_bits.md. Instead of ``cross_device_ops``.
+        words: see ``gr.AllReduceCrossDeviceOps``.
         deadline: seconds from now; if the devices are not done by then, the mesh fails.
 
     Returns:
@@ -101,8 +108,8 @@ def all_reduce(  # noqa: PLR0913  # options of one call
         ValueError: pytrees have different structures; arrays differ in shape or dtype; an array was
             deleted or donated, has another number of shards than the mesh has devices, or is
             replicated over some of its devices; ``mesh`` is not that of ``cross_device_ops``;
-            ``wire_dtype`` or ``replicated`` is unknown; ``wire_dtype`` is passed together with
-            ``cross_device_ops``; or weights are wrong.
+            ``wire_dtype`` or ``replicated`` is unknown; ``wire_dtype``, ``exact`` or ``words`` is
+            passed together with ``cross_device_ops``; or weights are wrong.
         DeviceMismatchError: (a ``ValueError``) arrays are on other devices than the mesh.
     """
     check_op("op", op)
@@ -110,7 +117,9 @@ def all_reduce(  # noqa: PLR0913  # options of one call
         raise ValueError(f"replicated={brief(replicated)} is not one of {get_args(Replicated)}")
     if weights is not None and op is ReduceOp.SUM and replicated == "once":
         raise ValueError("weights cannot be combined with a SUM of replicated='once'")
-    ops, mesh = _select_ops(cross_device_ops, wire_dtype, mesh)
+    ops, mesh = _select_ops(
+        cross_device_ops, {"wire_dtype": wire_dtype, "exact": exact, "words": words}, mesh
+    )
     mesh.mesh_state.check_process()
     leaves, treedef = jax.tree_util.tree_flatten(grads)
     if not leaves:
@@ -126,7 +135,10 @@ def all_reduce(  # noqa: PLR0913  # options of one call
         form, columns = _Shards, _for_each(lambda leaf: _shards(leaf, mesh), paths, leaves)
         places = [list(range(len(mesh)))]
         if op is ReduceOp.SUM and replicated == "once":
-            columns = [_once(*each, mesh) for each in zip(leaves, columns, strict=True)]
+            is_exact = isinstance(ops, AllReduceCrossDeviceOps) and ops.exact
+            columns = [
+                _once(*each, mesh, minus=is_exact) for each in zip(leaves, columns, strict=True)
+            ]
     with StreamScope():
         values = form.of_grads(columns, [(path, str(path)) for path in paths], mesh)
         kind: OutputType = "numpy" if mesh.mesh_state.shares_host_memory else "jax"
@@ -138,17 +150,20 @@ def all_reduce(  # noqa: PLR0913  # options of one call
 
 
 def _select_ops(
-    cross_device_ops: CrossDeviceOps | None, wire_dtype: str | DType | None, mesh: Mesh | None
+    cross_device_ops: CrossDeviceOps | None, options: dict[str, Any], mesh: Mesh | None
 ) -> tuple[CrossDeviceOps, Mesh]:
     """Returns what reduces, and the mesh; see the arguments of ``all_reduce``."""
-    if cross_device_ops is not None and wire_dtype is not None:
-        raise ValueError(
-            f"wire_dtype={brief(wire_dtype)} cannot be combined with cross_device_ops: pass it to "
-            "that object"
-        )
-    ops = default_ops() if cross_device_ops is None else cross_device_ops
-    if wire_dtype is not None:
-        ops = AllReduceCrossDeviceOps(wire_dtype=wire_dtype)
+    usual = {"wire_dtype": None, "exact": False, "words": NUM_WORDS}
+    changed = {name: value for name, value in options.items() if value != usual[name]}
+    if cross_device_ops is not None:
+        for name, value in changed.items():
+            raise ValueError(
+                f"{name}={brief(value)} cannot be combined with cross_device_ops: pass it to that "
+                "object"
+            )
+        ops = cross_device_ops
+    else:
+        ops = AllReduceCrossDeviceOps(**changed) if changed else default_ops()
     if not isinstance(ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops={brief(ops)} must be a CrossDeviceOps")
     mesh = validate_mesh(mesh) or ops.mesh or default_mesh()
@@ -241,8 +256,15 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     return parts
 
 
-def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
-    """Replaces all copies of a replicated array but the first by zeros; they are added."""
+def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh, *, minus: bool) -> tuple[Any, ...]:
+    """Replaces all copies of a replicated array but the first by zeros; they are added.
+
+    Args:
+        leaf: the array.
+        parts: its copies in this process.
+        mesh: the mesh.
+        minus: make zeros of -0.0, which change no exact sum.
+    """
     if not leaf.is_fully_replicated:
         return tuple(parts)
     # An array of all processes has its first copy in process 0.
@@ -252,7 +274,7 @@ def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
         jax.numpy.zeros(part.shape, part.dtype, device=next(iter(part.sharding.device_set)))
         for part in parts[len(kept) :]
     ]
-    return (*kept, *zeros)
+    return (*kept, *[-each if minus else each for each in zeros])
 
 
 def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:

@@ -164,10 +164,12 @@ class Case(NamedTuple):
     peers: bool = True
 
 
+exactly = partial(dense, exact=True)
 F32, F16 = "float32", "float16"
 TWO, TWICE = ([1.0], [3.0]), rows([3, 1, 3])  # gradients; one with two rows of one index
 PLAN = "allocate upload "
 FAR = "allocate copy "
+WORDS = "allocate " * 4  # three, and the flag
 CASES = [
     Case("dense first", partial(applies, dense, [], [1.0]), "allocate launch update"),
     Case("dense later", partial(applies, dense, [[1.0]], [100.0], dtype=F16), "launch UPDATE"),
@@ -189,6 +191,16 @@ CASES = [
          "launch LAUNCH UPDATE"),
     Case("partly filled take", partly_filled_take,
          "allocate allocate launch COLLECTIVE LAUNCH UPDATE"),
+    # Words and a flag; a take only reads the words, and downloads the flag.
+    Case("exact first", partial(applies, exactly, [], [1.0]), f"{WORDS}launch update"),
+    Case("exact later", partial(applies, exactly, [[1.0]], [100.0], dtype=F16), "launch UPDATE"),
+    Case("exact take", partial(takes, exactly, TWO), "allocate launch update"),
+    Case("exact across first", partial(applies, exactly, [], halves, home=None, dtype=F16),
+         f"{WORDS * 3}launch launch update"),
+    Case("exact across later", partial(applies, exactly, [halves], halves, home=None, dtype=F16),
+         "launch LAUNCH UPDATE"),
+    Case("exact take of all", partial(takes, exactly, [halves], home=None, dtype=F16),
+         "allocate allocate allocate launch update"),
     Case("first", partial(applies, sparse, [], TWICE), f"allocate {PLAN}launch update"),
     Case("later", partial(applies, sparse, [rows([1, 2, 3])], TWICE), f"{PLAN}launch UPDATE"),
     Case("grows", partial(applies, sparse, [rows([1, 2])], TWICE),

@@ -30,7 +30,7 @@ from gradreduce.ops.take_rows import TAKE_ROWS
 pytestmark = [pytest.mark.host, pytest.mark.exhaustive]
 
 SIZE, NUM_ROWS = 1003, 6
-HALF, SINGLE = "float16", "float32"
+HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
 ADAM, ADAMW, LION, ADAGRAD, RMSPROP = (
     RULE_KERNELS[RULES[name], "plain"] for name in ("adam", "adamw", "lion", "adagrad", "rmsprop")
 )
@@ -43,6 +43,7 @@ CASES = {
     "exact_sum of 3": (EXACT_SUM, (SINGLE, SINGLE, 3), (2, 3, 1.0)),
     "exact_sum of any": (EXACT_SUM, (SINGLE, SINGLE, 0), (2, 9, 1.0)),
     "exact_sum to half": (EXACT_SUM, (HALF, SINGLE, 0), (1, 3, 1.0)),
+    "exact_sum of doubles": (EXACT_SUM, (DOUBLE, DOUBLE, 0), (2, 9, 1.0)),
     "exact_sum, divided": (EXACT_SUM, (HALF, SINGLE, 0), (3, 3, 3.0)),
     "add_words of 3": (ADD_WORDS, (SINGLE, SINGLE, 3), (4, 2, 0)),
     "add_words of any": (ADD_WORDS, (SINGLE, HALF, 0), (6, 2, 0)),

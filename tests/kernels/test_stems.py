@@ -44,7 +44,7 @@ def entries_of(stem):
 
 
 # Files of ops/ without a kernel of that name.
-SHARED = ("ranges", "row_index", "running_sum", "segments", "templates", "update_rules")
+SHARED = ("ranges", "row_index", "running_sum", "segments", "templates", "update_rules", "words")
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
 

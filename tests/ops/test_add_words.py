@@ -1,17 +1,22 @@
 """add_words in every implementation: its bits, and the exact sums of its words by integers."""
 
-from functools import reduce
 from itertools import pairwise
-from operator import or_
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact_data import same
-from support.exact_sums import adversarial_rows, adversarial_terms, exact_sums, integers_of
+from support.exact_data import finite_data, same
+from support.exact_sums import (
+    adversarial_rows,
+    adversarial_terms,
+    exact_sums,
+    fit_into,
+    integers_of,
+)
 from support.exhaustive import examples
 from support.implementations import (
+    SPLIT_SIZE,
     Operand,
     accumulate_dtype_of,
     blank,
@@ -23,8 +28,8 @@ from support.implementations import (
 from support.row_body import RowBody
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import MOST_WORDS, add_words, exact_sum
-from gradreduce.ops.add_words import ADD_WORDS
+from gradreduce.ops import add_words, exact_sum
+from gradreduce.ops.add_words import ADD_WORDS, MOST_WORDS
 
 MAX, LEAST = float(np.finfo(np.float32).max), 2.0**-149
 INF, NAN = np.inf, np.nan
@@ -50,7 +55,10 @@ class TestAddWords(RowBody):
               {"case": "float32", "num_inputs": 3}, {"case": "float64"})  # fmt: skip
 
     def row(self, case, size, seed=0, num_words=3, num_inputs=2):
-        words = random_terms(num_words, size, accumulate_dtype_of(as_dtype(case)), seed + 1)
+        dtype = accumulate_dtype_of(as_dtype(case))
+        # Only the first word can be infinite or NaN.
+        words = random_terms(1, size, dtype, seed + 1)
+        words += list(finite_data((num_words - 1, size), dtype, seed=seed + 2))
         flag = np.full(1, BEFORE, np.int32)
         return [*words, flag, *random_terms(num_inputs, size, case, seed)]
 
@@ -117,19 +125,6 @@ def total_of(terms, chosen):
     return sum(integers_of(term[chosen]) for term in terms).tolist()
 
 
-def fit(num_words, terms):
-    """Whether a bit more than the bits from the least to the largest sum are those of the words."""
-    wide = [term.astype(accumulate_dtype_of(term.dtype)) for term in terms]
-    finite = np.logical_and.reduce([np.isfinite(term) for term in wide])
-    integers = [integers_of(np.where(finite, term, 0)) for term in wide]
-    bits = reduce(or_, map(abs, integers))
-    unit = np.maximum(bits & -bits, 1)
-    largest = np.max(np.abs(np.cumsum(integers, 0)), 0)
-    info = np.finfo(wide[0].dtype)
-    held = unit << (info.nmant + 1) * num_words - 1
-    return (largest < held) & (largest < 1 << info.maxexp - 1 + info.nmant - int(info.minexp))
-
-
 def check_pieces(device, terms, num_words):
     """Each piece is a tensor. Without a flag its sums are exact; if they fit, it has none."""
     size = terms[0].size
@@ -147,7 +142,7 @@ def check_pieces(device, terms, num_words):
     assert set(flags.tolist()) <= {BEFORE, 1}
     kept = np.repeat(flags == BEFORE, PIECE)[:size]
     check_sum(device, [word[kept] for word in words], [term[kept] for term in terms])
-    assert not np.logical_and.reduceat(fit(num_words, terms), starts)[flags == 1].any()
+    assert not np.logical_and.reduceat(fit_into(num_words, terms), starts)[flags == 1].any()
 
 
 def check_many(device, seed, share=1):
@@ -232,6 +227,17 @@ def test_sums_known_beforehand(device, num_words, terms, flagged, first):
             assert same(words[1][0].array, np.full(PIECE, first, np.float32))
         if first in (INF, -INF) or first != first:
             assert all(same(word.array, np.zeros(PIECE, np.float32)) for word in words[1][1:])
+
+
+@pytest.mark.parametrize("place", [0, SPLIT_SIZE // 2, SPLIT_SIZE - 1])
+def test_one_sum_of_a_large_tensor_does_not_fit(device, place):
+    terms = [np.full(SPLIT_SIZE, term, np.float32) for term in (1.0, 2.0**-40, 0.0)]
+    words, flag = [device.empty((SPLIT_SIZE,), "float32") for _ in range(2)], np.zeros(1, np.int32)
+    for wanted in (0, 1):
+        inputs = [list(map(device.adopt, terms))]
+        add_words([words], [device.adopt(flag)], inputs, fresh=True, device=device)
+        assert flag == wanted
+        terms[2][place] = 2.0**-80
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -81,7 +81,10 @@ class TestExactSum(SumBody):
                 assert operand.contained()
 
 
-@pytest.mark.parametrize("template", EXACT_SUM.templates, ids=EXACT_SUM.expression)
+TEMPLATES = [template for template in EXACT_SUM.templates if template[0] != "float64"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=EXACT_SUM.expression)
 def test_every_template_and_its_cast(device, template):
     to, of, num_inputs = template
     for count in [num_inputs] if num_inputs else [1, 2, 11]:

@@ -11,6 +11,8 @@ import pytest
 from support.libraries import torch
 from support.processes import run
 
+import gradreduce as gr
+
 pytestmark = [pytest.mark.torch, pytest.mark.repo]
 ROOT = Path(__file__).parents[2]
 README, PAGE = (ROOT / name for name in ("README.md", "docs/pytorch.md"))
@@ -32,6 +34,7 @@ LAUNCHED = [
     ("hook", DDP_HOOK, [*FEW, 8], False),
     ("one word", "word.py", ["word.pt"], False),
     ("one word of gloo", "gloo.py", ["gloo.pt"], False),
+    ("exact sums", str(Path(__file__).with_name("exact_program.py")), [], False),
 ]
 
 
@@ -91,6 +94,11 @@ def initial_weights():
     torch.manual_seed(0)
     layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
     return list(torch.nn.Sequential(*layers).parameters())
+
+
+def test_one_word_gives_the_weights_of_gloo(launched):
+    ours, theirs = (torch.load(launched[0] / name) for name in ("word.pt", "gloo.pt"))
+    assert_equal(ours.values(), theirs.values())
 
 
 def test_two_processes_compute_the_bits_of_ddp_also_when_resumed(states):
@@ -203,3 +211,16 @@ def test_the_example_with_the_hook_says_how_to_start_it(capsys, monkeypatch):
         importlib.import_module("ddp_hook").main([])
     assert stopped.value.code == 2
     assert "torchrun --nproc-per-node 2 examples/ddp_hook.py" in capsys.readouterr().err
+
+
+def test_two_processes_have_the_exact_sums_of_one(launched):
+    """Of all micro-batches; with the hook of DDP and FSDP2, of one in each process."""
+    program = runpy.run_path(str(Path(__file__).with_name("exact_program.py")))
+    with gr.open_mesh(1, backend="sim") as mesh:
+        whole = program["data_parallel"](mesh, [[5, 2, 7, 0, 1, 6, 4, 3]])
+    with gr.open_mesh(2, backend="sim") as mesh:
+        two = program["data_parallel"](mesh, [[1], [0]], weighted=False)
+    found = re.findall(r"exact sums: ([^:\n]+): ([0-9a-f]{64})", launched[1])
+    assert len(found) == 2 * 5
+    for way, bits in found:
+        assert bits == (whole if way == "DataParallel" else two), way

@@ -20,8 +20,9 @@ def _variables(mesh, dtype="float32"):
     ]
 
 
-def dense(mesh) -> SimpleNamespace:
-    acc = gr.ConditionalAccumulator("bfloat16", (None, 2), reduction_type="SUM", device=mesh)
+def dense(mesh, **options) -> SimpleNamespace:
+    options |= {"reduction_type": "SUM", "device": mesh}
+    acc = gr.ConditionalAccumulator("bfloat16", (None, 2), **options)
 
     def step(seed):
         if acc.num_accumulated() == 3:
@@ -31,6 +32,10 @@ def dense(mesh) -> SimpleNamespace:
         acc.apply_grad(exact_data((3, 2), "bfloat16"), -1)
 
     return SimpleNamespace(save=acc.state_dict, load=acc.load_state_dict, step=step)
+
+
+def exact(mesh) -> SimpleNamespace:
+    return dense(mesh, exact=True)
 
 
 def sparse(mesh) -> SimpleNamespace:
@@ -132,6 +137,7 @@ CASES = {
     each.__name__: each
     for each in (
         dense,
+        exact,
         sparse,
         optimizer,
         agn_center,

@@ -1,6 +1,8 @@
 """Correctly rounded sums by Python's integers, the oracle of exact sums, and terms for them."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 
 import ml_dtypes
 import numpy as np
@@ -21,8 +23,20 @@ def integers_of(values: np.ndarray) -> np.ndarray:
     return whole.astype(object) << np.maximum(shift, 0).astype(object)
 
 
+def _quotient(total: int) -> float:
+    try:
+        return total / 2**1074  # Python rounds quotients of integers once
+    except OverflowError:
+        return np.inf if total > 0 else -np.inf
+
+
 def rounding_to(dtype: np.dtype) -> Callable[[int], float]:
-    """A function that rounds units of 2**-149 to a dtype: to nearest, ties to even."""
+    """A function that rounds units of 2**-149 to a dtype: to nearest, ties to even.
+
+    To float64: units of 2**-1074.
+    """
+    if dtype == np.float64:
+        return _quotient
     info = ml_dtypes.finfo(dtype)
     precision, least = int(info.nmant) + 1, int(info.minexp) - int(info.nmant) + LEAST
     largest = float(info.max)
@@ -44,12 +58,12 @@ def exact_sums(terms: Sequence[np.ndarray], out: DTypeLike | None = None) -> np.
     """The sums of terms as real numbers, rounded once to ``out``, by default their dtype."""
     first, out = terms[0], as_dtype(out or terms[0].dtype)
     if first.dtype.kind == "c":
-        return exact_sums([term.view(np.float32) for term in terms]).view(first.dtype)
+        return exact_sums([term.view(first.real.dtype) for term in terms]).view(first.dtype)
     total, special = np.zeros(first.shape, object), np.zeros(first.shape)
     minus_zero = np.ones(first.shape, bool)
     with np.errstate(invalid="ignore"):
         for term in terms:
-            wide = term.astype(np.float32)
+            wide = term.astype(np.float64 if term.itemsize == 8 else np.float32)
             finite = np.isfinite(wide)
             total += integers_of(np.where(finite, wide, 0))
             special += np.where(finite, 0, wide)
@@ -69,6 +83,19 @@ def exact_means(
     with np.errstate(all="ignore"):
         means = np.true_divide(sums, divisor, dtype=np.float32)
         return means.view(out) if is_complex else means.astype(out)
+
+
+def fit_into(num_words: int, terms: Sequence[np.ndarray]) -> np.ndarray:
+    """Whether a bit more than the bits from the least to the largest sum are those of the words."""
+    wide = [term.astype(np.float64 if term.itemsize == 8 else np.float32) for term in terms]
+    finite = np.logical_and.reduce([np.isfinite(term) for term in wide])
+    integers = [integers_of(np.where(finite, term, 0)) for term in wide]
+    bits = reduce(or_, map(abs, integers))
+    unit = np.maximum(bits & -bits, 1)
+    largest = np.max(np.abs(np.cumsum(integers, 0)), 0)
+    info = np.finfo(wide[0].dtype)
+    held = unit << (info.nmant + 1) * num_words - 1
+    return (largest < held) & (largest < 1 << info.maxexp - 1 + info.nmant - int(info.minexp))
 
 
 # ---- terms --------------------------------------------------------------------------------------

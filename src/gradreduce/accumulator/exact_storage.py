@@ -70,7 +70,9 @@ class ExactStorage(DenseStorage):
         if not fresh:
             return
         sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
-        words = zip(*[allocate_flat(sums) for _ in range(self.num_words)], strict=True)
+        # Processes add the words of a pack with its gaps, where no number may set the flag.
+        zeros = fresh[0].device.mesh_state.processes.size > 1
+        words = zip(*[allocate_flat(sums, zeros=zeros) for _ in range(self.num_words)], strict=True)
         flags = _new_flags([each.device for each in fresh])
         for addition, own, flag in zip(fresh, words, flags, strict=True):
             addition.total = WordSum(own, flag)

@@ -83,5 +83,6 @@ from .run.collective import (
     bytes_sent,
 )
 from .run.commands import Command, CommandList, Operation
+from .run.inexact import warn_inexact
 from .run.kernel import OPTIONS, Arrays, Kernel, Template, kernel_text
 from .run.table import CHUNK_SIZE, TABLE, Tables

@@ -329,8 +329,7 @@ class Device(NotCopied, Backend):
         wait_policy = self._wait_policy(deadline)
         self.mesh_state.check_usable(self)
         check_accessible(self, buffer)
-        log = self.mesh_state.log
-        generation = self.mesh_state.generation
+        log, generation = self.mesh_state.log, self.mesh_state.generation
         ordered = partial(self._order, lambda: None, Work(self.compute, [(buffer,)], 0))
         look = partial(call_under_lock, self.mesh_state.order.lock, LOOK_SECONDS, ordered)
         if not wait_policy.polls:

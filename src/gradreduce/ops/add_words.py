@@ -25,94 +25,31 @@ from gradreduce.device import (
 
 from .exact_sum import _exact_sum_reference
 from .templates import FLOATS
+from .words import BLOCK, add_term
 
 MOST_WORDS = 8
-_BLOCK = 1 << 14  # elements; the words and what an addition needs stay in the cache
 
 
 def _add_words_reference(
     table: Sequence[Arrays], num_outs: int, num_inputs: int, fresh: int
 ) -> None:
     """``word[0] + word[1] + … += in[0] + in[1] + …`` as real numbers; the last out is the flag."""
-    dtype, size = table[0][0].dtype, min(_BLOCK, max(row[0].size for row in table))
+    dtype, size = table[0][0].dtype, min(BLOCK, max(row[0].size for row in table))
     memory = np.empty((num_outs + 3, size), dtype)
     with np.errstate(all="ignore"):
         for row in table:
             *outs, flag = row[:num_outs]
-            for start in range(0, outs[0].size, _BLOCK):
-                block = [out[start : start + _BLOCK] for out in outs]
+            for start in range(0, outs[0].size, BLOCK):
+                block = [out[start : start + BLOCK] for out in outs]
                 arrays = list(memory[:, : block[0].size])
                 # Into other memory: an input may be a word.
                 for word, out in zip(arrays, block, strict=False):
                     word[...] = -0.0 if fresh else out
                 for term in row[num_outs:]:
-                    if _add(arrays, term[start : start + _BLOCK]):
+                    if add_term(arrays, term[start : start + BLOCK]):
                         flag[...] = 1
                 for out, word in zip(block, arrays, strict=False):
                     out[...] = word
-
-
-def _add(arrays: list[np.ndarray], term: np.ndarray) -> bool:
-    """Adds one term to words; returns whether a sum did not fit.
-
-    Args:
-        arrays: the words, and four more arrays of their dtype; their order changes.
-        term: the term, of any float dtype that the words hold.
-    """
-    *words, before, error, added, total = arrays
-    before[...] = words[0]
-    error[...] = term
-    np.negative(error, out=error)
-    for place, word in enumerate(words):
-        # Knuth's two-sum of word and -error; the error of the sum has the opposite sign, so that it
-        # is +0 if the sum is exact: a word of -0 minus +0 is -0.
-        np.subtract(word, error, out=total)
-        np.subtract(total, word, out=added)
-        error += added
-        np.subtract(total, added, out=added)
-        added -= word
-        error += added
-        arrays[place], total = total, word
-    arrays[-1] = total
-    if not error.any():  # NaN counts
-        return False
-    words = arrays[: len(words)]
-    chosen = np.flatnonzero(error)
-    parts = np.array([*[word[chosen] for word in words], -error[chosen]])
-    inexact = _renormalise(parts, before[chosen], term[chosen])
-    for word, values in zip(words, parts, strict=False):
-        word[chosen] = values
-    return inexact
-
-
-def _renormalise(words: np.ndarray, before: np.ndarray, term: np.ndarray) -> bool:
-    """Puts what did not fit, the last row, into the words; returns whether some is left.
-
-    Args:
-        words: ``[word][element]``; changed in place.
-        before: the first word before the addition.
-        term: the term that was added.
-    """
-    not_finite = np.isnan(words[-1])
-    overflows = not_finite & np.isfinite(before) & np.isfinite(term)
-    words[1:, not_finite] = 0
-    # No pass changes the exact sum, so the limit of their number only bounds the time.
-    for _ in range(len(words) + 1):
-        moves = False
-        for low in range(len(words) - 1, 0, -1):
-            left, right = words[low - 1], words[low]
-            total = left + right
-            added = total - left
-            rest = (left - (total - added)) + (right - added)
-            not_finite = np.isnan(rest)
-            overflows |= not_finite & np.isfinite(left)
-            moves |= bool(np.any((total != left) & ~not_finite))
-            words[low - 1], words[low] = total, rest
-            words[0, not_finite] = total[not_finite]
-            words[1:, not_finite] = 0
-        if not moves:
-            break
-    return bool(overflows.any() or words[-1].any())
 
 
 def canonical_words(words: Sequence[np.ndarray]) -> np.ndarray:

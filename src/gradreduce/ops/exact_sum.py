@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from gradreduce.device import (
+    ELEMENT_OF,
     Arrays,
     Buffer,
     Device,
@@ -25,10 +26,11 @@ from gradreduce.device import (
 from .add_n import UNROLLED
 from .all_sum import ALL_SUM
 from .templates import FLOATS, FROM_ACC
+from .words import BLOCK, add_term, renormalise_all
 
 # The dtypes whose terms are exact in float32, of which complex64 has two.
 _NARROW = FLOATS[:3]
-_BLOCK = 1 << 14  # elements; the words and what an addition needs stay in the cache
+_DOUBLE, _WORDS = np.dtype("float64"), 8
 _SINGLE, _BITS, _INT64 = np.dtype("float32"), np.dtype("uint32"), np.dtype("int64")
 _LIMBS, _LIMB = 10, 32  # of an integer: their number, and the bits of each
 _LARGEST, _INFINITY = 0x7F7FFFFF, 0x7F800000  # bits
@@ -37,15 +39,21 @@ _LARGEST, _INFINITY = 0x7F7FFFFF, 0x7F800000  # bits
 def _exact_sum_reference(
     table: Sequence[Arrays], num_outs: int, num_inputs: int, divisor: float
 ) -> None:
-    """``in[0] + in[1] + …`` as real numbers, rounded once, or rounded and divided, to every out."""
+    """``in[0] + in[1] + …`` as real numbers, rounded once, or rounded and divided, to every out.
+
+    Of float64 the last out is the flag.
+    """
+    if table[0][0].dtype == _DOUBLE:
+        _sum_of_words(table, num_outs - 1, divisor)
+        return
     num_words = 2 if num_inputs <= UNROLLED else 3
-    size = min(_BLOCK, max(row[0].size for row in table))
+    size = min(BLOCK, max(row[0].size for row in table))
     memory = np.empty((num_words + 3, size), _SINGLE), np.empty((2, size), bool)
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
         odd = divisor == 1 and outs[0].itemsize < _SINGLE.itemsize
-        for start in range(0, outs[0].size, _BLOCK):
-            terms = [term[start : start + _BLOCK] for term in inputs]
+        for start in range(0, outs[0].size, BLOCK):
+            terms = [term[start : start + BLOCK] for term in inputs]
             length = terms[0].size
             words, inexact = _cascade(terms, *[each[:, :length] for each in memory])
             total = _rounded_words(words, odd=odd)
@@ -56,7 +64,29 @@ def _exact_sum_reference(
             if divisor != 1:
                 total = np.true_divide(total, divisor, dtype=_SINGLE)
             for out in outs:
-                out[start : start + _BLOCK] = total
+                out[start : start + BLOCK] = total
+
+
+def _sum_of_words(table: Sequence[Arrays], num_outs: int, divisor: float) -> None:
+    """The sums of float64: no integer holds all of them."""
+    memory = np.empty((_WORDS + 4, min(BLOCK, max(row[0].size for row in table))), _DOUBLE)
+    for row in table:
+        outs, flag, inputs = row[:num_outs], row[num_outs], row[num_outs + 1 :]
+        for start in range(0, outs[0].size, BLOCK):
+            block = slice(start, start + BLOCK)
+            arrays = list(memory[:, : outs[0][block].size])
+            for word in arrays[:_WORDS]:
+                word.fill(-0.0)
+            inexact = [add_term(arrays, term[block]) for term in inputs]
+            first, *lower = arrays[:_WORDS]
+            if any(inexact) | renormalise_all([first, *lower]):
+                flag[...] = 1
+            total = lower.pop()
+            while lower:
+                total = _to_odd(*_two_sum(lower.pop(), total))
+            total = first + total
+            for out in outs:
+                out[block] = total if divisor == 1 else np.true_divide(total, divisor)
 
 
 def _cascade(
@@ -129,7 +159,7 @@ def _to_odd(total: np.ndarray, rest: np.ndarray) -> np.ndarray:
 
     Another rounding, to 22 bits or fewer, then sees on which side of a tie the exact sum lies.
     """
-    bits = total.view(_BITS)
+    bits = total.view(f"u{total.itemsize}")
     is_even = ((rest > 0) | (rest < 0)) & (bits & 1 == 0)
     away = (rest > 0) == (total > 0)
     bits += is_even & away
@@ -205,6 +235,7 @@ EXACT_SUM = Kernel(
     templates=(
         *((name, name, count) for name in _NARROW for count in (0, *range(2, UNROLLED + 1))),
         *((*pair, 0) for pair in FROM_ACC),
+        ("float64", "float64", 0),
     ),
     writes="num_outs",
 )
@@ -215,6 +246,7 @@ def exact_sum(
     inputs: Sequence[Sequence[Buffer]],
     *,
     divisor: float = 1,
+    flags: Sequence[Buffer] = (),
     device: Device,
     queue: Queue = "compute",
 ) -> None:
@@ -228,17 +260,22 @@ def exact_sum(
         outs: at least one for each tensor t; overwritten. Each may be an input, but not overlap one
             partly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is the
-            outputs', or float32 if the outputs are float16 or bfloat16. Not float64 or complex128.
-            Integers are added by ``all_sum``: modulo 2**bits any sum of them is exact.
+            outputs', or float32 if the outputs are float16 or bfloat16. Integers are added by
+            ``all_sum``: modulo 2**bits any sum of them is exact.
         divisor: divides sums of floats; 1: no division.
+        flags: an int32 for each tensor if one is float64 or complex128. It becomes 1 if the sum
+            of such a tensor does not fit into eight floats, or overflows on the way; otherwise it
+            is not written.
         device: the device that launches. Adds no stream waits.
         queue: the queue to launch on.
 
     The operands are not validated.
     """
     rows: dict[int, list[Row]] = {}
-    for written, read in zip(outs, inputs, strict=True):
-        rows.setdefault(len(written), []).append((*written, *read))
+    for place, (written, read) in enumerate(zip(outs, inputs, strict=True)):
+        is_flagged = ELEMENT_OF[read[0].dtype].name == "float64"
+        own = (*written, flags[place]) if is_flagged else (*written,)
+        rows.setdefault(len(own), []).append((*own, *read))
     for num_outs, found in rows.items():
         for (to, of, num_operands), table in by_template(same_dtypes(found)).items():
             num_inputs = num_operands - num_outs
@@ -247,6 +284,6 @@ def exact_sum(
                     ALL_SUM, (to, of, 0), table, (num_outs, num_inputs, 0, 1.0), queue=queue
                 )
                 continue
-            unrolled = num_inputs if to == of and 2 <= num_inputs <= UNROLLED else 0
+            unrolled = num_inputs if to == of in _NARROW and 2 <= num_inputs <= UNROLLED else 0
             scalars = (num_outs, num_inputs, float(divisor))
             device.launch(EXACT_SUM, (to, of, unrolled), table, scalars, queue=queue)

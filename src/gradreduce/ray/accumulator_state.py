@@ -23,7 +23,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType, SparseMean
 from gradreduce.checkpoint import load_all, plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, brief
 
 from .commands import Apply, CallKey, Counts, LastTake, LoadStates, SetGlobalStep, States, Take
 from .messages import Layout, TensorMessage, specs_of
@@ -56,28 +56,44 @@ class SetSpec(NamedTuple):
         specs: spec of each accumulator.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
         sparse_mean: the option of all sparse accumulators.
+        exact: whether the accumulators, all dense, add gradients as real numbers.
+        words: how many floats hold an element of an exact sum.
         shards: number of the shard of each accumulator.
     """
 
     names: tuple[str, ...]
     specs: tuple[AccumulatorSpec, ...]
     reduction_type: ReductionType
-    sparse_mean: SparseMean
-    shards: tuple[int, ...]
+    sparse_mean: SparseMean = "per_row"
+    exact: bool = False
+    words: int = 3
+    shards: tuple[int, ...] = ()
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
-        """Returns a new accumulator in this process, with the arguments of the set."""
+        """Returns a new accumulator in this process, with the arguments of the set.
+
+        Raises:
+            ValueError: it is sparse, and the set is exact; or an argument is invalid.
+            TypeError: an argument has a wrong type.
+        """
         dtype, shape, is_sparse = self.specs[index]
         options: dict[str, Any] = {
             "name": self.names[index],
             "reduction_type": self.reduction_type,
             "device": device,
         }
+        if is_sparse and self.exact:
+            raise ValueError(
+                f"the accumulator {brief(self.names[index])} is sparse: exact=True does not "
+                "support IndexedSlices yet"
+            )
         if is_sparse:
             return SparseConditionalAccumulator(
                 dtype, shape, sparse_mean=self.sparse_mean, **options
             )
-        return ConditionalAccumulator(dtype, shape, **options)
+        made = ConditionalAccumulator(dtype, shape, exact=self.exact, words=self.words, **options)
+        made.accumulator_ref.tensor = self.names[index]
+        return made
 
     def of_shard(self, index: int) -> list[int]:
         """Returns the indices of the accumulators of a shard."""
@@ -114,6 +130,9 @@ class AccumulatorSetState(ShardState):
         self._spec = spec
         self._indices = spec.of_shard(settings.shard)
         self._accumulators: list[ConditionalAccumulatorBase] = []
+        # Names of the tensors whose sum did not fit into its words, for the next take.
+        self._inexact: set[str] = set()
+        self._device.mesh_state.inexact.report = lambda names: self._inexact.update(names)
         self.load(None)
 
     def load(self, state: dict[str, Any] | None) -> None:
@@ -123,17 +142,20 @@ class AccumulatorSetState(ShardState):
         self._accumulators = [
             self._spec.accumulator(index, self._device) for index in self._indices
         ]
-        # caller -> number of its last take, and kinds and arrays of the results. An entry is
-        # removed when the caller confirms that the results have arrived.
-        self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray]]] = {}
+        # caller -> number of its last take, kinds and arrays of the results, and names of those
+        # that are inexact. An entry is removed when the caller confirms that they have arrived.
+        self._taken: dict[str, tuple[int, list[Kind], list[np.ndarray], list[str]]] = {}
+        self._inexact.clear()
         if state is None:
             return
+        self._inexact.update(state.get("inexact", ()))  # absent in older snapshots
         for each, saved in zip(self._accumulators, state["accumulators"], strict=True):
             _ready(each.accumulator_ref, saved, "state")()
         for caller, saved in state["taken"].items():
             pairs = zip(saved["arrays"], saved["dtypes"], strict=True)
             arrays = [cast_array(array, as_dtype(name)) for array, name in pairs]
-            self._taken[caller] = (saved["number"], saved["kinds"], arrays)
+            inexact = saved.get("inexact", [])
+            self._taken[caller] = (saved["number"], saved["kinds"], arrays, inexact)
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -159,7 +181,9 @@ class AccumulatorSetState(ShardState):
         kinds = [each.accumulator_ref.kind for each in self._accumulators]
         taken = take_grads(self._accumulators, command.num_required, timeout=0, output_type="numpy")
         arrays = [array for gradient in taken for array in _arrays_of(gradient)]
-        set_last(self._taken, command.key[0], (command.key[1], kinds, arrays), MAX_TAKEN)
+        results = command.key[1], kinds, arrays, sorted(self._inexact)
+        self._inexact.clear()
+        set_last(self._taken, command.key[0], results, MAX_TAKEN)
         return self.last_take(LastTake(command.key[0]))
 
     @SetGlobalStep.handler
@@ -176,6 +200,7 @@ class AccumulatorSetState(ShardState):
             for index, each in zip(self._indices, self._accumulators, strict=True)
         ]
         load_all(loads)
+        self._inexact.clear()
 
     # -- reads ------------------------------------------------------------------------------------
 
@@ -184,8 +209,8 @@ class AccumulatorSetState(ShardState):
         """See ``LastTake``."""
         if command.caller not in self._taken:
             raise BackendUnavailableError("the gradients of this take are lost: take again")
-        _, kinds, arrays = self._taken[command.caller]
-        return Layout(specs_of(arrays)).message(arrays)._replace(value=kinds)
+        _, kinds, arrays, inexact = self._taken[command.caller]
+        return Layout(specs_of(arrays)).message(arrays)._replace(value=(kinds, inexact))
 
     def forget(self, key: CallKey) -> None:
         """See ``ShardState``."""
@@ -193,9 +218,9 @@ class AccumulatorSetState(ShardState):
             del self._taken[key[0]]
 
     @States.handler
-    def states(self, command: States) -> list[Any]:
+    def states(self, command: States) -> tuple[list[Any], list[str]]:
         """See ``States``."""
-        return [each.state_dict() for each in self._accumulators]
+        return [each.state_dict() for each in self._accumulators], sorted(self._inexact)
 
     @Counts.handler
     def counts(self, command: Counts) -> tuple[int, int, int]:
@@ -227,10 +252,12 @@ class AccumulatorSetState(ShardState):
                 "kinds": kinds,
                 "dtypes": [array.dtype.name for array in arrays],
                 "arrays": [cast_array(each, accumulate_dtype(each.dtype)) for each in arrays],
+                "inexact": inexact,
             }
-            for caller, (number, kinds, arrays) in self._taken.items()
+            for caller, (number, kinds, arrays, inexact) in self._taken.items()
         }
-        return {"accumulators": self.states(States()), "taken": taken}
+        accumulators, inexact = self.states(States())
+        return {"accumulators": accumulators, "inexact": inexact, "taken": taken}
 
 
 def _ready(state: AccumulatorState, saved: Any, where: str) -> Callable[[], None]:

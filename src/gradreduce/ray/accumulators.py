@@ -21,7 +21,7 @@ from gradreduce.backends import Kernels
 from gradreduce.checkpoint import anything, constant, list_of, validate_state
 from gradreduce.errors import brief, listed
 
-from .accumulator_state import AccumulatorSpec
+from .accumulator_state import AccumulatorSpec, SetSpec
 from .client import settings_of
 from .shared_accumulator import SharedAccumulator
 
@@ -48,6 +48,10 @@ class AccumulatorSet(SharedAccumulator):
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         sparse_mean: the option of all sparse accumulators; see
             ``gr.SparseConditionalAccumulator``.
+        exact: True adds the gradients as real numbers, so that their order does not change a bit;
+            see ``gr.ConditionalAccumulator``. Then no accumulator may be sparse.
+        words: how many floats hold an element of an exact sum; see ``gr.ConditionalAccumulator``.
+            The process that takes or saves a sum that does not fit is warned.
         num_shards: number of actors; the accumulators are distributed over them by bytes.
         num_gpus: 1: each actor reserves a GPU and keeps its sums there. 0: the sums are in host
             memory.
@@ -86,6 +90,8 @@ class AccumulatorSet(SharedAccumulator):
         reduction_type: ReductionType = "MEAN",
         *,
         sparse_mean: SparseMean = "per_row",
+        exact: bool = False,
+        words: int = 3,
         num_shards: int = 1,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
@@ -98,11 +104,10 @@ class AccumulatorSet(SharedAccumulator):
         by_name = specs if isinstance(specs, Mapping) else {str(i): x for i, x in enumerate(specs)}
         if not by_name:
             raise ValueError("specs is empty: pass a spec for each accumulator")
-        found = [_as_spec(name, each) for name, each in by_name.items()]
+        found = tuple([_as_spec(name, each) for name, each in by_name.items()])
+        spec = SetSpec(tuple(by_name), found, reduction_type, sparse_mean, exact, words)
         settings = settings_of(shared_name, num_shards, num_gpus, kernels, snapshots, durability)
-        super().__init__(
-            list(by_name), found, reduction_type, sparse_mean, settings, worker, timeout
-        )
+        super().__init__(spec, settings, worker, timeout)
 
     def apply_grads(
         self,
@@ -236,6 +241,8 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         shape: shape of the gradients; see ``gr.ConditionalAccumulator``.
         shared_name: name of the actor, required; see ``AccumulatorSet``.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
+        exact: see ``AccumulatorSet``.
+        words: see ``AccumulatorSet``.
         num_gpus: see ``AccumulatorSet``.
         kernels: see ``AccumulatorSet``.
         snapshots: see ``AccumulatorSet``.
@@ -266,6 +273,8 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         shared_name: str = "",
         reduction_type: ReductionType = "MEAN",
         *,
+        exact: bool = False,
+        words: int = 3,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
@@ -274,10 +283,9 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         timeout: float | None = None,
     ) -> None:
         settings = settings_of(shared_name, 1, num_gpus, kernels, snapshots, durability)
-        specs = [AccumulatorSpec(dtype, shape, self._is_sparse)]
-        super().__init__(
-            [shared_name], specs, reduction_type, self._sparse_mean, settings, worker, timeout
-        )
+        specs = (AccumulatorSpec(dtype, shape, self._is_sparse),)
+        of_set = (shared_name,), specs, reduction_type, self._sparse_mean, exact, words
+        super().__init__(SetSpec(*of_set), settings, worker, timeout)
 
     @property
     def accumulator_ref(self) -> Any:
@@ -338,7 +346,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
     A gradient consists of rows of a larger array, and of their indices. Arguments and errors are
-    those of ``ConditionalAccumulator``, and ``sparse_mean`` is that of
+    those of ``ConditionalAccumulator``, but there is no ``exact``, and ``sparse_mean`` is that of
     ``gr.SparseConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
     Source: ``tf.SparseConditionalAccumulator``.
 

@@ -108,14 +108,18 @@ class LoadStates(Change[None]):
 
 @dataclass(frozen=True)
 class LastTake(Read[TensorMessage]):
-    """Returns the results of a caller's last take, and as ``value`` the kind of each."""
+    """Returns the results of a caller's last take.
+
+    The ``value`` of the answer is a tuple: the array type of each result, and the names of the
+    tensors whose exact sum did not fit into its words.
+    """
 
     caller: str
 
 
 @dataclass(frozen=True)
-class States(Read[list[Any]]):
-    """Returns the states of the accumulators of the shard."""
+class States(Read[tuple[list[Any], list[str]]]):
+    """Returns the states of the accumulators of the shard, and names as ``LastTake``."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.indexed_slices import as_slices as slices_of
-from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
+from gradreduce.arrays.types import OutputType
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends import default_mesh
 from gradreduce.checkpoint import downloader, map_leaves, on_host
-from gradreduce.device import Buffer, as_dtype, as_flag
+from gradreduce.device import Buffer, as_dtype, as_flag, warn_inexact
 from gradreduce.errors import about, brief
+from gradreduce.ops import as_num_words
 from gradreduce.weights import as_weight
 
 from .accumulator_state import AccumulatorSetState, AccumulatorSpec, SetSpec
@@ -38,10 +39,7 @@ class SharedAccumulator(SharedObject):
     """Base class: one or more accumulators of one name; each call is atomic over all of them.
 
     Args:
-        names: name of each accumulator.
-        specs: spec of each accumulator.
-        reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
-        sparse_mean: the option of all sparse accumulators.
+        spec: the definition of the set, as passed by the caller, without ``shards``.
         settings: settings of shard 0, without a definition.
         worker: see ``AccumulatorSet``.
         timeout: see ``AccumulatorSet``.
@@ -53,20 +51,19 @@ class SharedAccumulator(SharedObject):
 
     def __init__(
         self,
-        names: Sequence[str],
-        specs: Sequence[AccumulatorSpec],
-        reduction_type: ReductionType,
-        sparse_mean: SparseMean,
+        spec: SetSpec,
         settings: ActorSettings,
         worker: str | None,
         timeout: float | None,
     ) -> None:
-        check_sparse_mean(sparse_mean, reduction_type)  # also for a set without sparse ones
-        spec = SetSpec(tuple(names), tuple(specs), reduction_type, sparse_mean, ())
+        # Also for a set without sparse accumulators.
+        check_sparse_mean(spec.sparse_mean, spec.reduction_type)
+        spec = spec._replace(exact=as_flag("exact", spec.exact), words=as_num_words(spec.words))
         self._device = default_mesh().devices[0]
         # Accumulators in this process, which only check arguments before they are sent.
         self._states = [
-            spec.accumulator(index, self._device).accumulator_ref for index in range(len(specs))
+            spec.accumulator(index, self._device).accumulator_ref
+            for index in range(len(spec.specs))
         ]
         sizes = [
             _nbytes(state.shape, state.dtype.itemsize, settings.num_shards)
@@ -75,7 +72,7 @@ class SharedAccumulator(SharedObject):
         self._spec = spec._replace(
             specs=tuple(
                 AccumulatorSpec(state.dtype.name, state.shape, each.is_sparse)
-                for state, each in zip(self._states, specs, strict=True)
+                for state, each in zip(self._states, spec.specs, strict=True)
             ),
             shards=shards_for(sizes, settings.num_shards),
         )
@@ -170,12 +167,14 @@ class SharedAccumulator(SharedObject):
         grads = self._spec.in_order(
             self._spec.gradients(shard, message) for shard, message in enumerate(taken)
         )
-        kinds = self._spec.in_order(message.value for message in taken)
+        kinds = self._spec.in_order(message.value[0] for message in taken)
         with StreamScope():
-            return [
+            results = [
                 self._to_result(grad, kind, output_type)
                 for grad, kind in zip(grads, kinds, strict=True)
             ]
+        warn_inexact([name for message in taken for name in message.value[1]])
+        return results
 
     def _to_result(self, grad: Any, first: Kind, output_type: OutputType | None) -> Any:
         """Converts NumPy arrays of an actor; the default is the type of the first gradient."""
@@ -194,7 +193,10 @@ class SharedAccumulator(SharedObject):
     def _save_states(self, output_type: str) -> list[Any]:
         """Returns the state of each accumulator."""
         download = downloader(None, output_type)
-        return [download(each) for each in self._spec.in_order(self._client.read(States()))]
+        states, inexact = zip(*self._client.read(States()), strict=True)
+        saved = [download(each) for each in self._spec.in_order(states)]
+        warn_inexact([name for names in inexact for name in names])
+        return saved
 
     def _load(self, states: Sequence[Any]) -> None:
         """Loads the state of each accumulator; checks all of them here before it sends any."""

@@ -19,7 +19,7 @@ from gradreduce.weights import as_weight
 
 from .before_forward import BeforeForward
 from .engine import check_value, check_values
-from .exact_reducer import ExactReducer
+from .exact_reducer import ExactReducer, check_exact_parameters
 from .module_state import broadcast_state, load_state
 from .reducer import Reducer, reducer_of
 from .sparse_gradients import sparse_indices
@@ -145,6 +145,9 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         self.replicas = torch.nn.ModuleList(replicas)
         named = [list(replica.named_parameters()) for replica in replicas]
         trained = [[each for each in row if each[1].requires_grad] for row in named]
+        sparse = sparse_indices(replicas[0], trained[0])
+        if ops.exact:
+            check_exact_parameters(trained[0], sparse)
         _check_parameters(named, trained)
         options = {"broadcast_buffers": broadcast_buffers, "check_replicas": check_replicas}
         options |= {f"requires_grad of {name}": each.requires_grad for name, each in named[0]}
@@ -155,7 +158,7 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
             [name for name, _ in trained[0]],
             [[parameter for _, parameter in row] for row in trained],
             [each for row in named for each in row if not each[1].requires_grad],
-            sparse_indices(replicas[0], trained[0]),
+            sparse,
             mesh,
             ops,
             bucket_mb * 2**20,

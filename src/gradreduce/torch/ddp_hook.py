@@ -46,7 +46,8 @@ def comm_hook(cross_device_ops: AllReduceCrossDeviceOps, *, deadline: float | No
     Args:
         cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes in DDP's
             process group, with one device in each process. Gradients are sent in its
-            ``wire_dtype``.
+            ``wire_dtype``. With ``exact=True`` the gradients of the processes are added as real
+            numbers, for any buckets; PyTorch adds those of micro-batches inside ``no_sync`` before.
         deadline: seconds for the reduction of a bucket, counted from its start; the wait for the
             previous bucket does not count. Default: the ``timeout`` of the mesh.
 
@@ -145,12 +146,17 @@ def _mean_of(
     if divisor.error is not None:
         return gradients
     if not divisor.reads:
-        gradients.zero_()
+        gradients.fill_(-0.0 if cross_device_ops.exact else 0.0)
     op = ReduceOp.MEAN if divisor.total is None else ReduceOp.SUM
     if gradients.is_sparse:
         ((mean,),) = cross_device_ops.all_reduce([[gradients]], op, deadline=deadline)
         divide(mean._values(), divisor.total)
         return mean
+    if divisor.total is not None and cross_device_ops.exact and gradients.itemsize == 2:
+        sums = gradients.float()  # a sum of 16 bits would be rounded before it is divided
+        cross_device_ops.all_reduce([[sums]], op, out=[[sums]], deadline=deadline)
+        divide(sums, divisor.total)
+        return gradients.copy_(sums)
     out = [[gradients]]
     place = (gradients.data_ptr(), gradients.shape, gradients.dtype)
     before, step = known.get((index, op), (None, None))

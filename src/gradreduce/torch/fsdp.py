@@ -33,6 +33,7 @@ class ReduceScatter:
     Args:
         cross_device_ops: an ``AllReduceCrossDeviceOps`` over a mesh of the processes that shard the
             parameters, with one device in each process. Gradients are sent in its ``wire_dtype``.
+            With ``exact=True`` those of the processes are added as real numbers.
 
     Attributes:
         mesh: the mesh of ``cross_device_ops``.
@@ -96,11 +97,23 @@ class ReduceScatter:
                     "float32 or bfloat16, without set_force_sum_reduction_for_comms(True)"
                 )
             if not divisor.reads:
-                input_tensor.zero_()
+                input_tensor.fill_(-0.0 if self._cross_device_ops.exact else 0.0)
             op = dist.ReduceOp.AVG if divisor.total is None else dist.ReduceOp.SUM
         if divisor.error is not None:
             output_tensor.zero_()
             return
         kind = ReduceOp.MEAN if op == dist.ReduceOp.AVG else ReduceOp.SUM
-        self._cross_device_ops.reduce_scatter([[input_tensor]], kind, out=[[output_tensor]])
-        divide(output_tensor, divisor.total)
+        self._reduce(output_tensor, input_tensor, kind, divisor.total)
+
+    def _reduce(
+        self, out: torch.Tensor, gradients: torch.Tensor, op: ReduceOp, total: float | None
+    ) -> None:
+        """Reduces gradients, and divides by the sum of the weights, if there is one."""
+        ops, share = self._cross_device_ops, out
+        if total is not None and ops.exact and out.itemsize == 2:
+            # A sum of 16 bits would be rounded before it is divided.
+            gradients, share = gradients.float(), torch.empty_like(out, dtype=torch.float32)
+        ops.reduce_scatter([[gradients]], op, out=[[share]])
+        divide(share, total)
+        if share is not out:
+            out.copy_(share)

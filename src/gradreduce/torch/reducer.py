@@ -69,6 +69,7 @@ class Reducer:
     """
 
     owner: ref[Any]
+    _multiplier = staticmethod(multiplier)
 
     def __init__(
         self,
@@ -149,20 +150,20 @@ class Reducer:
             for replica in self._replicas:
                 for index, parameter in enumerate(replica.parameters):
                     if parameter is not None:
-                        hook = multiplier(self._weights, replica, index, ref(parameter))
+                        hook = self._multiplier(self._weights, replica, index, ref(parameter))
                         self._multipliers.append(parameter.register_hook(hook))
 
     def drop_begun(self) -> None:
         """Drops a round that some replicas have begun, and ends it with the other processes."""
         for replica in self._replicas:
             replica.forget_weights()
+        self._forget_sums()
         if self._done:
             self._is_interrupted = True
         self._drop_if_interrupted()
 
     def zero(self) -> bool:
         """Zeroes all gradients, with one fill for each bucket; returns False without buckets."""
-        self._forget_sums()
         for bucket in self._buckets:
             bucket.flat._zero(keeps_none=True)
         for parameter in self._sparse_parameters(*self._replicas):
@@ -259,7 +260,10 @@ class Reducer:
         """Called when a backward of a replica has ended; see ``ExactReducer``."""
 
     def _forget_sums(self) -> None:
-        """Called when a step is dropped, or its gradients are zeroed; see ``ExactReducer``."""
+        """Called when a step is dropped, also by ``zero_grad``; see ``ExactReducer``."""
+
+    def _warn(self) -> None:
+        """Called when a step has ended; see ``ExactReducer``."""
 
     def _end(self, replica: Replica) -> None:
         """Ends the backward of a replica, and the round if it is the last one.
@@ -268,12 +272,12 @@ class Reducer:
         """
         if pass_on(replica.end):
             return
+        self._move_gradients(replica)  # the last replica, maybe in another thread, needs them
         with self._lock:
             replica.runs = False
             self._done.append(replica)
             replica.wait()
             is_last = len(self._done) == len(self._replicas)
-        self._move_gradients(replica)
         if not is_last:
             replica.finish()
             return
@@ -283,6 +287,7 @@ class Reducer:
         if error is not None:
             raise error
         self.num_steps += 1
+        self._warn()
 
     def _end_round(self) -> None:
         self._group.rounds.note_computed(self._number, self._round)
@@ -350,6 +355,7 @@ class Reducer:
         self._or_drop(self._end_round)
         self._reset()
         self.num_steps += divisor.error is None
+        self._warn()
 
     def _or_drop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Makes a call. If it raises, drops the round and tells the other processes."""

@@ -45,6 +45,7 @@ class Replica:
         used: in the first round, 1 for each parameter that has got a gradient, and 0 for others.
         parts: the part of each bucket that belongs to this replica.
         units: the exact sum of the weights of its micro-batches since the last averaged step.
+        weight: the weight of the last one.
         is_weighted: whether a micro-batch had a weight.
         keeps_weights: whether the gradients of these micro-batches are no longer in ``.grad``.
         zeroed: the parameters whose ``.grad`` was None before a gradient of weight 0.
@@ -65,6 +66,7 @@ class Replica:
         self.used = bytearray(len(parameters))
         self.parts: list[BucketPart] = []
         self.units, self.is_weighted = 0, False
+        self.weight = 1.0
         self.keeps_weights = False
         self.zeroed: list[int] = []
         self.flags: Any = None
@@ -77,6 +79,7 @@ class Replica:
 
     def count(self, weight: tuple[float, Any] | None) -> None:
         """Counts a micro-batch; see ``multiplier``. None: one without a weight, which counts 1."""
+        self.weight = 1.0 if weight is None else weight[0]
         self.units += ONE if weight is None else to_units(weight[0])
         self.is_weighted = self.is_weighted or weight is not None
 

@@ -91,7 +91,7 @@ def divide(tensor: Any, total: float | None) -> None:
 
 
 def multiplier(
-    weights: BackwardLocal, replica: Any, index: int, parameter: ref[Any]
+    weights: BackwardLocal, replica: Any, index: int, parameter: ref[Any], *, exact: bool = False
 ) -> Callable[[Any], Any]:
     """Returns a hook that multiplies each new gradient of a parameter by the weight.
 
@@ -100,6 +100,8 @@ def multiplier(
         replica: the ``Replica`` of the parameter.
         index: of the parameter in the replica.
         parameter: refers to the parameter.
+        exact: for an ``ExactReducer``, which multiplies itself, in the accumulate dtype: only
+            replaces gradients of weight 0, by -0.0, which changes no sum.
     """
 
     def multiply(grad: Any) -> Any:
@@ -108,10 +110,13 @@ def multiplier(
         weight, factor = weights.get() or (1, None)
         if weight == 1:
             return None
+        if exact and weight:
+            return None
         if weight:
             return grad * factor
         if getattr(parameter(), "grad", grad) is None:
             replica.zeroed.append(index)
-        return torch.zeros_like(grad)
+        zeros = torch.zeros_like(grad)
+        return -zeros if exact else zeros
 
     return multiply

@@ -11,6 +11,7 @@ from gradreduce.accumulator import (
 )
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Mesh
+from gradreduce.errors import about
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
@@ -41,6 +42,7 @@ def make_accumulator(
 
     Raises:
         ValueError: the sums of a variable with sparse gradients would be exact.
+        TypeError: the sums of a variable with this dtype cannot be.
     """
     options: dict[str, Any] = {
         "name": f"{variable.name}/grad_accum",
@@ -60,6 +62,9 @@ def make_accumulator(
     else:
         if is_exact(cross_device_ops):
             options |= {"exact": True, "words": cross_device_ops.words}
-        made = _StepAccumulator(variable.dtype, variable.shape, **options)
+        try:
+            made = _StepAccumulator(variable.dtype, variable.shape, **options)
+        except TypeError as error:
+            raise about(f"the gradient of {variable.name!r}", error) from None
     made.accumulator_ref.tensor = variable.name
     return made

@@ -242,22 +242,27 @@ class GradientScaling:
         return partial(vars(self).update, scale=scale, _growth_tracker=tracker, norm=None)
 
 
-def first_nonfinite(gradients: Sequence[Sequence[Part]], first: int) -> tuple[int, int]:
-    """Returns the index and the replica of the first gradient that is not finite.
+def first_nonfinite(terms: Sequence[Sequence[Sequence[Part]]], first: int) -> tuple[int, int]:
+    """Returns the index of the variable and the replica of the first term that is not finite.
 
-    Returns (-1, -1) if all gradients are finite. The host waits for the gradients.
+    Returns (-1, -1) if all terms are finite. The host waits for the terms.
 
     Args:
-        gradients: ``[variable][replica]``, on the replicas of this process.
+        terms: ``[variable][replica]``, the terms on each replica of this process.
         first: the number of the first replica of this process.
     """
-    columns = [list(map(buffer_of, column)) for column in zip(*gradients, strict=True)]
-    sums = [ops.block_sums(column, column[0].device) for column in columns]
+    columns: list[tuple[int, list[Buffer], list[int]]] = []
+    for replica, of_one in enumerate(zip(*terms, strict=True), first):
+        owners = [index for index, parts in enumerate(of_one) for _ in parts]
+        column = [buffer_of(part) for parts in of_one for part in parts]
+        if column:
+            columns.append((replica, column, owners))
+    sums = [ops.block_sums(column, column[0].device) for _, column, _ in columns]
     wrong = []
-    for replica, (column, of_replica) in enumerate(zip(columns, sums, strict=True), first):
+    for (replica, column, owners), of_replica in zip(columns, sums, strict=True):
         totals = of_replica.device.download(of_replica).tolist()
         block = next((block for block, each in enumerate(totals) if not math.isfinite(each)), -1)
         if block >= 0:
             ends = list(accumulate([ops.num_blocks(buffer.size) for buffer in column]))
-            wrong.append((bisect_right(ends, block), replica))
+            wrong.append((owners[bisect_right(ends, block)], replica))
     return min(wrong, default=(-1, -1))

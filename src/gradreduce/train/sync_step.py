@@ -7,7 +7,6 @@ terms ──aggregate──► gradient ──accumulate──► sum ──pack
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 from gradreduce.accumulator.multi import add_pending
@@ -268,7 +267,7 @@ class SyncStep(NotCopied):
             InvalidArgumentError: (a ``ValueError``) the options or hyperparameters of another
                 process differ. The mesh has failed.
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
-                infinite or NaN.
+                infinite or NaN; of an exact sum, a term times its weight.
             InvalidArgumentError: ``global_step`` is 2**63 - 1. Nothing has changed.
         """
         seconds = as_deadline(deadline)
@@ -284,8 +283,13 @@ class SyncStep(NotCopied):
             begun = [index for index, state in enumerate(self._states) if state.count]
         placed = place_terms(terms, self.variables, self._sparse, self.devices, by, begun)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            gradients = self._aggregate(placed, by, stale=step < self.global_step)
-            checked = gradients if self._scaling.checks else None
+            stale = step < self.global_step
+            gradients = self._aggregate(placed, by, stale=stale or self._is_exact)
+            checked: Sequence[Sequence[Sequence[Part]]] | None = None
+            if self._scaling.checks:
+                checked = [[[part] for part in row] for row in gradients]
+                if self._is_exact:
+                    checked = by.products(placed) if by and not stale else list(placed.values())
             step = self._earliest(step, list(placed), checked, by)
             pending_gradients = self._pending(placed, gradients, by)
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):
@@ -424,7 +428,7 @@ class SyncStep(NotCopied):
         self,
         step: int,
         with_gradients: list[int],
-        checked: Sequence[Sequence[Part]] | None,
+        checked: Sequence[Sequence[Sequence[Part]]] | None,
         weights: TermWeights | None,
     ) -> int:
         """Returns the earliest step of all processes. If it is stale, all gradients are dropped.
@@ -432,7 +436,8 @@ class SyncStep(NotCopied):
         Args:
             step: the step of this process.
             with_gradients: indices of the variables with gradients; equal in all processes.
-            checked: the gradients, if they must be finite unless they are dropped.
+            checked: ``[variable][replica]``, lists of what must be finite unless it is dropped;
+                None if nothing must.
             weights: the weights of this process; gets the sum of all processes.
 
         Raises:
@@ -496,14 +501,11 @@ class SyncStep(NotCopied):
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
-        If only another process is stale, that is known later, and the sums are dropped. Exact terms
-        and terms with weights are added by the accumulators, unless the sum of a replica is needed
-        before; that of exact terms is only checked.
+        If only another process is stale, that is known later, and the sums are dropped. So are the
+        terms of exact sums returned, which the accumulators add, as they do terms with weights
+        unless the sum of a replica is needed before.
         """
         tree = self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE
-        if self._is_exact:
-            stale = stale or not self._scaling.checks
-            placed, weights = placed.copy(), copy(weights)
         if weights is not None:
             if not stale and (tree or self._scaling.checks):
                 placed.update(weights.sum_terms(placed, self.variables, tree=tree))

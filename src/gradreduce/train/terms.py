@@ -190,7 +190,9 @@ def _place_nothing(
 ) -> list[Sequence[Part]]:
     """Returns the terms of a replica that is not read: none, or IndexedSlices without rows."""
     return [
-        [IndexedSlices(device.empty((0, *each.shape[1:]), each.dtype), (), each.shape)] * is_sparse
+        [IndexedSlices(device.empty((0, *each.shape[1:]), each.dtype), (), each.shape)]
+        if is_sparse
+        else []
         for (each, _), is_sparse in zip(pairs, sparse, strict=True)
     ]
 

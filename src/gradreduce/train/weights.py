@@ -106,6 +106,23 @@ class TermWeights:
         excess = self.total - count * ONE
         return PendingGradient(state, tuple(parts), "buffer", len(placed), excess)
 
+    def products(
+        self, placed: Mapping[int, Sequence[Sequence[Part]]]
+    ) -> list[list[Sequence[Part]]]:
+        """Returns ``[variable][replica]``: the terms that were read, times their weights.
+
+        Args:
+            placed: the terms that were read, ``[replica][term]`` of each variable.
+        """
+        return [
+            [
+                [term if weight == 1 else _scale(term, weight)
+                 for term, weight in zip(terms, kept[index], strict=True)]
+                for terms, kept in zip(of_one, self.kept, strict=True)
+            ]
+            for index, of_one in placed.items()
+        ]  # fmt: skip
+
     def sum_terms(
         self,
         placed: Mapping[int, Sequence[Sequence[Part]]],

@@ -224,6 +224,8 @@ def launch_of(kernel, template):
         return len(layout(kernel, template)), scalars
     if kernel.name == "add_n" and template[2]:
         return 1 + template[2], (template[2],)
+    if kernel.name == "exact_sum" and is_flagged(kernel, template):
+        return 5, (3, 2, 1.0)
     if kernel.name == "exact_sum" and template[2]:
         return 2 + template[2], (2, template[2], 1.0)
     if kernel.name == "all_sum" and template[2]:
@@ -345,12 +347,20 @@ def squares(template: Template, scalars: Sequence[float], number: int, before: i
     ]
 
 
-def words(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
-    """Words are any numbers, and some of them are inputs; the flag has one element."""
+def with_flag(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
+    """Words and sums are any numbers before, and some of them are inputs.
+
+    Every sixth row sets no flag: its finite sums fit.
+    """
     num_outs, num_inputs, _ = map(int, scalars)
     size = (224, 13, 0, 49, 113)[number % 5]
+    # Only the first word can be infinite or NaN.
     made = [values(size, str(template[0]), number + 300 * k) for k in range(num_outs - 1)]
+    made[1:] = [np.where(np.isfinite(word), word, number).astype(word.dtype) for word in made[1:]]
     terms = adversarial_terms(num_inputs, size, str(template[1]), number)
+    if number % 6 == 0:
+        terms = [values(size, str(template[1]), number + 300 * k) for k in range(9, 9 + num_inputs)]
+        made[0][3::17] = terms[0][4::17] = np.inf
     starts = start_patterns(num_outs + num_inputs)[number % 4 if number % 2 else 0]
     row = [
         operand(each, start, before) for each, start in zip([*made, *terms], starts, strict=False)
@@ -362,17 +372,24 @@ def words(template: Template, scalars: Sequence[float], number: int, before: int
     return [*row[: num_outs - 1], flag, *row[num_outs - 1 :]]
 
 
-# Makes a row of a kernel that is not elementwise, or whose operands have several sizes.
+# Makes a row of a kernel that is not elementwise.
 OTHERS: dict[str, Callable[[Template, Sequence[float], int, int], Row]] = {
     "segment_sum": segments, "take_rows": taken, "square_sum": squares,
-    "add_words": words,
 }  # fmt: skip
+
+
+def is_flagged(kernel: Kernel, template: Template) -> bool:
+    """Whether the last operand that is written is a flag, of one element."""
+    return kernel.name == "add_words" or (kernel.name == "exact_sum" and template[0] == "float64")
+
 
 # ---- all of them --------------------------------------------------------------------------------
 
 
 def row_of(kernel: Kernel, template: Template, scalars: Sequence[float], number: int, size: int,
            before: int) -> Row:  # fmt: skip
+    if is_flagged(kernel, template):
+        return with_flag(template, scalars, number, before)
     if kernel.name in OTHERS:
         return OTHERS[kernel.name](template, scalars, number, before)
     return elementwise(kernel, template, scalars, number, size, before)
@@ -392,6 +409,8 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
     Loops over operands are unrolled by four: all remainders occur.
     """
     name, made = kernel.name, launch_of(kernel, template)[1]
+    if name == "exact_sum" and is_flagged(kernel, template):
+        return [made, (2, 9, 1.0), (2, 3, 7.0), (4, 2, 1.0), (2, 1, 0.1)]
     divides = all("float" in part for part in template if isinstance(part, str))
     if isinstance(kernel, RuleKernel):
         numbers = FORMULAS[rule_of(kernel)][2]
@@ -443,7 +462,8 @@ def launches(kernel: Kernel, template: Template) -> list[Launch]:
 def _launch(kernel: Kernel, template: Template, scalars: tuple[float, ...], geometry: Geometry,
             sizes: Sequence[int], first: int = 0) -> Launch:  # fmt: skip
     rows = []
-    for number, size in enumerate(sizes[:10] if kernel.name in OTHERS else sizes, first):
+    few = kernel.name in OTHERS or is_flagged(kernel, template)
+    for number, size in enumerate(sizes[:10] if few else sizes, first):
         before = geometry.skipped if number == first else 0
         rows.append(row_of(kernel, template, scalars, number, size, before))
     return Launch(kernel, rows, scalars, geometry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gradreduce.device.log.op_log import Record
 from gradreduce.device.memory.buffer import Block, Buffer
@@ -27,10 +27,12 @@ class InexactSums:
 
     Attributes:
         copies: the flags that nobody has read yet.
+        report: called with the names of the tensors whose flags are set.
     """
 
     def __init__(self) -> None:
         self.copies: deque[_Flags] = deque()
+        self.report: Callable[[Iterable[str]], None] = warn_inexact
 
     def add(self, flags: Sequence[tuple[str, Buffer]]) -> None:
         """Queues copies of flags to the host: one for each block of memory.
@@ -49,23 +51,31 @@ class InexactSums:
             self.copies.append((queue_download(span), list(zip(names, places, strict=True))))
 
     def warn(self) -> None:
-        """Warns of the sums whose flags are on the host and set; hold no lock."""
+        """Reports the sums whose flags are on the host and set; hold no lock."""
+        inexact: dict[str, None] = {}  # several devices may have flags of one tensor
         for _ in range(len(self.copies)) if self.copies else ():
             try:
                 copy = read, names = self.copies.popleft()
             except IndexError:  # another thread has read them
-                return
+                break
             flags = read()
             if flags is None:
                 self.copies.append(copy)
-                continue
-            for name in dict.fromkeys([name for name, place in names if flags[place]]):
-                warnings.warn(
-                    f"the exact sum of {name!r} did not fit into its words, or overflowed on the "
-                    "way: its bits may depend on the order of the terms. Pass a larger words=",
-                    InexactSumWarning,
-                    stacklevel=_level_of_caller(),
-                )
+            else:
+                inexact.update({name: None for name, place in names if flags[place]})
+        if inexact:
+            self.report(inexact)
+
+
+def warn_inexact(names: Iterable[str]) -> None:
+    """Warns of each of these tensors that its sum did not fit into its words; hold no lock."""
+    for name in names:
+        warnings.warn(
+            f"the exact sum of {name!r} did not fit into its words, or overflowed on the way: "
+            "its bits may depend on the order of the terms. Pass a larger words=",
+            InexactSumWarning,
+            stacklevel=_level_of_caller(),
+        )
 
 
 def queue_download(buffer: Buffer) -> HostCopy:
