@@ -30,13 +30,13 @@ RETIRED = {
 # A retired word -> the names in which it is a term of the field, or plain English; ``PATH*`` stands
 # for all names of the files whose path begins so.
 ALLOWED = {
-    "gather": "all_gather _all_gather",  # the collective, and by index
-    "scatter": "reduce_scatter _reduce_scatter ReduceScatter",  # the collective
+    "gather": "all_gather _all_gather torch/*",  # the collective, and by index
+    "scatter": "reduce_scatter _reduce_scatter ReduceScatter torch/*",  # the collective
     "gathered": "gathered",
     "pull": "optim/agn/* ray/*",  # of AGN
     "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
-    "root": "root",  # of a broadcast, and of a graph
+    "root": "root rootRank",  # of a broadcast, and of a graph
     "serve": "_serve",  # takes in a queue
     "watch": "_watch",  # of a watchdog
 }

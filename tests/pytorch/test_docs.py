@@ -32,6 +32,8 @@ LAUNCHED = [
     ("transformer", TRAIN_TORCH, [*FEW, 8, *CLIPPED, "--checkpoint", "two.pt"], False),
     ("its half", TRAIN_TORCH, [*FEW, 4, *CLIPPED, "--checkpoint", "half.pt"], False),
     ("hook", DDP_HOOK, [*FEW, 8], False),
+    ("one word", "word.py", ["word.pt"], False),
+    ("one word of gloo", "gloo.py", ["gloo.pt"], False),
     ("exact sums", str(Path(__file__).with_name("exact_program.py")), [], False),
 ]
 
@@ -41,7 +43,7 @@ def blocks(page, language="python"):
 
 
 def scripts():
-    """The three scripts that have arguments: DDP, torchrun and one process."""
+    """The four scripts that have arguments: our backend, DDP, torchrun and one process."""
     return [block for block in blocks(PAGE) if "sys.argv" in block]
 
 
@@ -49,8 +51,9 @@ def scripts():
 def launched(tmp_path_factory):
     """Runs scripts in two processes; returns their folder and printed text."""
     folder = tmp_path_factory.mktemp("launched")
-    for name, script in zip(("before", "after"), scripts(), strict=False):
+    for name, script in zip(("word", "before", "after"), scripts(), strict=False):
         (folder / f"{name}.py").write_text(script, encoding="utf-8")
+    (folder / "gloo.py").write_text(scripts()[0].replace('"gradreduce"', '"gloo"', 1))
     program = str(Path(__file__).with_name("program.py"))
     done = run("torchrun", 2, program, str(folder), json.dumps(LAUNCHED))
     assert done.returncode == 0, done.text
@@ -78,7 +81,7 @@ def assert_equal(found, wanted):
 @pytest.fixture
 def in_one_process(tmp_path, monkeypatch):
     """Runs the script for one process; returns its global names."""
-    (tmp_path / "one.py").write_text(scripts()[2], encoding="utf-8")
+    (tmp_path / "one.py").write_text(scripts()[3], encoding="utf-8")
 
     def train(checkpoint, steps):
         monkeypatch.setattr(sys, "argv", ["one.py", str(tmp_path / checkpoint), str(steps)])
@@ -91,6 +94,11 @@ def initial_weights():
     torch.manual_seed(0)
     layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
     return list(torch.nn.Sequential(*layers).parameters())
+
+
+def test_one_word_gives_the_weights_of_gloo(launched):
+    ours, theirs = (torch.load(launched[0] / name) for name in ("word.pt", "gloo.pt"))
+    assert_equal(ours.values(), theirs.values())
 
 
 def test_two_processes_compute_the_bits_of_ddp_also_when_resumed(states):

@@ -22,7 +22,15 @@ COMPILER_WHEELS = {
     "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
     "nvidia-cuda-nvdisasm": "cu13/bin/nvdisasm",
 }
-LIBRARIES = ("cupy", "torch", "jax", "ray", "safetensors", "uv")  # markers with their names
+LIBRARIES = (
+    "cupy",
+    "torch",
+    "jax",
+    "ray",
+    "safetensors",
+    "expecttest",
+    "uv",
+)  # markers with their names
 
 
 def count_gpus() -> tuple[int, str]:

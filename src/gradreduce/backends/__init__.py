@@ -138,8 +138,7 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
             backend = _backend_from_environment()
         if not _is_one_of(backend, _BACKENDS):
             raise _no_backend("backend=", backend)
-        if not _is_one_of(kernels, _BUILDS):
-            raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(_BUILDS)}")
+        check_kernels(kernels)
         if backend == "cuda":
             try:
                 mesh = _open_cuda(devices, devices_per_process)
@@ -150,13 +149,41 @@ def open_mesh(  # noqa: PLR0913  # options, each independent of the others
                 devices if devices_per_process is None else _validate_number(devices_per_process)
             )
             mesh = _open_sim(named, peer_access, kernels, strict, schedule_seed)
+    _join(mesh, processes, process_group, communicator, seconds)
+    _offer_as_default(mesh)
+    return mesh
+
+
+def open_group_mesh(process_group: Any, gpu: int | None, kernels: Kernels, timeout: float) -> Mesh:
+    """Opens one device of this process, like ``open_mesh``, but not as the default mesh.
+
+    Args:
+        process_group: see ``open_mesh``.
+        gpu: the number of the GPU; None: a simulated device.
+        kernels: see ``open_mesh``.
+        timeout: see ``open_mesh``.
+    """
+    with telling_processes(None, process_group, None, timeout):
+        mesh = _open_sim(1, True, kernels, None, None) if gpu is None else _open_cuda([gpu], None)
+    _join(mesh, None, process_group, None, timeout)
+    return mesh
+
+
+def _join(
+    mesh: Mesh, processes: str | None, process_group: Any, communicator: Any, timeout: float | None
+) -> None:
+    """Joins the processes; closes the mesh if that fails."""
     try:
-        join_processes(mesh, processes, process_group, communicator, seconds)
+        join_processes(mesh, processes, process_group, communicator, timeout)
     except BaseException:
         mesh.close()
         raise
-    _offer_as_default(mesh)
-    return mesh
+
+
+def check_kernels(kernels: Any) -> None:
+    """Raises ``ValueError`` unless ``kernels`` is a build of the kernels."""
+    if not _is_one_of(kernels, _BUILDS):
+        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(_BUILDS)}")
 
 
 def _is_one_of(name: Any, names: Container[str]) -> bool:

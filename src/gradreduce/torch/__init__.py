@@ -6,6 +6,7 @@ Use it as ``gr.torch``, which imports PyTorch. ``import gradreduce`` does not im
 from __future__ import annotations
 
 from gradreduce.hide_from_torch_compile import hide_from_compiler
+from gradreduce.torch.backend_options import BackendOptions
 from gradreduce.torch.data_parallel import DataParallel
 from gradreduce.torch.ddp_hook import comm_hook
 from gradreduce.torch.fsdp import ReduceScatter
@@ -16,6 +17,7 @@ from gradreduce.torch.variables import variables
 from gradreduce.torch.weighted import weighted
 
 __all__ = [
+    "BackendOptions",
     "DataParallel",
     "Optimizer",
     "ReduceScatter",

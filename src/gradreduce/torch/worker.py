@@ -16,13 +16,17 @@ from gradreduce.errors import CollectiveError
 
 
 class Task:
-    """A call that a worker runs."""
+    """A call that a worker runs.
+
+    Attributes:
+        error: what the call has raised; None: nothing so far.
+    """
 
     def __init__(self, call: Callable[[], object], streams: list[Any]) -> None:
         self._call: Any = call
         self._streams = streams
         self._done = Done()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         """Runs the call, on the worker's streams."""
@@ -33,19 +37,20 @@ class Task:
                     stack.enter_context(torch.cuda.stream(stream))
                 self._call()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             self._call = None  # frees what the call refers to
             self._done.set()
 
-    def wait(self) -> None:
-        """Waits until the call has returned; raises its error.
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the call has returned, or so many seconds; returns whether it has.
 
-        Work that the call has queued on GPUs may still run: see ``join``.
+        Raises the error of the call. Work that it has queued on GPUs may still run: see ``join``.
         """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        ended = self._done.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return ended
 
     def join(self) -> None:
         """Makes PyTorch's current streams wait for the work that the call has queued."""
