@@ -1,5 +1,6 @@
 """Exact sums in the hook of DDP and in FSDP2's reduce-scatter, in processes that are threads."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,10 +94,11 @@ def test_a_reduce_scatter_of_fsdp_has_the_bits_of_the_real_sums(dtype, op):
     kind = torch.distributed.ReduceOp.SUM if op == "SUM" else torch.distributed.ReduceOp.AVG
 
     def work(group):
+        module = import_module("gradreduce.torch.weighted")  # the attribute is its function
         with open_mesh(1, group) as mesh:
             scatter = gr.torch.ReduceScatter(gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True))
             period, share = (
-                gr.torch.weighted.Period(mesh),
+                module.Period(mesh),
                 torch.empty(48, dtype=getattr(torch, dtype)),
             )
             scatter.use_period(period)
@@ -108,7 +110,7 @@ def test_a_reduce_scatter_of_fsdp_has_the_bits_of_the_real_sums(dtype, op):
             one.register_hook(reduce)
             loss = one * 1
             if op == "weights":  # of the period; the gradients are given
-                loss = gr.torch.weighted._Weigh.apply(loss, weights[group.rank], period)
+                loss = module._Weigh.apply(loss, weights[group.rank], period)
             loss.backward()
             return share.float().numpy()
 

@@ -182,12 +182,13 @@ def test_large_packs_are_divided_among_the_devices(mesh):
     assert names.count("exact_sum") == len({device.physical for device in mesh})
 
 
-def test_peers_and_one_gpu_have_as_many_operations_as_a_plain_reduction(mesh):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_peers_and_one_gpu_have_as_many_operations_as_a_plain_reduction(mesh, dtype):
     """Without peers no group is added on its own device: its launch is saved."""
     counts = {}
     for exact in (False, True):
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=exact)
-        pairs = ops.pairs(small())
+        pairs = ops.pairs(small(dtype))
         with mesh.journal() as journal:
             ops.batch_reduce(SUM, pairs)
         plan = ops.plan(SUM, pairs)

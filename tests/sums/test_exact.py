@@ -54,10 +54,8 @@ def test_any_layout_of_the_terms_has_the_rounded_sum(mesh, data):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_n_adds_in_one_launch_on_the_first_device(mesh, dtype):
     terms = [random_data((300,), dtype, seed=seed) for seed in range(5)]
-    if may_warn(terms):
-        terms = adversarial_terms(5, 60, dtype, 3)[:]
-        kept = ~np.isin(np.arange(60) // 10, [1, 5])  # of all magnitudes, and too large
-        terms = [term[kept] for term in terms]
+    if may_warn(terms):  # the last kind of terms, which overflow
+        terms = [term[:50] for term in adversarial_terms(5, 60, dtype, 3)]
     placed = [mesh[index].upload(term) for index, term in zip((1, 0, 1, 2, 3), terms, strict=True)]
     with mesh.journal() as journal:
         total = gr.add_n(placed, exact=True)

@@ -26,7 +26,7 @@ class BackendOptions:
     Example: see ``docs/pytorch.md``.
 
     Args:
-        exact: see ``AllReduceCrossDeviceOps``. Sums of float64 raise then.
+        exact: see ``AllReduceCrossDeviceOps``.
         all_reduce_alg: see ``AllReduceCrossDeviceOps``.
         wire_dtype: see ``AllReduceCrossDeviceOps``.
         deadline: the most seconds for a sum. Default: the ``timeout`` of the group.
