@@ -23,7 +23,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.types import ReductionType, SparseMean
 from gradreduce.checkpoint import load_all, plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
-from gradreduce.errors import BackendUnavailableError, brief
+from gradreduce.errors import BackendUnavailableError
 
 from .commands import Apply, CallKey, Counts, LastTake, LoadStates, SetGlobalStep, States, Take
 from .messages import Layout, TensorMessage, specs_of
@@ -56,7 +56,7 @@ class SetSpec(NamedTuple):
         specs: spec of each accumulator.
         reduction_type: ``"MEAN"`` or ``"SUM"``, for all accumulators.
         sparse_mean: the option of all sparse accumulators.
-        exact: whether the accumulators, all dense, add gradients as real numbers.
+        exact: whether the accumulators add gradients as real numbers.
         words: how many floats hold an element of an exact sum.
         shards: number of the shard of each accumulator.
     """
@@ -70,28 +70,21 @@ class SetSpec(NamedTuple):
     shards: tuple[int, ...] = ()
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
-        """Returns a new accumulator in this process, with the arguments of the set.
-
-        Raises:
-            ValueError: it is sparse, and the set is exact; or an argument is invalid.
-            TypeError: an argument has a wrong type.
-        """
+        """Returns a new accumulator in this process, with the arguments of the set."""
         dtype, shape, is_sparse = self.specs[index]
         options: dict[str, Any] = {
             "name": self.names[index],
             "reduction_type": self.reduction_type,
             "device": device,
+            "exact": self.exact,
+            "words": self.words,
         }
-        if is_sparse and self.exact:
-            raise ValueError(
-                f"the accumulator {brief(self.names[index])} is sparse: exact=True does not "
-                "support IndexedSlices yet"
-            )
+        made: ConditionalAccumulatorBase
         if is_sparse:
-            return SparseConditionalAccumulator(
-                dtype, shape, sparse_mean=self.sparse_mean, **options
-            )
-        made = ConditionalAccumulator(dtype, shape, exact=self.exact, words=self.words, **options)
+            options["sparse_mean"] = self.sparse_mean
+            made = SparseConditionalAccumulator(dtype, shape, **options)
+        else:
+            made = ConditionalAccumulator(dtype, shape, **options)
         made.accumulator_ref.tensor = self.names[index]
         return made
 

@@ -346,7 +346,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
     """A ``gr.SparseConditionalAccumulator`` in an actor that all processes of a cluster share.
 
     A gradient consists of rows of a larger array, and of their indices. Arguments and errors are
-    those of ``ConditionalAccumulator``, but there is no ``exact``, and ``sparse_mean`` is that of
+    those of ``ConditionalAccumulator``, but ``sparse_mean`` is that of
     ``gr.SparseConditionalAccumulator``; ``shape`` is that of the larger array, ``(rows, ...)``.
     Source: ``tf.SparseConditionalAccumulator``.
 
@@ -367,6 +367,8 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         reduction_type: ReductionType = "MEAN",
         *,
         sparse_mean: SparseMean = "per_row",
+        exact: bool = False,
+        words: int = 3,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
@@ -380,6 +382,8 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
             shape,
             shared_name,
             reduction_type,
+            exact=exact,
+            words=words,
             num_gpus=num_gpus,
             kernels=kernels,
             snapshots=snapshots,
