@@ -44,7 +44,10 @@ def entries_of(stem):
 
 
 # Files of ops/ without a kernel of that name.
-SHARED = ("ranges", "row_index", "running_sum", "segments", "templates", "update_rules", "words")
+SHARED = (
+    "ranges", "row_index", "row_words", "running_sum", "segments", "templates", "update_rules",
+    "words",
+)  # fmt: skip
 ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 
 
