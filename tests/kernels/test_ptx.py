@@ -167,7 +167,10 @@ MANY_BLOCKS = 10**9  # of instructions: the elements that go on to the integer t
 
 MANY_TERMS = pytest.mark.parametrize(
     ("counts", "share"),
-    [((3, 9), 40), pytest.param(tuple(COUNTS), 1, marks=pytest.mark.exhaustive)],
+    [
+        ((3, 9), 40),
+        pytest.param(tuple(COUNTS), 1, marks=[pytest.mark.exhaustive, pytest.mark.slow]),
+    ],
     ids=["500", "100000"],
 )
 

@@ -117,6 +117,7 @@ def test_adversarial_terms(device, seed):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_ten_million_adversarial_elements(device, part):
     if device.options.build == "exact":  # one thread of a GPU after the other

@@ -92,6 +92,7 @@ def test_adversarial_terms(device, seed):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_ten_million_adversarial_elements(device, seed):
     for terms in adversarial_rows("float64", seed, 1 if device.options.build != "exact" else 20):
