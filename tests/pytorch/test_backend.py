@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,48 @@ def test_timeouts_become_shorter(group):
 def test_an_aborted_group_can_be_destroyed(group):
     torch.distributed.all_reduce(torch.ones(2))
     group.abort()
+
+
+def test_a_failed_sum_ends_a_backward_of_ddp_by_its_error(group, monkeypatch):
+    """DDP reads the value of a future in C++, where an error is no tensor."""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    ddp(torch.ones(1, 3)).sum().backward()
+
+    def fail(*_, **__):
+        raise SystemExit("no memory")  # not even an Exception may be lost
+
+    monkeypatch.setattr(group._sums, "all_reduce", fail)
+    with pytest.raises(RuntimeError, match="SystemExit") as caught:
+        ddp(torch.ones(1, 3)).sum().backward()
+    assert re.fullmatch(r"It was about allreduce \d+ of .*", caught.value.__notes__[0])
+
+
+def test_a_callback_may_not_call_its_own_group(group, monkeypatch):
+    """It runs in the thread of the group, which would wait for itself."""
+    dist, call, attached = torch.distributed, group._sums.all_reduce, threading.Event()
+
+    def late(*arguments):
+        assert attached.wait(60)
+        return call(*arguments)
+
+    monkeypatch.setattr(group._sums, "all_reduce", late)
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    after = future.then(lambda done: dist.all_reduce(done.value()[0]))
+    attached.set()
+    with pytest.raises(RuntimeError, match="allreduce was called by a callback of a future"):
+        after.wait()
+    dist.all_reduce(tensor := torch.ones(2))
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_a_group_ends_although_its_last_call_fails(group, monkeypatch):
+    dist = torch.distributed
+    other = dist.new_group([0])
+
+    def fail():
+        raise ValueError("not closed")
+
+    monkeypatch.setattr(other._sums, "close", fail)
+    with pytest.raises(ValueError, match="not closed"):
+        other.shutdown()
+    assert other.inner_group not in dist.distributed_c10d._world.pg_group_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from gradreduce import ops
@@ -74,7 +73,7 @@ def sum_exactly(
     queue: Queue = "compute",
     names: Sequence[str] = (),
 ) -> None:
-    """Calls ``ops.exact_sum``; a sum of float64 or complex128 that does not fit will warn.
+    """Calls ``ops.exact_sum``; if a float64 or complex128 sum does not fit, a later call warns.
 
     The arguments are those of ``ops.exact_sum``; and ``names``, the name of each sum in the
     warning, by default the label of this thread's work.
@@ -114,7 +113,11 @@ def report_flags(flags: Sequence[Buffer], names: Sequence[str] = ()) -> None:
     """
     mesh_state = flags[0].device.mesh_state
     names = names or [str(mesh_state.thread.label)] * len(flags)
-    report = partial(mesh_state.inexact.add, list(zip(names, flags, strict=True)))
+    pairs = list(zip(names, flags, strict=True))
+
+    def report() -> None:
+        mesh_state.inexact.add(pairs)
+
     report()
     command_list = mesh_state.thread.command_list
     if command_list is not None:

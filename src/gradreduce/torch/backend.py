@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from threading import current_thread
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class GroupWork(dist.Work):  # type: ignore[misc]
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits for the call; on GPUs the host waits until it is queued, the current stream for it.
+        """Waits until the call has ended.
+
+        On GPUs: until it is queued; then the current stream waits for its work.
 
         Raises:
             RuntimeError: the call does not return within ``timeout``, if that is not 0.
@@ -58,7 +61,7 @@ class GroupWork(dist.Work):  # type: ignore[misc]
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, also by an error; on GPUs: whether its work has."""
+        """Whether the call has ended, with or without an error; on GPUs: also its GPU work."""
         return bool(self._future.done())
 
     def is_success(self) -> bool:
@@ -165,7 +168,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._coalesced: list[GroupWork] | None = None
 
     def _share_backends(self, made_by: Any) -> None:
-        """Gives both groups gloo and NCCL, for what C++ calls without our methods."""
+        """Registers gloo and NCCL in both groups, because C++ code of PyTorch calls them itself."""
         found: dict[str, tuple[Any, Any]] = {}
         place = (made_by.group_rank, made_by.group_size)
         gloo = dist.ProcessGroupGloo(
@@ -200,25 +203,41 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
             name: the method.
             tensors: all that the call reads or writes.
             call: returns the value of the work's future.
+
+        Raises:
+            RuntimeError: this thread is the worker's, which would wait for itself.
         """
+        if current_thread() is self._worker.thread:
+            raise RuntimeError(
+                f"{name} was called by a callback of a future of the same group, whose thread runs "
+                "the callback: make the call after the future, or in another group"
+            )
         devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
-        shapes = ", ".join(f"{_dtype_name(each)}{list(each.shape)}" for each in tensors[:3])
-        label = f"{name} {next(self._numbers)} of group {self.group_name!r} ({shapes})"
+        number = next(self._numbers)
 
         def run() -> None:
-            for tensor in tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             try:
+                for tensor in tensors:
+                    if tensor.is_cuda:
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
                 result = call()
-            except Exception as error:
-                named = with_name(error, label)
+            except BaseException as error:
+                shapes = ", ".join(
+                    [f"{_dtype_name(each)}{list(each.shape)}" for each in tensors[:3]]
+                )
+                label = f"{name} {number} of group {self.group_name!r} ({shapes})"
+                failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                named = with_name(failure, label)
                 future.set_exception(named)
                 raise named from error.__cause__
             future.set_result(result)
 
         task = self._worker.submit(run, map(torch.cuda.current_stream, devices))
+        if torch._C._current_graph_task_id() >= 0:
+            # Called at the end of backward, before the functions of DDP and FSDP, which would take
+            # an error for tensors.
+            torch.autograd.Variable._execution_engine.queue_callback(task.wait)
         work = GroupWork(task, future, tensors)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -396,14 +415,19 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._limit = self._deadline(timeout)
 
     def shutdown(self) -> None:
-        """Ends the group after all calls; called by ``destroy_process_group``."""
-        task = self._worker.submit(self._sums.close, ())
-        if not task.wait(_SHUTDOWN_SECONDS):
-            self._sums.abort()
-        super().shutdown()
-        world = dist.distributed_c10d._world
-        world.pg_group_ranks.pop(self.inner_group, None)
-        world.pg_backend_config.pop(self.inner_group, None)
+        """Ends the group; called by ``destroy_process_group``.
+
+        Waits at most 10 s for calls that run, and then ends them by an error.
+        """
+        try:
+            task = self._worker.submit(self._sums.close, ())
+            if not task.wait(_SHUTDOWN_SECONDS):
+                self._sums.abort()
+        finally:
+            super().shutdown()
+            world = dist.distributed_c10d._world
+            world.pg_group_ranks.pop(self.inner_group, None)
+            world.pg_backend_config.pop(self.inner_group, None)
 
     def abort(self) -> None:
         """Ends calls that run, by an error."""
@@ -414,7 +438,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
 def _options(
     kind: Any, opts: Any, op: Any = None, timeout: timedelta | None = None, root: int = 0
 ) -> Any:
-    """Returns PyTorch's options of a sum, of which Python may pass the parts."""
+    """Returns the options object of a sum; Python callers may pass its parts instead."""
     if isinstance(opts, kind):
         return opts
     made = kind()

@@ -66,15 +66,21 @@ class BackwardWorker:
     Args:
         in_thread: whether a thread runs the calls. If not, ``submit`` runs them, which is faster if
             they do not wait for other processes.
+
+    Attributes:
+        thread: the thread; None: there is none.
     """
 
     def __init__(self, *, in_thread: bool) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._tasks: SimpleQueue[Task | None] | None = None
+        self.thread: Thread | None = None
         if in_thread:
             self._tasks = SimpleQueue()
             finalize(self, self._tasks.put, None)
-            Thread(target=_run, args=(self._tasks,), name="gradreduce.torch", daemon=True).start()
+            arguments = (self._tasks,)
+            self.thread = Thread(target=_run, args=arguments, name="gradreduce.torch", daemon=True)
+            self.thread.start()
 
     def submit(self, call: Callable[[], object], streams: Iterable[Any]) -> Task:
         """Submits a call.

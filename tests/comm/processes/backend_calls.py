@@ -195,14 +195,15 @@ def messages(group: Any, ranks: list[int]) -> None:
 def in_order(group: Any) -> None:
     """Calls that nobody waits for run in the order of submission, sums and others."""
     size = dist.get_world_size(group)
-    tensor, works = torch.ones(3), []
-    for number in range(12):
-        op = dist.ReduceOp.MAX if number % 3 == 2 else SUM if number % 3 else AVG
+    tensor, works, expected = torch.full((3,), 0.5), [], 0.5
+    for number in range(4):  # a sum is size * x, a product x ** size: no other order gives this
+        op = dist.ReduceOp.PRODUCT if number % 2 else SUM
         works.append(dist.all_reduce(tensor, op, group, async_op=True))
+        expected = expected**size if number % 2 else expected * size
     futures = [work.get_future().then(lambda done: done.value()[0][0].item()) for work in works]
     works[-1].wait()
     assert all(work.is_completed() for work in works)
-    assert futures[-1].wait() == size**4 == tensor[0]
+    assert futures[-1].wait() == expected == tensor[0]
 
 
 def mistakes(group: Any) -> None:
@@ -219,8 +220,9 @@ def mistakes(group: Any) -> None:
 
 def late(ranks: list[int]) -> None:
     """The process that does not come is named, with the call, at the deadline of the group."""
-    group = dist.new_group(ranks, pg_options=gr.torch.BackendOptions(deadline=1))
+    group = dist.new_group(ranks)
     dist.all_reduce(torch.ones(5), group=group)
+    group.set_timeout(timedelta(seconds=1))
     if dist.get_rank() != 1:
         message = r"^allreduce 1 of group '\d+' \(float32\[5\]\): .*process 1 of \d did not answer"
         with pytest.raises(gr.errors.CollectiveError, match=message):
