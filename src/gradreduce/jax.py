@@ -18,7 +18,7 @@ from gradreduce.arrays.types import OutputType
 from gradreduce.backends import default_mesh
 from gradreduce.device import DType, Mesh
 from gradreduce.errors import DeviceMismatchError, about, brief, listed
-from gradreduce.reduce.algorithms import NUM_WORDS
+from gradreduce.ops import NUM_WORDS
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.arguments import check_op, validate_mesh
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps

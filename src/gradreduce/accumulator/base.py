@@ -28,7 +28,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.reduce.algorithms import check_wire
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce, is_exact
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.reduce.presets import default_ops
 
@@ -305,22 +305,27 @@ def _check_alike(storage: Storage, cross_device_ops: CrossDeviceOps, dtype: DTyp
 
     Raises:
         TypeError: it does not merge rows.
-        ValueError: one of both is exact, the other is not; or exact terms would be rounded.
+        ValueError: only one of the two is exact, ``cross_device_ops`` cannot add words, or exact
+            terms would be rounded.
     """
     if storage.is_sparse and not is_all_reduce(cross_device_ops):
         raise TypeError(
             f"cross_device_ops={brief(cross_device_ops)} must be an AllReduceCrossDeviceOps: a "
             "SparseConditionalAccumulator merges rows on its first device"
         )
-    reducer = cross_device_ops if isinstance(cross_device_ops, AllReduceCrossDeviceOps) else None
-    is_exact = reducer is not None and reducer.exact
-    if is_exact is not (storage.num_words > 1):
+    exact = is_exact(cross_device_ops)
+    if exact is not (storage.num_words > 1):
         raise ValueError(
-            f"cross_device_ops={brief(cross_device_ops)} adds partial sums with exact={is_exact}, "
-            f"but the accumulator has exact={not is_exact}"
+            f"cross_device_ops={brief(cross_device_ops)} adds partial sums with exact={exact}, "
+            f"but the accumulator has exact={not exact}"
         )
-    if reducer is not None and is_exact:
-        check_wire(reducer.settings, dtype)
+    if isinstance(cross_device_ops, AllReduceCrossDeviceOps) and exact:
+        if not is_all_reduce(cross_device_ops):
+            raise ValueError(
+                f"cross_device_ops={brief(cross_device_ops)} overrides reduce_batch, which cannot "
+                "add exact partial sums: override another method, or pass exact=False"
+            )
+        check_wire(cross_device_ops.settings, dtype)
 
 
 def _choose_devices(

@@ -15,7 +15,7 @@ from gradreduce.arrays.types import OutputType, ReductionType, SparseMean
 from gradreduce.arrays.variable import Variable
 from gradreduce.backends.device_names import DeviceLike
 from gradreduce.device import Mesh, as_flag
-from gradreduce.ops import as_num_words
+from gradreduce.ops import NUM_WORDS, as_num_words
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase, create_state
@@ -94,7 +94,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         exact: bool = False,
-        words: int = 3,
+        words: int = NUM_WORDS,
     ) -> None:
         num_words = as_num_words(words)
         storage = exact_storage(num_words) if as_flag("exact", exact) else DENSE
@@ -302,7 +302,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         device: DeviceLike | Mesh | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         exact: bool = False,
-        words: int = 3,
+        words: int = NUM_WORDS,
     ) -> None:
         check_sparse_mean(sparse_mean, reduction_type)
         num_words = as_num_words(words)

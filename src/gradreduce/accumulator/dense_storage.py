@@ -241,7 +241,7 @@ def steps_of(gradients: Sequence[tuple[Buffer, float]]) -> list[list[tuple[Buffe
 
 def names_of(states: Sequence[AccumulatorState]) -> list[str]:
     """Returns the names of the tensors; empty if they do not tell the accumulators apart."""
-    names = [state.tensor or state.name for state in states]
+    names = [state.label for state in states]
     is_each_named = len({*names}) == len(names) or all([state.tensor for state in states])
     return names if is_each_named else []
 

@@ -33,7 +33,7 @@ from gradreduce.sums.exact_terms import new_flags
 from gradreduce.sums.slices import concatenate_rows
 from gradreduce.weights import from_units
 
-from .exact_storage import as_term, report_inexact
+from .exact_storage import as_term
 from .sparse_storage import SparseStorage, rows_in_use
 from .state import AccumulatorState, Addition
 
@@ -103,12 +103,12 @@ class ExactSparseStorage(SparseStorage):
     def _merged(self, state: AccumulatorState) -> IndexedSlices:
         """See ``SparseStorage``."""
         totals, home = [total for total in state.totals if total is not None], state.devices[0]
-        words = list(map(rows_in_use, totals))
         per_gradient = state.sparse_mean == "per_gradient"
-        if state.over_mesh and Replicas(state.devices).group.size > 1:  # see ``_merge_totals``
+        if state.over_mesh and Replicas(state.devices).group.size > 1:  # see ``SparseStorage``
             plan, words = self._words_of_all(state, totals)
             divisor: Divisor = 1.0
         else:
+            words = list(map(rows_in_use, totals))
             plan, divisor = merge_row_index(
                 [total.slots for total in totals],
                 mean=state.reduction_type == "MEAN" and not per_gradient,
@@ -140,10 +140,6 @@ class ExactSparseStorage(SparseStorage):
         words = [ops.split_rows(part.values, self.num_words) for part in parts]
         indices = [each.indices[: of[0].shape[0]] for each, of in zip(parts, words, strict=True)]
         return plan_segments(concatenate_indices(indices)), words
-
-    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:
-        """See ``Storage``."""
-        report_inexact(states)
 
     def _to_save(self, arrays: Sequence[Any], rows: Indices) -> Any:
         """See ``SparseStorage``. Equal sums are saved as equal words, in ``[row, word, …]``."""

@@ -66,8 +66,8 @@ class ExactStorage(DenseStorage):
         if not fresh:
             return
         sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
-        # Words of a pack are added with its gaps, where no number may set a flag: by processes, and
-        # in any all-reduce of float64.
+        # A pack is added with its gaps, where uninitialised numbers could set a flag. Sums in packs
+        # have flags if processes send words, and if they are float64.
         zeros = fresh[0].device.mesh_state.processes.size > 1 or any(
             [dtype.name == "float64" for _, dtype, _ in sums]
         )
@@ -116,7 +116,7 @@ class ExactStorage(DenseStorage):
                     for state, total in zip(batch, sums, strict=True)]  # fmt: skip
             words = [total.words for total in sums]
             sum_exactly(outs, words, divisor=divisor, device=batch[0].devices[0],
-                        names=[_name_of(state) for state in batch])  # fmt: skip
+                        names=[state.label for state in batch])  # fmt: skip
             taken.update(zip(batch, map(tuple, outs), strict=True))
         self.report_inexact(states)
         return taken
@@ -129,14 +129,9 @@ class ExactStorage(DenseStorage):
     def _zeros(self, sums: Sequence[SumForm]) -> list[WordSum]:
         """Returns words of -0.0, which changes no sum."""
         words = [allocate_flat(sums, zeros=True) for _ in range(self.num_words)]
-        for zeros in words:
-            ops.negate_zeros(zeros)
+        ops.negate_zeros([each for zeros in words for each in zeros])
         flags = new_flags([device for device, *_ in sums])
         return list(map(WordSum, zip(*words, strict=True), flags))
-
-    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:
-        """See ``Storage``."""
-        report_inexact(states)
 
     def save(self, total: Any) -> Any:
         """See ``Storage``. Equal sums are saved as equal words, in ``[word, …]``."""
@@ -166,25 +161,8 @@ def exact_storage(num_words: int) -> ExactStorage:
     return ExactStorage(num_words)
 
 
-def report_inexact(states: Sequence[AccumulatorState]) -> None:
-    """Does what ``Storage.report_inexact`` does, for totals with a ``flag``."""
-    flags = [
-        (_name_of(state), total.flag)
-        for state in states
-        for total in state.totals
-        if total is not None
-    ]
-    if flags:
-        states[0].mesh_state.inexact.add(flags)
-
-
 def as_term(gradient: Buffer, weight: float, dtype: DType) -> Buffer:
     """Returns a term that ``ops.add_words`` can add to words of a dtype."""
     if accumulate_dtype(gradient.dtype) != dtype:
         gradient = round_to(gradient, dtype)
     return gradient if weight == 1 else scaled(gradient, weight)
-
-
-def _name_of(state: AccumulatorState) -> str:
-    """Returns the name of a sum in warnings."""
-    return state.tensor or state.name

@@ -194,7 +194,31 @@ class SparseStorage(Storage):
 
     def _merged(self, state: AccumulatorState) -> IndexedSlices:
         """Merges and divides the rows of all devices on the first one, in new memory."""
-        return _merge_totals(state)
+        totals, home = [total for total in state.totals if total is not None], state.devices[0]
+        per_gradient = state.sparse_mean == "per_gradient"
+        divisor: Divisor = 1.0
+        replicas = Replicas(state.devices)
+        # That of a SyncStep, to which each replica adds equally many gradients.
+        if state.over_mesh and replicas.group.size > 1:
+            sums = [
+                IndexedSlices.of(each.rows, each.slots.by_row(), state.sum_shape) for each in totals
+            ]
+            parts = slices_of_all(home, sums, mean=True, coalesce=True, names=[state.tensor])
+            plan = plan_segments(concatenate_indices([each.indices for each in parts]))
+            rows = concatenate_rows(home, [each.values for each in parts])
+        else:
+            plan, divisor = merge_row_index(
+                [total.slots for total in totals],
+                mean=state.reduction_type == "MEAN" and not per_gradient,
+            )
+            rows = totals[0].rows
+            if len(totals) > 1 or rows.device is not home:
+                rows = concatenate_rows(home, [total.rows for total in totals])
+        if per_gradient:
+            divisor = from_units(state.weight())
+        out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
+        coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
+        return IndexedSlices.of(out, plan.indices, state.sum_shape)
 
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:
         """See ``Storage``. The first extent may be unknown; there may be more dimensions."""
@@ -290,31 +314,3 @@ def _check_extents(
     for index, (extent, known) in enumerate(zip(shape, required, strict=False)):
         if extent is not None and known is not None and extent != known:
             raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
-
-
-def _merge_totals(state: AccumulatorState) -> IndexedSlices:
-    """Does what ``_merged`` does, also over several processes."""
-    totals, home = [total for total in state.totals if total is not None], state.devices[0]
-    per_gradient = state.sparse_mean == "per_gradient"
-    divisor: Divisor = 1.0
-    replicas = Replicas(state.devices)
-    if state.over_mesh and replicas.group.size > 1:  # a SyncStep's, with equally many per replica
-        sums = [
-            IndexedSlices.of(each.rows, each.slots.by_row(), state.sum_shape) for each in totals
-        ]
-        parts = slices_of_all(home, sums, mean=True, coalesce=True, names=[state.tensor])
-        plan = plan_segments(concatenate_indices([each.indices for each in parts]))
-        rows = concatenate_rows(home, [each.values for each in parts])
-    else:
-        plan, divisor = merge_row_index(
-            [total.slots for total in totals],
-            mean=state.reduction_type == "MEAN" and not per_gradient,
-        )
-        rows = totals[0].rows
-        if len(totals) > 1 or rows.device is not home:
-            rows = concatenate_rows(home, [total.rows for total in totals])
-    if per_gradient:
-        divisor = from_units(state.weight())
-    out = home.empty((plan.num_segments, *rows.shape[1:]), state.dtype)
-    coalesce_n([rows], [plan], outs=[out], divisors=[divisor])
-    return IndexedSlices.of(out, plan.indices, state.sum_shape)

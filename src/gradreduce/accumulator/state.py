@@ -140,6 +140,11 @@ class AccumulatorState:
         self.closed = False
 
     @property
+    def label(self) -> str:
+        """The name of the variable, or of the accumulator."""
+        return self.tensor or self.name
+
+    @property
     def lock(self) -> threading.RLock:
         """The lock; raises ``BackendUnavailableError`` in a forked child."""
         self.mesh_state.check_process()
@@ -343,8 +348,18 @@ class Storage(ABC):
                 devices as failed if anything fails before the caller has reset the states.
         """
 
-    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:  # noqa: B027  # optional
+    def report_inexact(self, states: Sequence[AccumulatorState]) -> None:
         """Queues warnings about exact sums that did not fit into their words."""
+        if self.num_words == 1:
+            return
+        flags = [
+            (state.label, total.flag)
+            for state in states
+            for total in state.totals
+            if total is not None
+        ]
+        if flags:
+            states[0].mesh_state.inexact.add(flags)
 
     @abstractmethod
     def fits(self, shape: tuple[int, ...], required: tuple[int | None, ...] | None) -> bool:

@@ -310,10 +310,10 @@ class MeshState:
         """Clears the failure, as the last step of ``reset``."""
         self.compiled_keys.clear()
         self.plans.clear()
+        self.inexact.copies.clear()  # they may be incomplete
         # One C call: Ctrl-C cannot come between the changes.
         vars(self).update(
             generation=self.generation + 1, failure_reported=Done(), _failures=deque(), reason=None,
-            inexact=InexactSums(),
         )  # fmt: skip
 
     def _stuck(self, device: Device) -> str:

@@ -27,6 +27,7 @@ from .square_sum import BLOCK, SQUARE_SUM, block_sums, norm_of, num_blocks, squa
 from .take_rows import TAKE_ROWS, take_rows_command
 from .update import RULE_KERNELS, RuleKernel, Update, Variant, update_rows
 from .update_rules import RULES, UpdateRule
+from .words import NUM_WORDS
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SCALE, ADD_SCALED, DIVIDE, SEGMENT_SUM, TAKE_ROWS,

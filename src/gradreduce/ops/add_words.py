@@ -25,9 +25,7 @@ from gradreduce.device import (
 
 from .exact_sum import _exact_sum_reference
 from .templates import FLOATS
-from .words import BLOCK, add_term
-
-MOST_WORDS = 8
+from .words import BLOCK, MOST_WORDS, add_term
 
 
 def _add_words_reference(

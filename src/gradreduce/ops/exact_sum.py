@@ -26,11 +26,11 @@ from gradreduce.device import (
 from .add_n import UNROLLED
 from .all_sum import ALL_SUM
 from .templates import FLOATS, FROM_ACC
-from .words import BLOCK, add_term, renormalise_all
+from .words import BLOCK, MOST_WORDS, add_term, renormalise_all
 
 # The dtypes whose terms are exact in float32, of which complex64 has two.
 _NARROW = FLOATS[:3]
-_DOUBLE, _WORDS = np.dtype("float64"), 8
+_DOUBLE = np.dtype("float64")
 _SINGLE, _BITS, _INT64 = np.dtype("float32"), np.dtype("uint32"), np.dtype("int64")
 _LIMBS, _LIMB = 10, 32  # of an integer: their number, and the bits of each
 _LARGEST, _INFINITY = 0x7F7FFFFF, 0x7F800000  # bits
@@ -69,16 +69,16 @@ def _exact_sum_reference(
 
 def _sum_of_words(table: Sequence[Arrays], num_outs: int, divisor: float) -> None:
     """The sums of float64: no integer holds all of them."""
-    memory = np.empty((_WORDS + 4, min(BLOCK, max(row[0].size for row in table))), _DOUBLE)
+    memory = np.empty((MOST_WORDS + 4, min(BLOCK, max(row[0].size for row in table))), _DOUBLE)
     for row in table:
         outs, flag, inputs = row[:num_outs], row[num_outs], row[num_outs + 1 :]
         for start in range(0, outs[0].size, BLOCK):
             block = slice(start, start + BLOCK)
             arrays = list(memory[:, : outs[0][block].size])
-            for word in arrays[:_WORDS]:
+            for word in arrays[:MOST_WORDS]:
                 word.fill(-0.0)
             inexact = [add_term(arrays, term[block]) for term in inputs]
-            first, *lower = arrays[:_WORDS]
+            first, *lower = arrays[:MOST_WORDS]
             if any(inexact) | renormalise_all([first, *lower]):
                 flag[...] = 1
             total = lower.pop()

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+MOST_WORDS, NUM_WORDS = 8, 3  # of a sum; by default
 BLOCK = 1 << 14  # elements; the words and what an addition needs stay in the cache
 
 

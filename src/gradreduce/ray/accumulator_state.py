@@ -24,6 +24,7 @@ from gradreduce.arrays.types import ReductionType, SparseMean
 from gradreduce.checkpoint import load_all, plain
 from gradreduce.device import Device, accumulate_dtype, as_dtype
 from gradreduce.errors import BackendUnavailableError
+from gradreduce.ops import NUM_WORDS
 
 from .commands import Apply, CallKey, Counts, LastTake, LoadStates, SetGlobalStep, States, Take
 from .messages import Layout, TensorMessage, specs_of
@@ -66,7 +67,7 @@ class SetSpec(NamedTuple):
     reduction_type: ReductionType
     sparse_mean: SparseMean = "per_row"
     exact: bool = False
-    words: int = 3
+    words: int = NUM_WORDS
     shards: tuple[int, ...] = ()
 
     def accumulator(self, index: int, device: Device) -> ConditionalAccumulatorBase:
@@ -125,7 +126,7 @@ class AccumulatorSetState(ShardState):
         self._accumulators: list[ConditionalAccumulatorBase] = []
         # Names of the tensors whose sum did not fit into its words, for the next take.
         self._inexact: set[str] = set()
-        self._device.mesh_state.inexact.report = lambda names: self._inexact.update(names)
+        self._device.mesh_state.inexact.report = self._inexact.update
         self.load(None)
 
     def load(self, state: dict[str, Any] | None) -> None:

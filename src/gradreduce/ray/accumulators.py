@@ -20,6 +20,7 @@ from gradreduce.arrays.variable import Variable
 from gradreduce.backends import Kernels
 from gradreduce.checkpoint import anything, constant, list_of, validate_state
 from gradreduce.errors import brief, listed
+from gradreduce.ops import NUM_WORDS
 
 from .accumulator_state import AccumulatorSpec, SetSpec
 from .client import settings_of
@@ -91,7 +92,7 @@ class AccumulatorSet(SharedAccumulator):
         *,
         sparse_mean: SparseMean = "per_row",
         exact: bool = False,
-        words: int = 3,
+        words: int = NUM_WORDS,
         num_shards: int = 1,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
@@ -274,7 +275,7 @@ class ConditionalAccumulator(SharedAccumulator, ConditionalAccumulatorBase):
         reduction_type: ReductionType = "MEAN",
         *,
         exact: bool = False,
-        words: int = 3,
+        words: int = NUM_WORDS,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,
@@ -368,7 +369,7 @@ class SparseConditionalAccumulator(ConditionalAccumulator):
         *,
         sparse_mean: SparseMean = "per_row",
         exact: bool = False,
-        words: int = 3,
+        words: int = NUM_WORDS,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
         snapshots: str | os.PathLike[str] | None = None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gradreduce.arrays.types import AllReduceAlg
 from gradreduce.device import DType, as_count, as_dtype, as_flag
 from gradreduce.errors import brief
-from gradreduce.ops import as_num_words
+from gradreduce.ops import NUM_WORDS, as_num_words
 
 from .algorithm import Algorithm, ProcessesName, ReductionGroups, as_reduction_groups
 from .hierarchical_copy import HierarchicalCopy
@@ -19,7 +19,6 @@ ALGORITHMS: dict[AllReduceAlg, type[Algorithm]] = {
     "nccl": Nccl,
     "hierarchical_copy": HierarchicalCopy,
 }
-NUM_WORDS = 3  # the default of ``words``
 
 
 class Settings(NamedTuple):  # hashed in each call, five times as fast as a dataclass

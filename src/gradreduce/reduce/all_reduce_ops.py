@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
@@ -28,10 +28,11 @@ from gradreduce.device import (
     no_collection,
 )
 from gradreduce.errors import CollectiveError
+from gradreduce.ops import NUM_WORDS
 from gradreduce.sums.exact_terms import needs_flag
 
 from .algorithm import ProcessesName, ReductionGroups
-from .algorithms import NUM_WORDS, make_settings
+from .algorithms import make_settings
 from .arguments import Request, check_exact, check_op, validate_mesh
 from .checked_call import CheckedCall
 from .cross_device_ops import CrossDeviceOps
@@ -531,8 +532,9 @@ class AllReduceCrossDeviceOps(NestedCalls):
             return []
         first = gradients[0][::num_words]
         divisor = divisor * Replicas.of(first).count / len(first)
+        settings = self.settings if num_words == 1 else self.settings._replace(num_words=num_words)
         plan = plan_batch(
-            self.settings._replace(num_words=num_words),
+            settings,
             gradients,
             divisor=divisor if weight is None else None,
             out_dtypes=out_dtypes,
@@ -579,3 +581,8 @@ class AllReduceCrossDeviceOps(NestedCalls):
 def is_all_reduce(cross_device_ops: CrossDeviceOps) -> bool:
     """Whether ``cross_device_ops`` uses ``reduce_batch`` of this module."""
     return type(cross_device_ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
+
+
+def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDeviceOps]:
+    """Whether terms are added as real numbers."""
+    return isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact

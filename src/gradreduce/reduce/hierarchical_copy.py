@@ -168,15 +168,21 @@ class HierarchicalCopy(Algorithm):
         ]
         accessible.clear()
         yield
-        yield from self._write(main, job, as_one_dtype(home, partials), queue)
+        terms = [*as_one_dtype(home, partials)]
+        partials.clear()
+        yield from self._write(main, job, terms, queue)
 
-    def _write(self, main: int, job: Job, terms: Sequence[Buffer], queue: Queue) -> Steps:
-        """Adds terms on a device into the outs of its GPU; copies the sum to other GPUs."""
+    def _write(self, main: int, job: Job, terms: list[Buffer], queue: Queue) -> Steps:
+        """Adds terms on a device into the outs of its GPU; copies the sum to other GPUs.
+
+        The list of terms becomes empty, so that their memory is freed early.
+        """
         devices, home = self.devices, self.devices[main]
         on_gpus = by_physical(devices)
         here = on_gpus.pop(home.physical)
         outs = [job.outs[index] for index in here]
         write_sums([(job.divisor, outs, terms)], home, exact=self.exact)
+        terms.clear()
         for first, *_ in on_gpus.values():
             devices[first].copy(job.outs[first], job.outs[main], queue=queue)
         yield

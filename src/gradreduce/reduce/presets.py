@@ -12,9 +12,9 @@ from typing import Any, overload
 from gradreduce.arrays.distributed import ReduceOp
 from gradreduce.arrays.types import NestT, OutputType
 from gradreduce.device import DType, Mesh
+from gradreduce.ops import NUM_WORDS
 
 from .algorithm import ProcessesName
-from .algorithms import NUM_WORDS
 from .all_reduce_ops import AllReduceCrossDeviceOps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce import ops
@@ -113,11 +114,7 @@ def report_flags(flags: Sequence[Buffer], names: Sequence[str] = ()) -> None:
     """
     mesh_state = flags[0].device.mesh_state
     names = names or [str(mesh_state.thread.label)] * len(flags)
-    pairs = list(zip(names, flags, strict=True))
-
-    def report() -> None:
-        mesh_state.inexact.add(pairs)
-
+    report = partial(mesh_state.inexact.add, list(zip(names, flags, strict=True)))
     report()
     command_list = mesh_state.thread.command_list
     if command_list is not None:

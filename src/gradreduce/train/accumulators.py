@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 from gradreduce.accumulator import (
     ConditionalAccumulator,
@@ -12,7 +12,7 @@ from gradreduce.accumulator import (
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Mesh
 from gradreduce.errors import about
-from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.reduce.all_reduce_ops import is_exact
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .terms import rehearse_rows
@@ -28,11 +28,6 @@ class _SparseStepAccumulator(SparseConditionalAccumulator):
     """The same for sparse gradients."""
 
     _spans_processes = True
-
-
-def is_exact(cross_device_ops: CrossDeviceOps) -> TypeGuard[AllReduceCrossDeviceOps]:
-    """Whether the terms of a step are added as real numbers."""
-    return isinstance(cross_device_ops, AllReduceCrossDeviceOps) and cross_device_ops.exact
 
 
 def make_accumulator(

@@ -43,13 +43,14 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, brief, listed, repeated
 from gradreduce.optim import Optimizer
+from gradreduce.reduce.all_reduce_ops import is_exact
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.sums.aggregators import aggregate_buffers
 from gradreduce.sums.methods import AggregationMethod, as_aggregation_method
 from gradreduce.sums.slices import concatenate_slices
 from gradreduce.weights import NUM_NUMBERS, from_numbers, to_numbers
 
-from .accumulators import is_exact, make_accumulator
+from .accumulators import make_accumulator
 from .checkpoint import check_alike, ready_accumulators, save_accumulators
 from .scaling import DynamicLossScale, GradientScaling, first_nonfinite
 from .shards import ShardedUpdate
