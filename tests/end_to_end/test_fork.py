@@ -13,7 +13,7 @@ from gradreduce.arrays import convert
 
 # The start of each program. SIGALRM ends a child that hangs.
 FORK = """
-import gc, os, signal, sys, threading, traceback
+import functools, gc, os, signal, sys, threading, traceback
 import numpy as np
 import gradreduce as gr
 
@@ -48,6 +48,8 @@ def locks():
     found = {}
     for owner in gc.get_objects():
         names = str(type(owner).__module__), str(getattr(owner, "__name__", ""))
+        if isinstance(owner, functools.cached_property):
+            names = (owner.func.__module__,)
         if any(name.startswith("gradreduce") for name in names):
             kept = dict(getattr(owner, "__dict__", {})).values()
             found |= {id(each): each for each in kept if isinstance(each, LOCKS)}

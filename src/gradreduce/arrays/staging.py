@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, DType, flat_layout, group_by
+from gradreduce.device import Buffer, Device, DType, cached_property, flat_layout, group_by
 
 from .convert import to_buffer
 

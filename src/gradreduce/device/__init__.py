@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .deadlines import deadline_scope
 from .device import Device
-from .failure.forks import ModuleLock
+from .failure.forks import ModuleLock, cached_property
 from .failure.interrupts import DeferInterrupts
 from .failure.pending_calls import (
     Label,

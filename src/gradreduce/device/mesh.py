@@ -7,7 +7,6 @@ import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cached_property
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import DTypeLike
 from gradreduce.errors import BackendUnavailableError, CollectiveError, NotCopied, listed
 
 from .device import Device
+from .failure.forks import cached_property
 from .failure.pending_calls import as_deadline
 from .log.op_log import FlightEntry, Journal
 from .log.trace import trace_path, write_trace

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,7 @@ from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Mirrored, Part, ReduceOp
 from gradreduce.arrays.outputs import Out, release_outputs
-from gradreduce.device import Buffer, Device, as_deadline, deadline_scope
+from gradreduce.device import Buffer, Device, as_deadline, cached_property, deadline_scope
 from gradreduce.errors import brief
 
 from .arguments import Request, with_outs

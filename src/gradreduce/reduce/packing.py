@@ -10,11 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from gradreduce.device import ALIGNMENT, DType, FlatLayout, accumulate_dtype, flat_layout, group_by
+from gradreduce.device import (
+    ALIGNMENT,
+    DType,
+    FlatLayout,
+    accumulate_dtype,
+    cached_property,
+    flat_layout,
+    group_by,
+)
 
 # Packs that are moved are added to a stage until it has at least this many bytes of one replica. A
 # stage costs the host two launches and a few waits on each device: about 100 us for eight GPUs, at

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # The number of forks between the first process and this one. Comparing process ids instead would
 # cost a system call for every array, up to 1.5 us in a virtual machine.
@@ -38,3 +42,15 @@ class ModuleLock:
 
     def _renew(self) -> None:
         self.lock = threading.RLock()
+
+
+class cached_property(ModuleLock, functools.cached_property[T]):
+    """``functools.cached_property``, with a lock that is free in each forked child.
+
+    In Python 3.11 one lock serves all objects of the class. A fork while another thread computes
+    the property would leave it held. Later versions have no lock.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        functools.cached_property.__init__(self, function)
+        ModuleLock.__init__(self)

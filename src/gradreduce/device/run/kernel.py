@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradreduce.device.failure.forks import cached_property
 from gradreduce.device.memory.dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
