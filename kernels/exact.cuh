@@ -170,7 +170,7 @@ template <typename T, int MOST, int LANES> struct LaneWords {
         return total;
     }
 
-    // Subtracts errors from the words of some lanes after all, and returns whether one still does not fit.
+    // Subtracts the errors of some lanes from their words. Returns whether a sum still does not fit.
     DEVICE bool renormalise_lanes(u32 lanes, u32 finite, const Lanes<T, LANES>& error) {
         bool inexact = false;
         NO_UNROLL

@@ -137,7 +137,8 @@ def all_reduce(  # noqa: PLR0913  # options of one call
         if op is ReduceOp.SUM and replicated == "once":
             is_exact = isinstance(ops, AllReduceCrossDeviceOps) and ops.exact
             columns = [
-                _once(*each, mesh, minus=is_exact) for each in zip(leaves, columns, strict=True)
+                _once(*each, mesh, negative_zeros=is_exact)
+                for each in zip(leaves, columns, strict=True)
             ]
     with StreamScope():
         values = form.of_grads(columns, [(path, str(path)) for path in paths], mesh)
@@ -256,14 +257,14 @@ def _shards(leaf: Any, mesh: Mesh) -> list[Any]:
     return parts
 
 
-def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh, *, minus: bool) -> tuple[Any, ...]:
+def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh, *, negative_zeros: bool) -> tuple[Any, ...]:
     """Replaces all copies of a replicated array but the first by zeros; they are added.
 
     Args:
         leaf: the array.
         parts: its copies in this process.
         mesh: the mesh.
-        minus: make zeros of -0.0, which change no exact sum.
+        negative_zeros: make zeros of -0.0, which change no exact sum.
     """
     if not leaf.is_fully_replicated:
         return tuple(parts)
@@ -274,7 +275,7 @@ def _once(leaf: Any, parts: Sequence[Any], mesh: Mesh, *, minus: bool) -> tuple[
         jax.numpy.zeros(part.shape, part.dtype, device=next(iter(part.sharding.device_set)))
         for part in parts[len(kept) :]
     ]
-    return (*kept, *[-each if minus else each for each in zeros])
+    return (*kept, *[-each if negative_zeros else each for each in zeros])
 
 
 def _rows(grads: Any, mesh: Mesh) -> list[list[Any]]:

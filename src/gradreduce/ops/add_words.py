@@ -51,7 +51,9 @@ def _add_words_reference(
 
 
 def canonical_words(words: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the words that all equal sums have, ``[word, …]``: each is what is left, rounded.
+    """Returns words that are the same for equal sums, ``[word, …]``.
+
+    Each word is the rest of the sum after the words before it, rounded.
 
     Args:
         words: float32 or float64 arrays of one shape.

@@ -66,8 +66,8 @@ def add_rows_command(
         flags: see ``add_words``.
         values: one per tensor, ``(num_rows, …)``, of a dtype that ``add_words`` takes as a term.
         segments: one per tensor, with as many rows as ``values``.
-        into: for each tensor the row of each segment, int64, without duplicates; ``~row`` is the
-            same as ``row``, so that a row which nothing was added to has words of -0.0.
+        into: for each tensor the row of each segment, int64, without duplicates; ``~row`` means
+            the same row: words of a row to which nothing was added are already -0.0.
         device: the device that launches, and that holds the plans. Adds no stream waits.
     """
     tensors = zip(words, flags, values, segments, into, strict=True)

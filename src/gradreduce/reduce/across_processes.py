@@ -332,7 +332,7 @@ class ExactAcrossProcesses(AcrossProcesses):
         return of_jobs
 
     def _add_words(self, words: Sequence[list[Buffer]], terms: Sequence[list[Buffer]]) -> None:
-        """Adds the terms of each pack into its words; a call that they do not fit will warn."""
+        """Adds the terms of each pack to its words. If a sum does not fit, a later call warns."""
         flags = new_flags([self._device] * len(words))
         ops.add_words(words, flags, terms, fresh=True, device=self._device)
         report_flags(flags)

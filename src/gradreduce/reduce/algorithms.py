@@ -32,7 +32,7 @@ class Settings(NamedTuple):  # hashed in each call, five times as fast as a data
     wire_dtype: DType | None
     exact: bool
     words: int
-    num_words: int = 1  # the Buffers of a replica, neighbours, whose exact sum its gradient is
+    num_words: int = 1  # neighbouring Buffers of a replica: its gradient is their exact sum
 
 
 def make_settings(  # noqa: PLR0913  # those of the constructor

@@ -378,7 +378,7 @@ class AllReduceCrossDeviceOps(NestedCalls):
         output_type: OutputType | None = None,
         out: Any = None,
     ) -> CheckedCall:
-        """See ``CrossDeviceOps._validate_call``; the terms can be added exactly, if they are."""
+        """See ``CrossDeviceOps._validate_call``. Also checks that exact sums take the terms."""
         call = super()._validate_call(reduce_op, pairs, output_type, out)
         if self.exact:
             check_exact(call.requests, self.settings)

@@ -41,7 +41,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
     ``reduction_groups`` (lists of replica numbers, or ``"processes"``) replaces the default groups,
     which are the first n // 2 replicas and the rest. ``exact`` adds the terms as real numbers,
-    ``words`` are for several processes. See ``AllReduceCrossDeviceOps``.
+    ``words`` has an effect only with several processes. See ``AllReduceCrossDeviceOps``.
 
     Example:
         >>> gr.HierarchicalCopyAllReduce(reduction_groups=[[0, 1], [2, 3]]).reduction_groups

@@ -268,7 +268,7 @@ class SyncStep(NotCopied):
             InvalidArgumentError: (a ``ValueError``) the options or hyperparameters of another
                 process differ. The mesh has failed.
             FloatingPointError: with ``check_finite``, the gradient of a replica, in any process, is
-                infinite or NaN; of an exact sum, a term times its weight.
+                infinite or NaN. With exact sums each term times its weight is checked.
             InvalidArgumentError: ``global_step`` is 2**63 - 1. Nothing has changed.
         """
         seconds = as_deadline(deadline)
@@ -503,9 +503,9 @@ class SyncStep(NotCopied):
         """Sums each list of terms to ``[variable][replica]``; a GPU's replicas share launches.
 
         Stale gradients will be dropped, so their first terms are returned and nothing is launched.
-        If only another process is stale, that is known later, and the sums are dropped. So are the
-        terms of exact sums returned, which the accumulators add, as they do terms with weights
-        unless the sum of a replica is needed before.
+        If only another process is stale, that is known later, and the sums are dropped. Terms of
+        exact sums are returned, too: the accumulators add them. So are terms with weights, unless
+        the sum of a replica is needed before.
         """
         tree = self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE
         if weights is not None:
