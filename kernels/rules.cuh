@@ -30,6 +30,25 @@ template <typename Acc> struct Nesterov {
     }
 };
 
+// The slots are the momentum and the sum of the gradients that it does not contain yet. is_last is 1 for the
+// last of each num_pushes gradients, which adds their mean to the momentum.
+template <typename Acc> struct DelayedNesterov {
+    static constexpr int SLOTS = 2;
+    Acc lr_each, lr, decay, num_pushes, is_last;
+
+    DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
+        const Acc sum = slots[1] + grad;
+        if (is_last != (Acc)0) {
+            slots[0] = decay * slots[0] + sum / num_pushes;
+            slots[1] = (Acc)0;
+            var = var - (lr_each * grad + lr * decay * slots[0]);
+        } else {
+            slots[1] = sum;
+            var = var - lr_each * grad;
+        }
+    }
+};
+
 template <typename Acc>
 DEVICE Acc adam_step(Acc* moments, Acc grad, Acc lr, Acc one_minus_beta1, Acc one_minus_beta2, Acc epsilon) {
     moments[0] = moments[0] + one_minus_beta1 * (grad - moments[0]);

@@ -54,6 +54,7 @@ from gradreduce.optim import (
     MomentumOptimizer,
     Optimizer,
     RMSPropOptimizer,
+    center_rules,
     clip_by_global_norm,
 )
 from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh imports it late
@@ -120,6 +121,7 @@ __all__ = [
     "apply_grads",
     "assert_mirrored",
     "autodiff",
+    "center_rules",
     "checkpoint",
     "clip_by_global_norm",
     "default_mesh",

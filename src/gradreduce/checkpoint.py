@@ -506,6 +506,6 @@ def some_of(schemas: Mapping[str, Any]) -> Check:
     return check
 
 
-def upload_like(value: Any, variable: Variable) -> Buffer:
-    """Uploads a validated host array to the first device of a variable, in its dtype."""
-    return variable.devices[0].upload(cast_array(value, variable.dtype))
+def upload_like(value: Any, variable: Variable, dtype: DType | None = None) -> Buffer:
+    """Uploads a validated host array to the first device of a variable, by default in its dtype."""
+    return variable.devices[0].upload(cast_array(value, dtype or variable.dtype))

@@ -20,6 +20,16 @@ def nesterov_rule(var, mom, grad, lr, decay):
     return [var - (lr * grad + lr * decay * mom), mom]
 
 
+def delayed_nesterov_rule(  # noqa: PLR0913  # operands and scalars
+    var, mom, delayed, grad, lr_each, lr, decay, num_pushes, is_last
+):
+    delayed = delayed + grad
+    if not is_last:
+        return [var - lr_each * grad, mom, delayed]
+    mom = decay * mom + delayed / num_pushes
+    return [var - (lr_each * grad + lr * decay * mom), mom, np.zeros_like(delayed)]
+
+
 def adam_rule(  # noqa: PLR0913  # operands and scalars
     var, mom, square, grad, lr, one_minus_beta1, one_minus_beta2, epsilon
 ):
@@ -70,6 +80,7 @@ FORMULAS = {
     "sgd": (sgd_rule, 0, (0.1,)),
     "momentum": (momentum_rule, 1, (0.1, 0.9)),
     "nesterov": (nesterov_rule, 1, (0.1, 0.9)),
+    "delayed_nesterov": (delayed_nesterov_rule, 2, (0.03, 0.1, 0.9, 3.0, 1.0)),
     "adam": (adam_rule, 2, (0.1, 0.3, 0.1, 0.01)),
     "adamw": (adamw_rule, 2, (0.1, 0.3, 0.1, 0.01, 0.7)),
     "lion": (lion_rule, 1, (0.1, 0.9, 0.1, 0.7, 0.3, 0.7)),

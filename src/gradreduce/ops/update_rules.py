@@ -98,6 +98,31 @@ def nesterov(
 
 
 @_rule(num_scratch=2)
+def delayed_nesterov(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Data, momentum: _Data, delayed: _Data, grad: _Data, step: _Data, by: _Data,
+    lr_each: float, lr: float, decay: float, num_pushes: float, is_last: float,
+) -> None:  # fmt: skip
+    """``delayed += grad; var -= lr_each grad``; with ``is_last`` also a step by the momentum.
+
+    Then ``momentum = decay momentum + delayed / num_pushes; var -= lr decay momentum``, and
+    ``delayed = 0``.
+    """
+    np.add(delayed, grad, out=by)
+    if is_last:
+        np.true_divide(by, num_pushes, out=by)
+        np.multiply(momentum, decay, out=step)
+        np.add(step, by, out=momentum)
+        np.multiply(momentum, lr * decay, out=by)
+        np.multiply(grad, lr_each, out=step)
+        np.add(step, by, out=step)
+        by.fill(0)
+    else:
+        np.multiply(grad, lr_each, out=step)
+    np.positive(by, out=delayed)
+    np.subtract(var, step, out=var)
+
+
+@_rule(num_scratch=2)
 def adam(  # noqa: PLR0913  # operands, scratch and scalars
     var: _Data, m: _Data, v: _Data, grad: _Data, step: _Data, by: _Data,
     lr: float, one_minus_beta1: float, one_minus_beta2: float, epsilon: float,

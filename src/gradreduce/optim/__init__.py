@@ -1,6 +1,6 @@
 """Optimizers: update rules that apply gradients to variables."""
 
-from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer
+from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer, center_rules
 from .clip import clip_by_global_norm
 from .optimizer import Optimizer
 from .rules import (
@@ -25,5 +25,6 @@ __all__ = [
     "MomentumOptimizer",
     "Optimizer",
     "RMSPropOptimizer",
+    "center_rules",
     "clip_by_global_norm",
 ]

@@ -221,7 +221,7 @@ class RemoteCenter(Center):
         config: PushConfig,
         scalars: Scalars,
         weight: float,
-        then: Callable[[], None],
+        then: Callable[[bool], None],
     ) -> None:
         """See ``Center``."""
         connection, sums = self._connection(variables), variables.sums
@@ -242,7 +242,7 @@ class RemoteCenter(Center):
             left = _time_left(self.devices[0])
             return self._client.call(command, sent.messages(), origin, key, left)
 
-        self._exchange(optimizer, variables, sums, call, then)
+        self._exchange(optimizer, variables, sums, call, partial(then, True))
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]

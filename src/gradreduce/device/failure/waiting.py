@@ -71,6 +71,11 @@ class Waiters:
         while self._waiters:
             self._waiters.popleft().put(None)
 
+    def wake(self) -> None:
+        """Like ``notify``, for a caller without the lock."""
+        with self._lock:
+            self.notify()
+
 
 def call_under_lock(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
     """Makes the call under the lock; returns False if the lock is not free in time."""

@@ -3,8 +3,9 @@
 Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
 """
 
+from . import center_rules
 from .center import AGNCenter
 from .optimizer import AGNOptimizer
 from .variables import AGNCustomGetter
 
-__all__ = ["AGNCenter", "AGNCustomGetter", "AGNOptimizer"]
+__all__ = ["AGNCenter", "AGNCustomGetter", "AGNOptimizer", "center_rules"]

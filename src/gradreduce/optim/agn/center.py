@@ -7,7 +7,10 @@ is not held while the host waits for a device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,18 +25,23 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    Waiters,
     as_deadline,
     names_of,
 )
-from gradreduce.errors import CollectiveError, NotCopied
+from gradreduce.errors import CollectiveError, DeadlineExceededError, NotCopied
 from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER, Slots
+from gradreduce.weights import to_units
 
 from .center_interface import Center, WorkerVariables
+from .center_rules import CenterRule, Nesterov
 from .checkpoint import center_table, ready_center
 from .push import PushConfig, PushedVariable, PushPlan
+from .rounds import AS_AGN, CenterOptions, Progress, PushKind, Round, as_options
 from .session_hook import Registry, WorkerThread
+from .sums import dense_sum
 
 
 class CenterState(Center):
@@ -41,22 +49,29 @@ class CenterState(Center):
 
     Args:
         devices: the devices of the variables.
+        options: how pushes are applied.
 
     Attributes:
+        options: see above.
         variables: the variables, by the names that the workers use.
         slots: the slots of the variables; None before the first optimizer joins.
         fault: why pushes are rejected; None if they are accepted.
+        progress: what a center with a rule has applied.
+        clock: returns the time in seconds.
     """
 
     registry: Registry
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
-        self.devices = devices
+    def __init__(self, devices: tuple[Device, ...], options: CenterOptions = AS_AGN) -> None:
+        self.devices, self.options = devices, options
         self.variables: dict[str, Variable] = {}
         self.slots: Slots | None = None
         self.fault: str | None = None
-        self.registry = Registry(devices[0].mesh_state)
+        self.progress, self.clock = Progress(), time.monotonic
         self._mutex = threading.RLock()
+        self._round, self._num_worker = Round(), 1
+        self._waiters = Waiters(self._mutex)
+        self.registry = Registry(devices[0].mesh_state, self._waiters)
 
     @property
     def lock(self) -> threading.RLock:
@@ -86,6 +101,8 @@ class CenterState(Center):
         """See ``Center``. Returns the center's slots, which the first call creates."""
         with self.lock:
             own, slots = optimizer._slots, self.slots
+            if self.options.rule is not None:
+                own = self.options.rule.slots_like(own)
             if slots is None:
                 slots = self.slots = Slots(
                     own.kind, own.owner, own.names, "float32" if own.has_masters else None
@@ -105,6 +122,23 @@ class CenterState(Center):
                     "rule"
                 )
             return slots
+
+    def expect(self, num_worker: int) -> None:
+        """See ``Center``."""
+        num_required, rule = self.options.num_required, self.options.rule
+        if num_required is not None and num_required > num_worker:
+            raise ValueError(
+                f"num_required={num_required} of the center is more than num_worker={num_worker}: "
+                "no round would be complete"
+            )
+        if isinstance(rule, Nesterov) and num_required != num_worker:
+            warnings.warn(
+                f"Nesterov diverges if pushes are old, and here rounds have {num_required or 1} of "
+                f"{num_worker} pushes: pass num_required={num_worker}, or use DelayedNesterov",
+                stacklevel=3,
+            )
+        with self.lock:
+            self._num_worker = max(self._num_worker, num_worker)
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
         """See ``Center``."""
@@ -134,7 +168,7 @@ class CenterState(Center):
         with self.lock:
             self.check_usable()
             slots = self.join(optimizer)
-            slots.make(centers, optimizer._slot_start)
+            slots.make(centers, (self.options.rule or optimizer)._slot_start)
             return [slots.rows(center)[0] for center in centers]
 
     def list_written_buffers(self, variables: WorkerVariables) -> list[Buffer]:
@@ -145,9 +179,9 @@ class CenterState(Center):
             for copy in each.buffers
         ]
 
-    def push_scope(self) -> DeferInterrupts:
-        """See ``Center``."""
-        return DeferInterrupts()
+    def push_scope(self) -> AbstractContextManager[None]:
+        """See ``Center``; Ctrl-C ends the wait for a round."""
+        return DeferInterrupts() if self.options.num_required is None else nullcontext()
 
     def push(
         self,
@@ -156,20 +190,63 @@ class CenterState(Center):
         config: PushConfig,
         scalars: Scalars,
         weight: float,
-        then: Callable[[], None],
+        then: Callable[[bool], None],
     ) -> None:
         """See ``Center``."""
-        with self.lock:
-            self.check_usable()
-            plan, sums, slots = variables.last_push or (None, None, None)
-            variables.last_push = None
-            own = self.slots and self.slots.by_name  # replaced by a checkpoint that is loaded
-            if plan is None or sums is not variables.sums or slots is not own:
-                sums = variables.sums
-                plan = self._push_plan(optimizer, variables, config, weight)
-            plan.weight = weight
-            plan.run(scalars, then)
-            variables.last_push = (plan, sums, own) if plan.is_reusable else None
+        is_applied = True
+        while True:
+            with DeferInterrupts(), self.lock:
+                self.check_usable()
+                age, known = self.progress.num_pushes - variables.pulled_at, variables.round
+                if known is None or not (known.is_applied or known is self._round):
+                    limit = self.options.max_staleness
+                    is_applied = limit is None or age <= limit
+                    if is_applied and self.options.num_required is None:
+                        self._push_alone(optimizer, variables, config, scalars, weight, age, then)
+                        return
+                    if is_applied:
+                        self._add_to_round(variables, config, weight, age)
+                known = variables.round
+                if known is None or known.is_applied:
+                    self._copy(optimizer, variables, variables.sums)
+                    then(is_applied)
+                    return
+            self._wait_for(known, optimizer, config)
+
+    def _push_alone(  # those of push
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        config: PushConfig,
+        scalars: Scalars,
+        weight: float,
+        age: int,
+        then: Callable[[bool], None],
+    ) -> None:
+        """Applies one push."""
+        rule, done = self.options.rule, partial(then, True)
+        if rule is not None:
+            units = to_units(weight)
+            after = self.progress.after(units)
+            weight = after.divisor(units, self.options)
+            scalars = rule.begin(age, after.relative(units), self.progress.num_updates)
+            done = partial(self._finish, variables, after, done)
+        plan, sums, slots = variables.last_push or (None, None, None)
+        variables.last_push = None
+        own = self.slots and self.slots.by_name  # replaced by a checkpoint that is loaded
+        if plan is None or sums is not variables.sums or slots is not own:
+            sums = variables.sums
+            plan = self._push_plan(optimizer, variables, config, weight)
+        plan.weight = weight
+        plan.run(scalars, done)
+        variables.last_push = (plan, sums, own) if plan.is_reusable else None
+
+    def _finish(
+        self, variables: WorkerVariables, after: Progress, done: Callable[[], None]
+    ) -> None:
+        """Counts a push of a center with a rule, from which the worker has pulled."""
+        self.progress, variables.pulled_at = after, after.num_pushes
+        done()
 
     def _push_plan(
         self, optimizer: Optimizer, variables: WorkerVariables, config: PushConfig, weight: float
@@ -187,8 +264,103 @@ class CenterState(Center):
             )
             for written, (var, total) in zip(rows, sums.items(), strict=True)
         ]
+        return self._plan(pushed, optimizer, config, weight)
+
+    def _plan(
+        self,
+        pushed: Sequence[PushedVariable],
+        optimizer: Optimizer,
+        config: PushConfig,
+        weight: float,
+    ) -> PushPlan:
         failed = partial(self.mark_push_failed, config.task)
-        return PushPlan(pushed, optimizer, config, weight, failed)
+        return PushPlan(pushed, self.options.rule or optimizer, config, weight, failed)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _add_to_round(
+        self, variables: WorkerVariables, config: PushConfig, weight: float, age: int
+    ) -> None:
+        """Adds the sums of a worker to the round."""
+        centers, mesh_state = variables.centers, self.devices[0].mesh_state
+        pushed = [(centers[var], dense_sum(var, total)[0]) for var, total in variables.sums.items()]
+        failed = partial(self.mark_push_failed, config.task)
+        with mesh_state.launch_lock, mesh_state.on_partial_failure(failed):
+            self._round.add(pushed, to_units(weight), age, is_delta=self.options.push == "delta")
+            variables.round = self._round
+        self._waiters.notify()
+
+    def _wait_for(self, known: Round, optimizer: Optimizer, config: PushConfig) -> None:
+        """Waits until a round is applied, or lost by a load; applies it when it is due."""
+        pending = self.devices[0].mesh_state.thread.pending_call
+        end = None if pending is None else time.monotonic() + 0.9 * pending.remaining
+        left: float | None = None
+
+        def is_over() -> bool:
+            nonlocal left
+            self.check_usable()
+            if known is not self._round:
+                return True
+            seconds = self.seconds_left()
+            if seconds == 0:
+                self.apply_round(optimizer, config)
+                return True
+            until_end = None if end is None else end - time.monotonic()
+            if until_end is not None and until_end <= 0:
+                raise DeadlineExceededError(
+                    f"the round of this push has {known.num_pushes} of {self.num_required} pushes "
+                    "at 90 % of the deadline; the next call waits for it again"
+                )
+            left = min([each for each in (seconds, until_end) if each is not None], default=None)
+            return False
+
+        self._waiters.until(is_over, lambda: left)
+
+    @property
+    def num_required(self) -> int:
+        """The number of pushes that a round needs: at most that of the workers that are left."""
+        return max(1, min(self.options.num_required or 1, self._num_left()))
+
+    def _num_left(self) -> int:
+        return self._num_worker - self.registry.num_ended()
+
+    def seconds_left(self) -> float | None:
+        """Returns the time until the present round is due; None: pushes are missing."""
+        grace, left = self.options.grace, self._num_left()
+        return self._round.seconds_left(self.clock(), self.num_required, left, grace)
+
+    def apply_round(self, optimizer: Optimizer, config: PushConfig) -> None:
+        """Applies the present round by the rule, and begins the next one; the lock is held."""
+        round_, rule = self._round, self.options.rule
+        assert rule is not None, "rounds need a rule"
+        rows = self.make_slots(optimizer, list(round_.sums))
+        pushed = [
+            PushedVariable(center.name, written, (total,), ())
+            for written, (center, total) in zip(rows, round_.sums.items(), strict=True)
+        ]
+        divisor = round_.divisor(is_delta=self.options.push == "delta")
+        scalars = rule.begin(round_.age, 1.0, self.progress.num_updates)
+        with DeferInterrupts():
+            self._plan(pushed, optimizer, config, divisor).run(scalars, self._end_round)
+
+    def _end_round(self) -> None:
+        """Counts a round whose work is launched, and wakes its workers."""
+        round_, self._round = self._round, Round()
+        self.progress = self.progress.after(round_.weight, round_.num_pushes)
+        round_.is_applied = True
+        self._waiters.notify()
+
+    @property
+    def owner_of_progress(self) -> CenterState | None:
+        """This object if its state has ``progress``, which only a rule uses."""
+        return self if self.options.rule is not None else None
+
+    def end_load(self) -> None:
+        """Accepts pushes after a load; those of a round that was not applied are added again."""
+        self.fault, self._round = None, Round()
+        self._waiters.notify()
+
+    # -- a pull -----------------------------------------------------------------------------------
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
@@ -196,13 +368,21 @@ class CenterState(Center):
         """See ``Center``."""
         with self.lock:
             self.check_usable()
-            for local, center in variables.centers.items():
-                local.assign(center)
-                optimizer._slots.update_master(local)
-                theirs, mine = self.slot(center, MASTER), optimizer.get_slot(local, MASTER)
-                if theirs is not None and mine is not None:
-                    mine.assign(theirs)
+            self._copy(optimizer, variables, variables.centers)
             then()
+
+    def _copy(
+        self, optimizer: Optimizer, variables: WorkerVariables, of: Iterable[Variable]
+    ) -> None:
+        """Copies the center to variables of a worker, and to their masters."""
+        for local in of:
+            center = variables.centers[local]
+            local.assign(center)
+            optimizer._slots.update_master(local)
+            theirs, mine = self.slot(center, MASTER), optimizer.get_slot(local, MASTER)
+            if theirs is not None and mine is not None:
+                mine.assign(theirs)
+        variables.pulled_at, variables.round = self.progress.num_pushes, None
 
     def check_usable(self) -> None:
         """Raises ``CollectiveError`` if a push failed part-way."""
@@ -244,13 +424,26 @@ class AGNCenter(NotCopied):
         mesh: the devices of the variables: a mesh, a part of one, or a device. A device may be
             passed as its name (``"gpu:1"``) or as a ``torch.device``, in ``gr.default_mesh()``.
             Default: all devices of ``gr.default_mesh()``.
+        center_rule: how a push changes the center: a rule of ``gr.center_rules``, or one of yours.
+            The inner optimizer then makes only the local steps. Default: the center applies the
+            mean gradient by the inner optimizer, as AGN does.
+        push: what a rule gets: ``"gradient_mean"``, or ``"delta"``, the worker's variables at the
+            start of the period minus those at its end.
+        num_required: with a rule, applies it to rounds: when so many workers have pushed, the rule
+            gets the weighted mean of their pushes, and all of them pull. A push waits until its
+            round is applied. Workers that have ended (``make_session_run_hook``) are not waited
+            for. None: each push is applied at once.
+        grace: seconds that a round with enough pushes waits for those of other workers.
+        max_staleness: drops a push if the center has applied more pushes of other workers since
+            the worker last pulled; the worker pulls. None: no limit.
 
     Attributes:
         devices: the devices of the variables.
 
     Raises:
-        TypeError: ``mesh`` has a wrong type.
-        ValueError: the default mesh does not have the device.
+        TypeError: an argument has a wrong type.
+        ValueError: the default mesh does not have the device, a number is out of range, an option
+            needs a ``center_rule``.
 
     Example:
         >>> mesh = gr.open_mesh(2, backend="sim")
@@ -265,12 +458,22 @@ class AGNCenter(NotCopied):
 
     _copy_hint = "pass its state_dict(), and load that into a new one"
 
-    def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
+    def __init__(  # options of one call
+        self,
+        mesh: Mesh | DeviceLike | None = None,
+        *,
+        center_rule: CenterRule | None = None,
+        push: PushKind = "gradient_mean",
+        num_required: int | None = None,
+        grace: float = 0.0,
+        max_staleness: int | None = None,
+    ) -> None:
         self.devices: tuple[Device, ...] = as_devices(
             default_mesh() if mesh is None else mesh, "mesh="
         )
         check_one_process(self.devices[0], "AGNCenter")
-        self._state = CenterState(self.devices)
+        options = as_options(center_rule, push, num_required, grace, max_staleness)
+        self._state = CenterState(self.devices, options)
         # Getters and optimizers use only this attribute. For a center in another process it is
         # another implementation of ``Center``.
         self._shared: Center = self._state
@@ -373,7 +576,7 @@ class AGNCenter(NotCopied):
         download, center = downloader(as_deadline(deadline), output_type), self._state
         with center.lock:
             center.check_usable()
-            copies = center_table(center.variables, center.slots).save()
+            copies = center_table(center.variables, center.slots, center.owner_of_progress).save()
         return download(copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -398,6 +601,6 @@ class AGNCenter(NotCopied):
         """
         center = self._state
         with center.lock:
-            load = ready_center(center.variables, center.slots, state)
+            load = ready_center(center.variables, center.slots, state, center.owner_of_progress)
             begin = partial(setattr, center, "fault", "a load_state_dict failed part-way")
-            load_all([begin, load, partial(setattr, center, "fault", None)])
+            load_all([begin, load, center.end_load])

@@ -16,6 +16,7 @@ from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.weights import ONE
 
 from .push import PushConfig, PushPlan
+from .rounds import CenterOptions, Round
 from .session_hook import Registry
 from .sums import Sums
 
@@ -32,6 +33,9 @@ class WorkerVariables:
         pulled: the value from which the distance scaling measures, on the worker's first device;
             see ``Worker._end_period``.
         num_steps: the number of local steps.
+        pulled_at: the number of pushes that the center had applied at the last pull; counted by a
+            center with a rule.
+        round: the round of the center that has the last push, until the worker has pulled.
         last_push: the plan of the last push if it can run again, its sums, and the slots of the
             center. Used by a center in this process.
     """
@@ -41,7 +45,8 @@ class WorkerVariables:
         self.sums: Sums = {}
         self.count = self.excess = 0
         self.pulled: dict[Variable, Buffer] = {}
-        self.num_steps = 0
+        self.num_steps = self.pulled_at = 0
+        self.round: Round | None = None
         self.last_push: tuple[PushPlan, Sums, object] | None = None
 
     def weight(self) -> int:
@@ -62,10 +67,12 @@ class Center(ABC):
     Attributes:
         devices: devices of the mesh that the devices of the workers must belong to.
         registry: the ``Registry`` of the workers.
+        options: how pushes are applied.
     """
 
     devices: tuple[Device, ...]
     registry: Registry
+    options: CenterOptions = CenterOptions()
 
     @abstractmethod
     def variable_for(self, name: str, local: Variable) -> Variable:
@@ -77,13 +84,20 @@ class Center(ABC):
 
     @abstractmethod
     def join(self, optimizer: Optimizer) -> object:
-        """Registers an optimizer. The first one defines the rule.
+        """Registers an optimizer. The first one defines the rule, if the center has none.
 
         The result is for methods of the same class.
 
         Raises:
             ValueError: the optimizer has another class, other slots or other masters than the first
-                one.
+                one. If the center has a rule, only masters are compared.
+        """
+
+    def expect(self, num_worker: int) -> None:  # noqa: B027  # optional
+        """Sets the number of workers, which a round does not wait for after they have ended.
+
+        Raises:
+            ValueError: a round needs more pushes than there are workers.
         """
 
     @abstractmethod
@@ -134,9 +148,9 @@ class Center(ABC):
         config: PushConfig,
         scalars: Scalars,
         weight: float,
-        then: Callable[[], None],
+        then: Callable[[bool], None],
     ) -> None:
-        """Updates the center by ``variables.sums``, and pulls.
+        """Updates the center by ``variables.sums``, and pulls; drops a push that is too old.
 
         If it fails before the center has changed, nothing has changed, and the worker calls this
         again with the same sums.
@@ -146,10 +160,14 @@ class Center(ABC):
             variables: the worker's variables. The pull overwrites variables that have sums, and
                 their masters.
             config: settings of the push.
-            scalars: the scalars of the rule.
+            scalars: the scalars of the optimizer's rule; not used if the center has a rule.
             weight: the sum of the weights of the period, which the sums are divided by.
-            then: called at the end, while Ctrl-C is deferred. It replaces the sums and records the
-                values that were pulled.
+            then: called at the end, while Ctrl-C is deferred, with whether the push was applied. It
+                replaces the sums and records the values that were pulled.
+
+        Raises:
+            DeadlineExceededError: a round did not get its pushes before the deadline of the call.
+                The push belongs to the round; the next call waits for it again.
         """
 
     @abstractmethod

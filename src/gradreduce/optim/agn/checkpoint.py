@@ -34,6 +34,7 @@ from gradreduce.optim.checkpoint import slots_table
 from gradreduce.optim.slots import Slots
 from gradreduce.weights import parts_of
 
+from .rounds import Progress
 from .sums import Sum
 from .worker import Worker
 
@@ -41,23 +42,49 @@ _CENTER, _WORKER = "gradreduce AGN center 2", "gradreduce AGN worker 2"
 _NO_SLOTS: Mapping[str, Any] = {"optimizer": None, "slots": {}}
 
 
-def center_table(variables: Mapping[str, Variable], slots: Slots | None) -> StateTable:
-    """Returns the table of a center; ``slots`` is None before an ``AGNOptimizer`` is created."""
+def center_table(
+    variables: Mapping[str, Variable], slots: Slots | None, owner: Any = None
+) -> StateTable:
+    """Returns the table of a center.
+
+    Args:
+        variables: its variables by name.
+        slots: its slots; None before an ``AGNOptimizer`` is created.
+        owner: the object with the attribute ``progress`` of a center with a rule.
+    """
     if slots is None:
         optimizer = constant(None)
     else:
         own = slots_table(slots, by_name(variables.values()))
         optimizer = StateEntry(own.save, optional(own), lambda saved: own.ready(saved or _NO_SLOTS))
-    return StateTable(format=constant(_CENTER), variables=values_of(variables), optimizer=optimizer)
+    table = {"variables": values_of(variables), "optimizer": optimizer}
+    if owner is not None:
+        table["progress"] = _progress_entry(owner)
+    return StateTable(format=constant(_CENTER), **table)
+
+
+def _progress_entry(owner: Any) -> StateEntry:
+    """Returns the entry of what a center with a rule has applied."""
+    counts = {name: integer(0) for name in ("num_pushes", "num_updates")}
+    schema = {**counts, "weight": partial(sum_of_weights, False)}
+
+    def save() -> dict[str, Any]:
+        progress = owner.progress
+        counts = {"num_pushes": progress.num_pushes, "num_updates": progress.num_updates}
+        return {**counts, "weight": parts_of(progress.weight)}
+
+    return StateEntry(
+        save, schema, lambda saved: partial(setattr, owner, "progress", Progress(**saved))
+    )
 
 
 def ready_center(
-    variables: Mapping[str, Variable], slots: Slots | None, state: Any
+    variables: Mapping[str, Variable], slots: Slots | None, state: Any, owner: Any = None
 ) -> Callable[[], None]:
     """Validates a center's state and allocates memory; returns a function that loads it."""
     if slots is None and isinstance(state, Mapping) and state.get("optimizer") is not None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
-    table = center_table(variables, slots)
+    table = center_table(variables, slots, owner)
     return table.ready(validate_state("state", state, table))
 
 
@@ -71,6 +98,7 @@ def worker_table(worker: Worker, *, has_weight: bool) -> StateTable:
     """
     shared = worker.variables
     weight = StateEntry(lambda: parts_of(shared.weight()), partial(sum_of_weights, False))
+    pulled_at = attribute(shared, "pulled_at", integer(0))
     variables = by_name(shared.centers)
     return StateTable(
         format=constant(_WORKER),
@@ -97,11 +125,14 @@ def worker_table(worker: Worker, *, has_weight: bool) -> StateTable:
                 shared,
                 "pulled",
                 {
-                    variables[name]: upload_like(each, variables[name])
+                    variables[name]: upload_like(
+                        each, variables[name], worker.pulled_dtype(variables[name])
+                    )
                     for name, each in arrays.items()
                 },
             ),
         ),
+        **({"pulled_at": pulled_at} if worker.has_rule else {}),
         local_step=attribute(shared, "num_steps", integer(0, 2**31 - 1)),
         **({"weight": weight} if has_weight else {}),
         is_due=attribute(worker, "push_pending", flag),

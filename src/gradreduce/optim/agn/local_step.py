@@ -6,7 +6,7 @@ and weights, the update is that of ``Optimizer``, and separate launches add the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 
@@ -23,6 +23,7 @@ from gradreduce.optim.update_plan import Plan
 from gradreduce.sums.aggregators import scaled
 
 from .push import PushConfig, PushedVariable, PushPlan
+from .rounds import AS_AGN, CenterOptions, rehearse_sums
 from .sums import Sum, Sums, dense_sum
 
 
@@ -150,6 +151,7 @@ def rehearse_push(
     optimizer: Optimizer,
     variables: Sequence[Variable],
     config: PushConfig,
+    options: CenterOptions = AS_AGN,
     *,
     sparse: bool,
     steps: bool = False,
@@ -161,12 +163,18 @@ def rehearse_push(
         optimizer: the optimizer with the rule.
         variables: variables of a worker or a center.
         config: settings of the push.
+        options: those of the center.
         sparse: whether some gradients are rows.
         steps: whether to compile also the kernels of the local steps before the push.
         weight: 1 for steps without weights.
     """
+    rule = options.rule
 
     def push_each_sum(dry: Optimizer, likes: Sequence[Variable]) -> None:
+        slots = dry._slots
+        if rule is not None:
+            slots = rule.slots_like(slots)
+            slots.make(likes, rule._slot_start)
         gradients: list[Sequence[Part]] = [[var.buffers[0] for var in likes]]
         if weight != 1:  # the first gradient and later ones have different kernels
             gradients *= 2
@@ -179,9 +187,16 @@ def rehearse_push(
             step.add(likes, parts)
             launch_all(step.launches if steps else ())
             sums = step.sums
-            rows_of = [(sums[var], dry._slots.rows(var)[0]) for var in likes]
+            if rule is not None:
+                totals = [dense_sum(var, sums[var])[0] for var in likes]
+                rehearse_sums(totals, likes, dry._slots, options)
+            rows_of = [(sums[var], slots.rows(var)[0]) for var in likes]
             pushed = [PushedVariable("", row, total, (), row[0]) for total, row in rows_of]
-            PushPlan(pushed, dry, config, 1.0, lambda error: None).ready(())(lambda: None)
+            plan = PushPlan(pushed, rule or dry, config, 1.0, lambda error: None)
+            plan.ready(())(lambda: None)
 
-    what = ("a push", config.gamma is None, sparse, steps, weight == 1)
+    of_rule: Hashable = None
+    if rule is not None:
+        of_rule = rule._rule, rule._slots.names, options.push, options.num_required is None
+    what = ("a push", config.gamma is None, sparse, steps, weight == 1, of_rule)
     optimizer._rehearse(variables, what, push_each_sum)

@@ -126,6 +126,13 @@ class AGNOptimizer(Optimizer):
             resets=as_flag("reset_momentum", reset_momentum),
         )
         _check_free(custom_getter, optimizer)
+        if self._center.options.rule is not None and distance_scale is not None:
+            raise ValueError(
+                f"distance_scale={brief(distance_scale)} is for a center without a rule; this one "
+                f"has {self._center.options.rule!r}: gr.center_rules.StalenessScaled makes old "
+                "pushes small"
+            )
+        self._center.expect(self._num_worker)
         self._center.join(optimizer)
         for owned in (custom_getter, optimizer):
             _owners[owned] = weakref.ref(self)
@@ -147,6 +154,11 @@ class AGNOptimizer(Optimizer):
     def local_step(self) -> Variable:
         """The number of steps of this worker, a read-only int32 Variable."""
         return self._step
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of pushes that the center has dropped (``AGNCenter(max_staleness=)``)."""
+        return self._worker.num_dropped
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -188,7 +200,8 @@ class AGNOptimizer(Optimizer):
         products, divided by the sum of the weights. The local step uses the gradients as they are.
 
         The host waits for devices only where ``Optimizer.apply_gradients`` does. It may wait until
-        another worker has launched its push.
+        another worker has launched its push, and with ``AGNCenter(num_required=)`` until a round
+        has its pushes.
 
         If arguments are invalid, nothing changes. If a push fails before it has changed the center,
         the local step is kept, and the next call first repeats the push, which may fail again.
@@ -209,10 +222,13 @@ class AGNOptimizer(Optimizer):
                 0 in a list, that replica's are not read.
 
         Returns:
-            True if it pushed and pulled, otherwise False.
+            True if it pushed and pulled, otherwise False. A push that is too old for the center is
+            dropped: the worker pulls, and the result is False.
 
         Raises:
             KeyError: the getter did not create a variable.
+            DeadlineExceededError: a round did not get its pushes within 90 % of ``deadline``. The
+                push belongs to the round, and the next call waits for it again.
             ValueError, TypeError: see ``Optimizer.apply_gradients``. Also if a weight is negative,
                 not finite or not a number, if a list has another length than the worker has
                 replicas, or if all steps of a period would have weight 0. That error is raised by

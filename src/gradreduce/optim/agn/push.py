@@ -16,7 +16,7 @@ from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseSum
 from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.distributed import Part, buffer_of, with_buffer
-from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.indexed_slices import IndexedSlices, to_dense_n
 from gradreduce.device import (
     Buffer,
     Device,
@@ -110,7 +110,7 @@ class PushPlan:
             for indices in by_physical([each.written[0].device for each in pushed]).values():
                 group = [pushed[index] for index in indices]
                 device = group[0].written[0].device
-                sums = [_reduce(device, each) for each in group]
+                sums = [_reduce(device, each, optimizer) for each in group]
                 if config.gamma is not None:
                     sums = _scale(device, group, sums, config.gamma)
                 self._plan_update(device, group, sums)
@@ -194,10 +194,12 @@ def _is_in_reach(pushed: PushedVariable) -> bool:
     return all(can_access(device, each) for each in (pushed.total[0], *pushed.pulled[0]))
 
 
-def _reduce(device: Device, variable: PushedVariable) -> Part:
+def _reduce(device: Device, variable: PushedVariable, optimizer: Optimizer) -> Part:
     """Returns the sum of a variable in memory that a device can access; rows are merged."""
     total, shape = variable.total, variable.written[0].shape
     part: Part = merge_rows(shape, total) if isinstance(total, SparseSum) else total[0]
+    if isinstance(part, IndexedSlices) and optimizer._densifies:
+        (part,) = to_dense_n([part])
     return with_buffer(part, ensure_accessible(device, buffer_of(part)))
 
 

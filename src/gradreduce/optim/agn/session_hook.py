@@ -18,12 +18,14 @@ class Registry:
 
     Args:
         mesh_state: the ``MeshState`` of the center's devices.
+        of_rounds: the workers that wait for a round; they look again when a worker has ended.
 
     Attributes:
         failed: task indices of the workers that an exception ended, in the order of the exceptions.
     """
 
-    def __init__(self, mesh_state: MeshState) -> None:
+    def __init__(self, mesh_state: MeshState, of_rounds: Waiters) -> None:
+        self._of_rounds = of_rounds
         self.failed: dict[int, None] = {}
         self._mesh_state = mesh_state
         self._mutex = threading.RLock()
@@ -61,6 +63,12 @@ class Registry:
             self._ended.add(task_index)
             if self._ended >= self._begun:  # new sets, because waiters still read the old ones
                 self._begun, self._ended = set(), set()
+        self._of_rounds.wake()
+
+    def num_ended(self) -> int:
+        """Returns the number of workers of this round that have ended."""
+        with self.lock:
+            return len(self._ended)
 
     def clear_failure(self, task_index: int) -> None:
         """Removes a worker from ``failed``."""
@@ -73,7 +81,7 @@ class Registry:
             if task_index in self.failed:
                 return
             self.failed[task_index] = None
-            self.end(task_index)
+        self.end(task_index)
         log_warning(
             "gradreduce.agn",
             "worker %d failed, the other workers continue: %s: %s",

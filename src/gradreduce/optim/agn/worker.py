@@ -15,16 +15,19 @@ from gradreduce.accumulator.state import launch_all
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, PackInfo, copy_to, deadline_scope
+from gradreduce.device import Buffer, Device, DType, PackInfo, copy_to, deadline_scope
 from gradreduce.optim.gradient_inputs import ready_count
 from gradreduce.optim.optimizer import Optimizer, Scalars
+from gradreduce.optim.slots import MASTER
 from gradreduce.optim.update_plan import Plan
 from gradreduce.weights import ONE, from_units, is_too_large
 
 from .center_interface import Center, WorkerVariables
 from .local_step import LocalStep, rehearse_push
 from .push import PushConfig
+from .rounds import write_deltas
 from .step_weight import StepWeight
+from .sums import dense_sum
 
 
 class Worker:
@@ -45,6 +48,9 @@ class Worker:
         period: see above.
         push_pending: whether the next step must first retry a push, because the push failed before
             it changed the center.
+        num_applied: the number of pushes that the center has applied.
+        num_dropped: the number of pushes that it has dropped, because they were too old.
+        has_rule: whether the center has a rule.
     """
 
     def __init__(
@@ -60,6 +66,10 @@ class Worker:
         self.inner, self.variables, self.config, self.period = inner, variables, config, period
         self._center, self._resets = center, resets
         self.push_pending = False
+        self.num_applied = self.num_dropped = 0
+        self.has_rule = center.options.rule is not None
+        self._pushes_deltas = center.options.push == "delta"
+        self._keeps_pulled = config.gamma is not None or self._pushes_deltas
         self._local: Plan | None = None  # the plan of the last step, if it was dense
 
     def apply(
@@ -79,7 +89,7 @@ class Worker:
             global_step: a Variable that counts the pushes, or None.
             seconds: the seconds until the deadline, from ``as_deadline``.
         """
-        inner, retry_push = self.inner, self.push_pending
+        inner, retry_push, num_applied = self.inner, self.push_pending, self.num_applied
         if weight.units != ONE or self.variables.excess:
             self._check_weight(weight)
         plan = None if retry_push else self._local
@@ -92,7 +102,7 @@ class Worker:
                 self._submit(self._ready_push(inner._slots.powers, variables, global_step))
             with inner._slots.rollback_on_error() if plan is None else nullcontext():
                 self._step(variables, devices, parts, plan, weight, global_step)
-        return retry_push or not self.variables.num_steps % self.period
+        return self.num_applied > num_applied
 
     def _check_weight(self, weight: StepWeight) -> None:
         """Raises ``ValueError`` unless the period can have a step of this weight."""
@@ -189,7 +199,10 @@ class Worker:
         """Compiles kernels of step and push; raises ``KeyError`` for unknown variables."""
         for var in variables:
             self.variables.center_of(var)
-        rehearse_push(self.inner, variables, self.config, sparse=sparse, steps=True, weight=weight)
+        rehearse_push(
+            self.inner, variables, self.config, self._center.options,
+            sparse=sparse, steps=True, weight=weight,
+        )  # fmt: skip
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles kernels of step and push, and creates slots of worker and center.
@@ -202,10 +215,10 @@ class Worker:
         self._rehearse(variables)
         self._center.set_up_push(inner, self.variables, variables, self.config)
         inner._slots.make(variables, inner._slot_start)
-        for var in variables if self.config.gamma is not None else ():
+        for var in variables if self._keeps_pulled else ():
             # If the worker has not pulled yet, its initial values count as pulled.
             if var not in self.variables.pulled:
-                self.variables.pulled[var] = copy_to(var.devices[0], var.buffers[0])
+                self.variables.pulled[var] = copy_to(var.devices[0], self._unrounded(var))
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -223,31 +236,58 @@ class Worker:
         written = {*shared.sums, *variables}
         check_unread([*written, *map(shared.centers.__getitem__, written)])
         count = ready_count(global_step)
-        scalars, powers_after = inner._next_update(powers)
-
-        then = partial(self._count_push, powers_after, count)
+        scalars: Scalars = ()
+        if not self.has_rule:
+            scalars, powers = inner._next_update(powers)
+        then = partial(self._count_push, powers, count)
         return partial(self._push, scalars, then)
 
-    def _push(self, scalars: Scalars, then: Callable[[], None]) -> None:
-        """Pushes the sums, and the sum of their weights; see ``Center.push``."""
+    def _push(self, scalars: Scalars, then: Callable[[bool], None]) -> None:
+        """Pushes the sums or deltas, and the sum of their weights; see ``Center.push``."""
         shared = self.variables
+        if self._pushes_deltas:
+            self._replace_sums()
         # Without weights the divisor is the period, also if a start has dropped some of its steps.
         weight = from_units(shared.weight()) if shared.excess else float(self.period)
         self._center.push(self.inner, shared, self.config, scalars, weight, then)
 
-    def _count_push(self, powers: Scalars, count: Callable[[], None]) -> None:
-        """Ends the period of a push whose work is launched.
+    def _replace_sums(self) -> None:
+        """Replaces the sums of gradients by the last pulled values minus the present ones."""
+        shared = self.variables
+        shared.sums = {var: dense_sum(var, total) for var, total in shared.sums.items()}
+        rows = [
+            (total[0], shared.pulled[var], self._unrounded(var))
+            for var, total in shared.sums.items()
+            if isinstance(total, tuple)
+        ]
+        write_deltas(rows)
+
+    def pulled_dtype(self, var: Variable) -> DType:
+        """Returns the dtype of the pulled value that is kept for a variable."""
+        return self.inner._slots.state_dtype(var) if self._pushes_deltas else var.dtype
+
+    def _unrounded(self, var: Variable) -> Buffer:
+        """Returns the first copy of a variable; for deltas that of its master, if it has one."""
+        master = self.inner.get_slot(var, MASTER) if self._pushes_deltas else None
+        return (master or var).buffers[0]
+
+    def _count_push(self, powers: Scalars, count: Callable[[], None], is_applied: bool) -> None:
+        """Ends the period of a push whose work is launched, or which the center has dropped.
 
         Args:
             powers: the powers of the inner optimizer after the push.
             count: increments the user's ``global_step``.
+            is_applied: whether the center has applied the push.
         """
         pushed = self.variables.sums
+        self.num_applied += is_applied
+        self.num_dropped += not is_applied
         self.inner._slots.powers = powers
         if self._resets:
             self._reset(pushed)
         self._end_period(pushed)
-        count()
+        if is_applied:
+            count()
 
     def _end_period(self, variables: Iterable[Variable]) -> None:
         """Ends a period after a pull or push, when these variables equal the center.
@@ -257,9 +297,9 @@ class Worker:
         of an earlier pull. Until the first pull or push, the value that counts is the one of the
         worker's variable at ``prepare`` or its first step, even if the center has another.
         """
-        for var in variables if self.config.gamma is not None else ():
+        for var in variables if self._keeps_pulled else ():
             kept = self.variables.pulled[var]
-            kept.device.copy(kept, var.buffers[0])
+            kept.device.copy(kept, self._unrounded(var))
         self.variables.sums = {}
         self.variables.count = self.variables.excess = 0
         self.push_pending = False
