@@ -27,6 +27,7 @@ def test_dir_shows_public_names_and_modules_alone():
     assert sorted(dir(gr)) == sorted([*gr.__all__, "__version__"])
     assert {name for name in dir(gr) if inspect.ismodule(getattr(gr, name))} == {
         "autodiff",
+        "center_rules",
         "checkpoint",
         "errors",
     }
