@@ -49,6 +49,7 @@ from gradreduce.optim import (
     AGNCenter,
     AGNCustomGetter,
     AGNOptimizer,
+    CenterFaults,
     GradientDescentOptimizer,
     LionOptimizer,
     MomentumOptimizer,
@@ -56,6 +57,7 @@ from gradreduce.optim import (
     RMSPropOptimizer,
     center_rules,
     clip_by_global_norm,
+    simulate_center,
 )
 from gradreduce.reduce import flat_buffer as _flat_buffer  # noqa: F401  # Mesh imports it late
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -86,6 +88,7 @@ __all__ = [
     "Buffer",
     "CancelledError",
     "CaptureError",
+    "CenterFaults",
     "CollectiveError",
     "ConditionalAccumulator",
     "ConditionalAccumulatorBase",
@@ -131,6 +134,7 @@ __all__ = [
     "open_mesh",
     "replica",
     "show_versions",
+    "simulate_center",
     "take_grads",
 ]
 

@@ -1,6 +1,13 @@
 """Optimizers: update rules that apply gradients to variables."""
 
-from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer, center_rules
+from .agn import (
+    AGNCenter,
+    AGNCustomGetter,
+    AGNOptimizer,
+    CenterFaults,
+    center_rules,
+    simulate_center,
+)
 from .clip import clip_by_global_norm
 from .optimizer import Optimizer
 from .rules import (
@@ -20,6 +27,7 @@ __all__ = [
     "AdagradOptimizer",
     "AdamOptimizer",
     "AdamWOptimizer",
+    "CenterFaults",
     "GradientDescentOptimizer",
     "LionOptimizer",
     "MomentumOptimizer",
@@ -27,4 +35,5 @@ __all__ = [
     "RMSPropOptimizer",
     "center_rules",
     "clip_by_global_norm",
+    "simulate_center",
 ]

@@ -9,6 +9,8 @@ from optim.agn.team import Worker, pair, whole
 
 import gradreduce as gr
 from gradreduce import center_rules as rules
+from gradreduce.optim.agn.rounds import Round
+from gradreduce.weights import ONE
 
 RATE, DECAY, ALPHA = 0.5, 0.25, 0.75
 
@@ -84,6 +86,12 @@ def test_a_kernel_computes_what_the_rule_in_python_does(mesh, name, dtype, push)
     if dtype == "float32" or name != "staleness":  # whose factor is no small number
         assert np.array_equal(by_kernel, in_python)
     assert not np.array_equal(by_kernel, whole((5,), dtype, 9))
+    weighted = [
+        pushed(mesh, make(), [0, 1], dtype=dtype, push=push, weights=(1, 3))[0][0].center["w"]
+        for make in BOTH[name]
+    ]
+    if dtype == "float32" or name != "staleness":
+        assert np.array_equal(*weighted)
 
 
 @quiet
@@ -254,6 +262,13 @@ def test_workers_that_ended_are_not_waited_for(mesh):
         worker.step({"w": np.float32([2])}) for _ in range(steps[task])])  # fmt: skip
     assert center.values()["w"] == [-4]
     assert center.state_dict()["progress"]["num_updates"] == 4
+
+
+def test_a_round_has_the_age_of_its_oldest_push():
+    several = Round()
+    for age in (1, 3, 0):
+        several.add([], ONE, age, is_delta=False)
+    assert (several.age, several.num_pushes, several.weight) == (3, 3, 3 * ONE)
 
 
 def test_a_round_is_complete_with_its_quorum_or_after_grace(mesh):

@@ -193,25 +193,42 @@ class CenterState(Center):
         then: Callable[[bool], None],
     ) -> None:
         """See ``Center``."""
-        is_applied = True
-        while True:
-            with DeferInterrupts(), self.lock:
-                self.check_usable()
-                age, known = self.progress.num_pushes - variables.pulled_at, variables.round
-                if known is None or not (known.is_applied or known is self._round):
-                    limit = self.options.max_staleness
-                    is_applied = limit is None or age <= limit
-                    if is_applied and self.options.num_required is None:
-                        self._push_alone(optimizer, variables, config, scalars, weight, age, then)
-                        return
-                    if is_applied:
-                        self._add_to_round(variables, config, weight, age)
-                known = variables.round
-                if known is None or known.is_applied:
-                    self._copy(optimizer, variables, variables.sums)
-                    then(is_applied)
-                    return
-            self._wait_for(known, optimizer, config)
+        arguments = optimizer, variables, config, scalars, weight, then
+        while (waited := self.begin_push(*arguments)) is not None:
+            self._wait_for(waited, optimizer, config)
+
+    def begin_push(  # those of push
+        self,
+        optimizer: Optimizer,
+        variables: WorkerVariables,
+        config: PushConfig,
+        scalars: Scalars,
+        weight: float,
+        then: Callable[[bool], None],
+    ) -> Round | None:
+        """Like ``push``, but does not wait.
+
+        Returns:
+            The round that the push was added to: call this again when it has been applied. None if
+            the push is done, and ``then`` was called.
+        """
+        limit, is_applied = self.options.max_staleness, True
+        with DeferInterrupts(), self.lock:
+            self.check_usable()
+            age, known = self.progress.num_pushes - variables.pulled_at, variables.round
+            if known is None or not (known.is_applied or known is self._round):
+                is_applied = limit is None or age <= limit
+                if is_applied and self.options.num_required is None:
+                    self._push_alone(optimizer, variables, config, scalars, weight, age, then)
+                    return None
+                if is_applied:
+                    self._add_to_round(variables, config, weight, age)
+            known = variables.round
+            if known is not None and not known.is_applied:
+                return known
+            self._copy(optimizer, variables, variables.sums)
+            then(is_applied)
+            return None
 
     def _push_alone(  # those of push
         self,
@@ -288,6 +305,7 @@ class CenterState(Center):
         with mesh_state.launch_lock, mesh_state.on_partial_failure(failed):
             self._round.add(pushed, to_units(weight), age, is_delta=self.options.push == "delta")
             variables.round = self._round
+        self.seconds_left()  # if the round has enough pushes now, its grace begins
         self._waiters.notify()
 
     def _wait_for(self, known: Round, optimizer: Optimizer, config: PushConfig) -> None:
