@@ -121,9 +121,9 @@ autodoc_default_options = {
     "members": True,
     # Inherited members too, but for those of these bases: they have entries of their own.
     "inherited-members": "AdamOptimizer, AllReduceCrossDeviceOps, BaseException,"
-    " ConditionalAccumulator, ConditionalAccumulatorBase, CrossDeviceOps, DistributedValues, Enum,"
-    " IntEnum, NestedCalls, Optimizer, OptimizerState, PreparedStep, SharedAccumulator,"
-    " SharedObject, _MockObject, int, object, tuple",
+    " CenterRule, ConditionalAccumulator, ConditionalAccumulatorBase, CrossDeviceOps,"
+    " DistributedValues, Enum, IntEnum, NestedCalls, Optimizer, OptimizerState, PreparedStep,"
+    " SharedAccumulator, SharedObject, _MockObject, int, object, tuple",
     "special-members": "__call__",
 }
 autodoc_member_order = "bysource"

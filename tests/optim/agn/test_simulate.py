@@ -3,6 +3,7 @@
 import resource
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_a_run_replays_bit_for_bit(options):
     runs = [counted(20, seed=seed, **options) for seed in (3, 3, 4)]
     assert runs[0].digest == runs[1].digest != runs[2].digest
     assert runs[0].values["w"].tobytes() == runs[1].values["w"].tobytes()
-    assert runs[0]._replace(values={}) == runs[1]._replace(values={})
+    assert replace(runs[0], values={}) == replace(runs[1], values={})
 
 
 def test_a_quorum_keeps_the_work_that_lock_step_loses():

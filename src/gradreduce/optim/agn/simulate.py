@@ -39,7 +39,8 @@ Gradient = Callable[[Values, int, np.random.Generator], Mapping[str, Any]]
 _CONFIG = PushConfig(None, "a simulated worker")
 
 
-class CenterFaults(NamedTuple):
+@dataclass(frozen=True)
+class CenterFaults:
     """What goes wrong in ``gr.simulate_center``.
 
     Attributes:
@@ -66,7 +67,8 @@ class CenterFaults(NamedTuple):
     partitions: Sequence[tuple[float, float, float]] = ()
 
 
-class CenterRun(NamedTuple):
+@dataclass(frozen=True)
+class CenterRun:
     """The result of ``gr.simulate_center``.
 
     Attributes:
@@ -106,7 +108,7 @@ def simulate_center(  # noqa: PLR0913  # options of one call
     num_required: int | None = None,
     grace: float = 0.0,
     max_staleness: int | None = None,
-    faults: CenterFaults = CenterFaults(),  # noqa: B008  # immutable
+    faults: CenterFaults = CenterFaults(),
     step_seconds: float = 1.0,
     latency: float = 0.01,
     seed: int = 0,
