@@ -251,19 +251,21 @@ class _Translation:
         """An operand as a value of this type."""
         if text in self._names:
             self._check_width(text, self._entry.registers[text], kind, wider)
-            value = f"bits({self._names[text]})"
+            value = self._names[text]
         elif text in self._symbols:
             width, value = self._symbols[text]
             self._check_width(text, width, kind, False)
         else:
             value = f"{_constant(text, kind)}ull"
-        return f"from<{C_TYPES[kind]}>({value})"
+        return f"from<{C_TYPES[kind]}>({value})" if kind[0] == "f" else f"{C_TYPES[kind]}({value})"
 
     def _write(self, text: str, kind: str, value: str, *, wider: bool = False) -> str:
         if text not in self._names:
             raise PtxError(f"{text} is no register")
         self._check_width(text, self._entry.registers[text], kind, wider)
-        return f"write({self._names[text]}, {C_TYPES[kind]}({value}));"
+        if kind[0] == "f":
+            return f"write({self._names[text]}, {C_TYPES[kind]}({value}));"
+        return f"{self._names[text]} = {C_TYPES[kind]}({value});"  # filled by the sign
 
     @staticmethod
     def _check_width(text: str, width: int, kind: str, wider: bool) -> None:
