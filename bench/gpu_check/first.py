@@ -23,7 +23,7 @@ from .sections import (
 from .setting import Setting
 
 FIRST = ("1-versions", "2-kernels", "3-arrays", "4-faults", "5-host-time", "6-counters",
-         "7-benchmarks", "8-libraries", "9-processes")  # fmt: skip
+         "7-benchmarks", "8-libraries", "9-new")  # fmt: skip
 DEVICE, CUDA = "tests/device/test_contract", "tests/backends/cuda/test_"
 
 
@@ -75,10 +75,12 @@ def first(setting: Setting) -> Checks:
             sanitizer(setting, "memcheck"),
         ),
         (
+            program("exact and weighted sums", "same_bits:compared", 90),
             over_processes(setting),
             skipped("PyTorch's group", "PyTorch does not know the fake GPU")
             if setting.fake
             else needing("torch", over_processes(setting, "torch")),
+            of_torch(setting, "the backend of torch.distributed", "torch_backend:compared", 140),
         ),
     )
     for check in steps[FIRST.index(setting.part)]:  # noqa: UP028  # a tuple takes no results

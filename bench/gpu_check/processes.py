@@ -19,8 +19,8 @@ from gradreduce.backends import open_mesh
 from gradreduce.comm.process_group import ProcessGroup
 from gradreduce.device import Message
 
-from .ranks import APART, RANKS_SECONDS, Figures, values
-from .setting import python
+from .ranks import RANKS_SECONDS, Figures, values
+from .setting import hosts, python
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int16", "int32", "uint8")
 REPLICAS = 2  # of each process
@@ -72,10 +72,7 @@ def together(quick: bool, count: int, library: str) -> Figures:
             [(quick, count, rank, library, folder) for rank in range(count)],
             python(fake=getattr(cupy, "FAKE", False)),
             RANKS_SECONDS,
-            [
-                {**APART, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"gradreduce-{rank}"}
-                for rank in range(count)
-            ],
+            hosts(count, NCCL_MULTI_RANK_GPU_ENABLE="1"),
         )
     return {"processes": count, "compared": sum(found), "dtypes": DTYPES}
 

@@ -24,7 +24,7 @@ from gradreduce.device import Buffer, Device, Mesh, Queue, as_dtype
 from gradreduce.device.run.collective import CollectiveCall
 from gradreduce.errors import CollectiveError
 
-from .setting import python
+from .setting import hosts, python
 
 # Sums of small whole numbers: exact in every dtype, in whatever order NCCL adds.
 DTYPES = (
@@ -38,12 +38,6 @@ LOOK_SECONDS = 0.02
 RANKS_SECONDS = 600.0  # the check has a shorter deadline
 WAIT_SECONDS = 60.0  # for the file with the id
 HANG_SECONDS = 2.0  # the deadline of an all-reduce that never ends
-APART = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
 Figures = dict[str, Any]
 
 
@@ -142,7 +136,7 @@ def apart(quick: bool, count: int, way: str = "one_rank") -> Figures:
             [(quick, count, rank, folder) for rank in range(count)],
             python(fake=getattr(cupy, "FAKE", False)),
             RANKS_SECONDS,
-            [{**APART, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)],
+            hosts(count),
         )
     return compared_in(count, sum(each["compared"] for each in found))
 

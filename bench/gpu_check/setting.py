@@ -19,6 +19,13 @@ from measure.in_processes import words_of
 from .child import Stop, run
 
 ROOT = Path(__file__).resolve().parents[2]
+# For processes on one GPU that NCCL takes for hosts: they exchange bytes by sockets.
+APART = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 LOOK_SECONDS = 60.0  # CuPy's first import on a cold disk, and the driver's start
 
 
@@ -103,6 +110,11 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None  # no git, or a copy without its history
     return done.stdout.strip()
+
+
+def hosts(count: int, **more: str) -> list[dict[str, str]]:
+    """Returns an environment for each of several processes, in which NCCL takes it for a host."""
+    return [{**APART, **more, "NCCL_HOSTID": f"gradreduce-{rank}"} for rank in range(count)]
 
 
 def sources() -> str:

@@ -25,7 +25,7 @@ SCRIPT = ROOT / "bench" / "gpu_check.sh"
 SECTIONS = ("tests", "nccl", "example", "bench", "sanitize")
 STEPS = (
     "first:1-versions", "first:2-kernels", "first:3-arrays", "first:4-faults", "first:5-host-time",
-    "first:6-counters", "first:7-benchmarks", "first:8-libraries", "first:9-processes",
+    "first:6-counters", "first:7-benchmarks", "first:8-libraries", "first:9-new",
 )  # fmt: skip
 KEYS = {
     "section", "gpu", "num_gpus", "details", "versions", "commit", "sources", "date", "command",

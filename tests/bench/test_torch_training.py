@@ -1,4 +1,4 @@
-"""The program of ``bench/gpu_check`` that trains by PyTorch, on the CPU."""
+"""The programs of ``bench/gpu_check`` that use PyTorch, on the CPU."""
 
 from pathlib import Path
 
@@ -9,9 +9,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def program(monkeypatch):
+def folder(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT / 'bench'}")
+
+
+@pytest.fixture
+def program(folder):
     from gpu_check import torch_training
 
     return torch_training
@@ -32,3 +36,13 @@ def test_a_wrong_gradient_is_found(program, monkeypatch):
 @pytest.mark.exhaustive
 def test_two_processes_get_the_means(program):
     program.in_two_processes("sim", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_backend_gives_sums_means_and_the_gradients_of_ddp(folder, exact):
+    from gpu_check import torch_backend
+
+    compared = torch_backend.in_two_processes("cpu", exact)
+    assert compared == torch_backend.NUM_PROCESSES * (len(torch_backend.DTYPES) * 4 + 1)

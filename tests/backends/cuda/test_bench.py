@@ -64,6 +64,22 @@ def test_operands_of_a_benchmark_are_random(gpus):
         assert np.array_equal(found, operands.integers(size, replica=1))
 
 
+def test_a_bit_that_differs_from_the_simulation_fails_the_program(gpus, monkeypatch):
+    from gpu_check import same_bits
+
+    gpus(0)
+    results = same_bits.results
+
+    def other(backend, size):
+        for number, (name, found) in enumerate(results(backend, size)):
+            yield name, -found if (backend, number) == ("cuda", 40) else found
+
+    monkeypatch.setattr(same_bits, "DTYPES", ("float32",) * 4)
+    monkeypatch.setattr(same_bits, "results", other)
+    with pytest.raises(AssertionError, match="other bits than the simulation"):
+        same_bits.compared(quick=True)
+
+
 @pytest.fixture
 def busy(gpus):
     from gpu_check import busy_gpu
