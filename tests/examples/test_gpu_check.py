@@ -46,7 +46,10 @@ def test_its_cells_run_on_the_fake_and_leave_one_file(notebook, capsys):
     assert {record["section"]: record["status"] for record in records} == {
         "first:1-versions": "passed", "bench:bench_ops.py": "passed",
     }, text  # fmt: skip
-    assert re.search(r"^add_n 8 float32 +\d+\.\d\d$", text, re.MULTILINE)
+    chart = dict(re.findall(r"^(\S.*\S) +(\d+\.\d\d #*)$", text, re.MULTILINE))
+    assert chart["plain copy"] == f"1.00 {'#' * 40}"
+    share, bar = chart["add_n 8 float32"].split(" ")
+    assert abs(len(bar) - 40 * float(share)) <= 1
 
 
 def test_it_runs_every_step_of_first_and_two_more_sections(notebook, monkeypatch):
@@ -72,10 +75,13 @@ def test_the_time_is_at_most_what_the_settings_say(notebook, capsys):
 @pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda13")])
 def test_the_driver_decides_which_cuda_is_installed(notebook, monkeypatch, version, extra):
     """In an environment of its own, by its own pip."""
+    monkeypatch.setenv("PATH", str(notebook.folder))
+    notebook.run("settings", "run", "get")
+    with pytest.raises(RuntimeError, match="a runtime, with a GPU"):
+        notebook.run("install")
     (notebook.folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{SMI.format(version)}'\n")
     (notebook.folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{notebook.folder}:/usr/bin:/bin")
-    notebook.run("settings", "run", "get")
     commands: list[list[str]] = []
 
     def run(*command, **limits):
