@@ -1,16 +1,22 @@
-"""Dense accumulators with ``exact=True``: real sums, rounded once, or a warning."""
+"""Accumulators with ``exact=True``: real sums, rounded once, or a warning.
+
+A gradient is indices and rows; a dense accumulator gets one row, as an array. The first test is
+also that of other accumulators, whose sums of small whole numbers are not rounded.
+"""
 
 import warnings
+from collections import defaultdict
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
-from accumulator.kinds import bits
+from accumulator.kinds import KINDS, MEANS, Dense, Sparse, bits, options_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.accumulator_states import check_refused, frozen
 from support.exact_data import same
-from support.exact_sums import added_in, adversarial_terms, exact_means, exact_sums
+from support.exact_sums import added_in, exact_reduction, exact_terms, weighted
 from support.exhaustive import examples
 from support.meshes import implementation
 from support.threads import in_threads
@@ -21,28 +27,19 @@ from gradreduce.device import as_dtype
 __all__ = ["implementation"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+NARROW = DTYPES[:3]  # of sparse accumulators
 PLACEMENTS = ((0,), (0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1, 1, 0))
-SHAPES = ((18,), (2, 9), (1,))
-WEIGHTS = (1, 1, 0.5, 3, float(np.float32(0.1)))
-Exact = partial(gr.ConditionalAccumulator, exact=True)
-FORMAT = "gradreduce exact accumulator 1"
+SHAPES = ((18,), (2, 9), (1,))  # of a row
+WEIGHTS = (1, 1, 0.5, 3, float(np.float32(0.1)), 0)
+WHOLE_WEIGHTS = (1, 1, 2, 3, 0.5, 4096, 0)  # products with whole numbers are not rounded
+FORMATS = {
+    Dense: "gradreduce exact accumulator 1", Sparse: "gradreduce exact sparse accumulator 1"
+}  # fmt: skip
 
 
-def products(dtype, terms, weights=None):
-    """In the floats that an accumulator of this dtype adds."""
-    adds = added_in(dtype)
-    with np.errstate(all="ignore"):
-        wide = [term.astype(adds).astype(np.float64) for term in terms]
-        pairs = zip(wide, weights or [1] * len(terms), strict=True)
-        return [(term * weight).astype(adds) for term, weight in pairs]
-
-
-def defined(reduction_type, dtype, terms, weights=None):
-    """The result of a take, from the definition."""
-    wide, weights = products(dtype, terms, weights), weights or [1] * len(terms)
-    if reduction_type == "SUM" or sum(weights) == 1:
-        return exact_sums(wide, dtype)
-    return exact_means(wide, sum(weights), dtype)
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request):
+    return request.param
 
 
 def opened(placement=(0, 1, 1), **options):
@@ -59,127 +56,228 @@ def mesh(request):
         yield made
 
 
-def on_each(mesh, reduction_type="SUM", dtype="float32", **options):
+def make(kind, dtype="float32", mean="SUM", **options):
+    return kind.make(dtype, **{**options_of(kind, mean), "exact": True, **options})
+
+
+def on_each(mesh, kind=Dense, mean="SUM", dtype="float32", **options):
     """An accumulator over the mesh, and one on a device of it."""
-    options["reduction_type"] = reduction_type
-    return [Exact(dtype, device=home, **options) for home in (mesh, mesh.devices[1])]
+    return [make(kind, dtype, mean, device=home, **options) for home in (mesh, mesh.devices[1])]
 
 
-def taken(acc, count=1, **options):
-    """The result of a take, which is equal on all devices."""
-    found = acc.take_grad(count, **options)
-    values = found.values if isinstance(found, gr.Mirrored) else [found]
-    assert len({bits(each) for each in values}) == 1
-    return np.asarray(values[0])
+def grad_of(kind, gradient, device=None):
+    indices, rows = gradient
+    values = rows if kind is Sparse else rows[0]
+    values = device.upload(values) if device else values
+    return gr.IndexedSlices(values, indices) if kind is Sparse else values
+
+
+def row(value, dtype="float32", size=1):
+    return [3], np.full((1, size), value, as_dtype(dtype))
+
+
+def add(acc, gradient, step=None, *, replica=None, weight=1):
+    kind = Sparse if isinstance(acc, Sparse.make) else Dense
+    with gr.replica(acc.accumulator_ref.devices[0].index if replica is None else replica):
+        step = acc.global_step if step is None else step
+        assert gr.apply_grads([acc], [grad_of(kind, gradient)], step, weight=weight)
+
+
+def add_all(acc, terms):
+    for term in terms:
+        add(acc, row(term))
+
+
+def content(result):
+    """The indices and the rows of a result, which are equal on all devices."""
+    parts = result.values if isinstance(result, gr.Mirrored) else [result]
+    assert len({str(bits(each)) for each in parts}) == 1
+    if isinstance(parts[0], gr.IndexedSlices):
+        return parts[0].indices.tolist(), parts[0].values
+    return [3], np.asarray(parts[0])[None]
+
+
+def taken(acc, count=1):
+    return content(gr.take_grads([acc], count, output_type="numpy")[0])
+
+
+def equal(found, wanted):
+    return found[0] == wanted[0] and same(found[1], wanted[1])
+
+
+def weigh(dtype, rows, weight):
+    """In the floats that an accumulator of this dtype adds."""
+    with np.errstate(all="ignore"):
+        return weighted(rows.astype(added_in(dtype)), weight)
+
+
+def defined(mean, dtype, gradients, weights=None):
+    """The result of a take, from the definition; and the largest number of terms of a row."""
+    weights, terms, by = weights or [1] * len(gradients), defaultdict(list), defaultdict(float)
+    for (indices, rows), weight in zip(gradients, weights, strict=True):
+        if weight:
+            for index, values in zip(indices, weigh(dtype, rows, weight), strict=True):
+                terms[int(index)].append(values)
+            for index in set(map(int, indices)):
+                by[index] += weight
+    if mean == "per_gradient":
+        by = dict.fromkeys(terms, sum(weights))
+    sums = [
+        exact_reduction(terms[at], mean=mean != "SUM", divisor=by[at], out=dtype)
+        for at in sorted(terms)
+    ]
+    shape = gradients[0][1].shape[1:]
+    most = max(map(len, terms.values()), default=0)
+    return sorted(terms), np.array(sums, as_dtype(dtype)).reshape(len(terms), *shape), most
 
 
 # ---- values -------------------------------------------------------------------------------------
 
 
-def added(luck, accumulators, terms, weights, mesh):
-    """Adds ``terms[accumulator][term]`` in a random order, by random calls, to random devices."""
+def gradients_of(kind, seed, count, dtype, shape, out=None, *, exact=True):
+    """Rows whose sums are exact; sparse gradients have some of a few indices, which may repeat."""
+    num_rows, size = 5 if kind is Sparse else 1, int(np.prod(shape))
+    terms = exact_terms(count * num_rows, (size,), dtype, seed, out, rounded=not exact)
+    rows = np.array(terms).reshape(count, num_rows, *shape)
+    if kind is Dense:
+        return [([3], each) for each in rows]
+    luck = np.random.default_rng(seed)
+    sizes = luck.integers(0, num_rows + 1, count)
+    return [(luck.integers(0, 7, n), each[:n]) for each, n in zip(rows, sizes, strict=True)]
+
+
+def shuffled(luck, gradient):
+    order = luck.permutation(len(gradient[0]))
+    return np.asarray(gradient[0])[order], gradient[1][order]
+
+
+def added(luck, kinds, accumulators, gradients, weights, mesh, exact):
+    """Adds ``gradients[accumulator][term]`` in a random order and by random calls.
+
+    Without ``exact`` also saves and loads sums; an exact one would forget that it is inexact.
+    """
     left = [list(luck.permutation(len(weights))) for _ in accumulators]
+
+    def pop(at, home=None):
+        number = left[at].pop()
+        return grad_of(kinds[at], shuffled(luck, gradients[at][number]), home), weights[number]
+
     while any(left):
+        home = mesh.devices[luck.integers(len(mesh))]
+        at_home = home if luck.random() < 0.5 else None
         chosen = [at for at in range(len(left)) if left[at] and luck.random() < 0.7]
-        places = [left[at].pop() for at in chosen]
-        if len({weights[place] for place in places}) == 1 and luck.random() < 0.6:
-            calls = [(chosen, places)]
-        else:
-            calls = [([at], [place]) for at, place in zip(chosen, places, strict=True)]
-        for of_call, numbers in calls:
-            grads = [terms[at][number] for at, number in zip(of_call, numbers, strict=True)]
-            home = mesh.devices[luck.integers(len(mesh))]
-            if luck.random() < 0.5:
-                grads = [home.upload(each) for each in grads]
+        made = [(accumulators[at], *pop(at, at_home)) for at in chosen]
+        joint = len({weight for *_, weight in made}) == 1 and luck.random() < 0.6
+        for call in [made] if joint else [[each] for each in made]:
+            several, grads, by = zip(*call, strict=True)
             with gr.replica(home.index):
-                several = [accumulators[at] for at in of_call]
-                assert gr.apply_grads(several, grads, weight=weights[numbers[0]], cast=True)
+                assert gr.apply_grads(several, grads, weight=by[0], cast=True)
         # As many gradients as devices, of one call.
         for at, acc in enumerate(accumulators):
-            numbers = left[at][-len(mesh) :]
-            if len(numbers) == len(mesh) and luck.random() < 0.3:
-                del left[at][-len(mesh) :]
-                values = [terms[at][number] for number in numbers]
-                by = [weights[number] for number in numbers]
-                acc.apply_grad(gr.PerReplica(values, mesh), weight=by, cast=True)
+            if len(left[at]) >= len(mesh) and luck.random() < 0.3:
+                values, by = zip(*[pop(at) for _ in mesh], strict=True)
+                grad = gr.PerReplica(list(values), mesh)
+                assert gr.apply_grads([acc], [grad], weight=list(by), cast=True)
+            if not exact and luck.random() < 0.2:
+                acc.load_state_dict(acc.state_dict())
 
 
-def may_overflow(dtype, terms, weights):
+def spoil(gradients, weights):
+    """Overwrites gradients with weight 0, which are not read."""
+    for row in gradients:
+        for (_, values), weight in zip(row, weights, strict=True):
+            values.fill(np.nan) if not weight else None
+
+
+def may_overflow(dtype, gradients, weights):
     """Whether a sum of some of the finite products may exceed the floats that add."""
+    pairs = zip(gradients, weights, strict=True)
+    made = [np.abs(weigh(dtype, rows, by)) for (_, rows), by in pairs]
     with np.errstate(all="ignore"):
-        made = [np.abs(each) for each in products(dtype, terms, weights)]
-        total = sum(np.where(np.isfinite(each), each, 0) for each in made)
+        total = sum(np.where(np.isfinite(each), each, 0).sum(0) for each in made)
     return not np.isfinite(total).all()
 
 
-FORMS = st.tuples(*map(st.sampled_from, (DTYPES, SHAPES, ("MEAN", "SUM"), (False, True))))
+FORMS = st.tuples(*map(st.sampled_from, ([Dense], DTYPES, SHAPES, MEANS, [False, True]))) | (
+    st.tuples(*map(st.sampled_from, ([Sparse], NARROW, SHAPES, MEANS, [False, True])))
+)
+
+
+def taken_together(accumulators, count):
+    """The results, and the names in warnings."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = gr.take_grads(accumulators, count, output_type="numpy")
+    assert {each.category for each in caught} <= {gr.InexactSumWarning}
+    return list(map(content, found)), {str(each.message).split("'")[1] for each in caught}
 
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_every_order_has_the_bits_of_the_definition(implementation, data):
     """Orders, calls, joint calls, devices and meshes; or a warning that names the sum."""
-    count = data.draw(st.integers(1, 12), "terms")
-    words = data.draw(st.sampled_from([2, 3, 8]), "words")
+    count = data.draw(st.integers(1, 12), "gradients")
+    words = data.draw(st.sampled_from([0, 0, 2, 3, 8]), "words, 0 if it is not exact")
+    settings = {"exact": True, "words": words} if words else {"exact": False}
     forms = data.draw(st.lists(FORMS, min_size=1, max_size=3), "accumulators")
-    weights = [1] * count
-    if data.draw(st.booleans(), "weighted"):
-        weights = data.draw(st.lists(st.sampled_from(WEIGHTS), min_size=count, max_size=count))
+    some = st.lists(st.sampled_from(WEIGHTS if words else WHOLE_WEIGHTS), min_size=count)
+    weights = data.draw(st.just([1] * count) | some.filter(any), "weights")[:count]
+    weights[0] = weights[0] or 1
     # Gradients of another dtype are added as they are.
     other = data.draw(st.sampled_from([None, *DTYPES]), "dtype of the gradients")
-    seed = data.draw(st.integers(0, 9999), "seed")
-    terms = [
-        [term.reshape(shape) for term in adversarial_terms(
-            count, int(np.prod(shape)), other or dtype, 3 * seed + number,
-            None if dtype == "float64" else dtype)]
-        for number, (dtype, shape, *_) in enumerate(forms)
+    seed, kinds = data.draw(st.integers(0, 9999), "seed"), [kind for kind, *_ in forms]
+    gradients = [
+        gradients_of(kind, 3 * seed + number, count, other or dtype, shape,
+                     None if dtype == "float64" else dtype, exact=words > 0)
+        for number, (kind, dtype, shape, *_) in enumerate(forms)
     ]  # fmt: skip
+    spoil(gradients, weights)
     for turn in range(2):
         luck = np.random.default_rng([seed, turn])
         placement, peers = PLACEMENTS[luck.integers(len(PLACEMENTS))], bool(luck.integers(2))
         with opened(placement, kernels=implementation, peer_access=peers) as mesh:
-            ops = gr.HierarchicalCopyAllReduce(int(luck.integers(3)), mesh=mesh, exact=True)
+            ops = gr.HierarchicalCopyAllReduce(
+                int(luck.integers(3)), mesh=mesh, exact=settings["exact"]
+            )
             accumulators = []
-            for number, (dtype, _, how, over_mesh) in enumerate(forms):
+            for number, (kind, dtype, _, mean, over_mesh) in enumerate(forms):
                 home = mesh if over_mesh else mesh.devices[luck.integers(len(mesh))]
-                options = {"cross_device_ops": ops} if over_mesh else {}
+                options = settings | ({"cross_device_ops": ops} if over_mesh else {})
                 accumulators.append(
-                    Exact(dtype, None, None, str(number), how, device=home, words=words, **options)
+                    make(kind, dtype, mean, name=str(number), device=home, **options)
                 )
-            added(luck, accumulators, terms, weights, mesh)
+            added(luck, kinds, accumulators, gradients, weights, mesh, words > 0)
             found, warned = taken_together(accumulators, count)
-        for number, (result, (dtype, _, how, _)) in enumerate(zip(found, forms, strict=True)):
+        for number, (result, (_, dtype, _, mean, _)) in enumerate(zip(found, forms, strict=True)):
+            wanted = defined(mean, dtype, gradients[number], weights)
             if str(number) in warned:
-                assert count > words or may_overflow(as_dtype(dtype), terms[number], weights)
+                assert wanted[2] > words or may_overflow(dtype, gradients[number], weights)
             elif dtype == "float64" and any(each.startswith("pack") for each in warned):
                 continue  # a pack of the all-reduce, whose sums have eight words
             else:
-                wanted = defined(how, as_dtype(dtype), terms[number], weights)
-                assert all(same(each, wanted) for each in result), number
+                assert equal(result, wanted), number
 
 
-def taken_together(accumulators, count):
-    """The results of each device, and the names in warnings."""
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        found = gr.take_grads(accumulators, count, output_type="numpy")
-    values = [each.values if isinstance(each, gr.Mirrored) else [each] for each in found]
-    return values, {str(each.message).split("'")[1] for each in caught}
+def test_a_sum_is_rounded_once_and_a_mean_divided_afterwards(mesh, kind):
+    """Adding from left to right, or to 16 bits over float32, gives other bits.
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_is_rounded_once_and_a_mean_divided_afterwards(mesh, dtype):
-    """Adding from left to right, or to 16 bits over float32, gives other bits."""
-    unit = 2.0 ** -{"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}[dtype]
-    least = 2.0 ** -{"float16": 24, "bfloat16": 40, "float32": 50, "float64": 108}[dtype]
-    terms = [np.full(3, each, dtype) for each in (1, unit, 0, least, 0)]
-    for how in ("SUM", "MEAN"):
-        for acc in on_each(mesh, how, dtype):
-            for number, term in enumerate(terms):
-                with gr.replica(number % 4):
-                    acc.apply_grad(term)
-            found = taken(acc, 5)
-            assert same(found, defined(how, as_dtype(dtype), terms))
-            assert how == "MEAN" or found.tolist() == [1 + 2 * unit] * 3
+    Rows may have different divisors, of which some are 1.
+    """
+    bits_of = {"float16": (11, 24), "bfloat16": (8, 40), "float32": (24, 50), "float64": (53, 108)}
+    for dtype, mean in product(NARROW if kind is Sparse else DTYPES, MEANS):
+        unit, least = (2.0**-bits for bits in bits_of[dtype])
+        gradients = [row(each, dtype) for each in (1, unit, 0, least, 0)]
+        if kind is Sparse:
+            rows = np.array([[1], [unit], [least]], as_dtype(dtype))
+            gradients += [([4, 4, 4], rows), ([9, 9], rows[:2]), ([9, 2], rows[1:]), ([], rows[:0])]
+        wanted = defined(mean, dtype, gradients)
+        for acc in on_each(mesh, kind, mean, dtype):
+            for number, gradient in enumerate(gradients):
+                add(acc, gradient, replica=number % 4)
+            found = taken(acc, len(gradients))
+            assert equal(found, wanted)
+            if mean == "SUM" or (kind is Sparse and mean == "per_row"):
+                once = found[1][found[0].index(4 if kind is Sparse else 3)].tolist()
+                assert once == [1 + 2 * unit], "rounded twice, it is 1"
 
 
 def test_what_any_gradient_may_be(mesh):
@@ -191,189 +289,65 @@ def test_what_any_gradient_may_be(mesh):
         with gr.replica(2):
             acc.apply_grad(gr.IndexedSlices(np.float16([[2, 2]]), [1], (2, 2)), cast=True)
         acc.apply_grad(gr.PerReplica([each.upload(np.zeros((2, 2))) for each in mesh]), cast=True)
-        found = taken(acc, 7)
         # to_dense adds the rows of one gradient in float32.
-        assert found.tolist() == [[0.625, 1], [2, 4]]
+        assert taken(acc, 7)[1].tolist() == [[[0.625, 1], [2, 4]]]
     for acc in on_each(mesh, shape=(None, 0)):
         acc.apply_grad(np.zeros((5, 0), np.float32))
         acc.apply_grad(gr.PerReplica([np.zeros((5, 0), np.float32)] * 4, mesh))
-        assert taken(acc, 5).shape == (5, 0)
+        assert taken(acc, 5)[1].shape == (1, 5, 0)
     for acc in on_each(mesh):
         for shape in ((), (3, 2)):  # unknown until the first gradient, also after a take
             acc.apply_grad(np.ones(shape, np.float32), acc.global_step)
-            assert taken(acc).shape == shape
+            assert taken(acc)[1].shape == (1, *shape)
 
 
-@pytest.mark.parametrize("how", ["SUM", "MEAN"])
-def test_zeros_and_numbers_that_are_not_finite(mesh, how):
+@pytest.mark.parametrize("mean", ["SUM", "per_row"])
+def test_zeros_and_numbers_that_are_not_finite(mesh, kind, mean):
     """A sum is -0 if all terms are, also where devices have no gradients; others are IEEE's."""
-    minus = np.float32([-0.0, -0.0, np.inf, np.inf, np.nan, 3e38])
-    other = np.float32([-0.0, 0.0, 1.0, -np.inf, 1.0, -3e38])
-    for acc in on_each(mesh, how):
+    minus = np.float32([[-0.0, -0.0, np.inf, np.inf, np.nan, 3e38]])
+    other = np.float32([[-0.0, 0.0, 1.0, -np.inf, 1.0, -3e38]])
+    wanted = np.float32([-0.0, 0, np.inf, np.nan, np.nan, 0])
+    for acc in on_each(mesh, kind, mean):
         for first, second in ((minus, other), (other, minus)):
-            with gr.replica(2):
-                acc.apply_grad(first, acc.global_step)
-            with gr.replica(3):
-                acc.apply_grad(second, acc.global_step)
-            assert same(taken(acc, 2), np.float32([-0.0, 0, np.inf, np.nan, np.nan, 0]))
-        acc.apply_grad(np.full(3, -0.0, np.float32), acc.global_step)
-        assert same(taken(acc), np.full(3, -0.0, np.float32))
+            pair = ([3], first), ([3], second)
+            if kind is Sparse:
+                pair = pair[0], ([3, 8, 9, 9], np.concatenate([second, minus, first, second]))
+            add(acc, pair[0], replica=2)
+            add(acc, pair[1], replica=3)
+            indices, rows = taken(acc, 2)
+            assert indices == [3, 8, 9][: len(rows)]
+            assert same(rows, np.array([wanted, minus[0], wanted])[: len(rows)])
+        add(acc, row(-0.0, size=6))
+        assert same(taken(acc)[1], row(-0.0, size=6)[1])
 
 
 def test_a_sum_that_is_too_large_overflows_only_if_the_real_sum_does():
     """Of the words of several devices; a device whose own sum overflows warns."""
     most = np.finfo(np.float32).max
     with opened((0, 1)) as mesh:
-        acc = Exact("float32", device=mesh, reduction_type="SUM", name="large")
-        acc.apply_grad(gr.PerReplica([np.float32([most]), np.float32([-most])], mesh))
-        with gr.replica(0):
-            acc.apply_grad(np.float32([-1]))
-        assert taken(acc, 3).tolist() == [-1]
-        for device in (0, 0, 1):
-            with gr.replica(device):
-                acc.apply_grad(np.float32([most]), 1)
+        acc = make(Dense, device=mesh, name="large")
+        for replica, term in enumerate((most, -most, -1)):
+            add(acc, row(term), replica=replica % 2)
+        assert taken(acc, 3)[1].tolist() == [[-1]]
+        for replica in (0, 0, 1):
+            add(acc, row(most), replica=replica)
         with pytest.warns(gr.InexactSumWarning, match="'large'"):
-            assert taken(acc, 3).tolist() == [np.inf]
+            assert taken(acc, 3)[1].tolist() == [[np.inf]]
 
 
-def test_threads_that_add_in_any_order_have_one_result():
-    terms = np.random.default_rng(3).normal(size=(48, 97)).astype(np.float32)
-    wanted = defined("MEAN", np.float32, list(terms))
+def test_threads_that_add_in_any_order_have_one_result(kind):
+    terms = np.random.default_rng(3).normal(size=(48, 1, 97)).astype(np.float32)
+    gradients = [([3], term) for term in terms]
+    wanted = defined("per_gradient", np.float32, gradients)
     with opened((0, 0, 1)) as mesh:
-        for acc in on_each(mesh, "MEAN"):
+        for acc in on_each(mesh, kind, "per_gradient"):
 
-            def add(start, acc=acc):
+            def work(start, acc=acc):
                 for number in range(start, 48, 4):
-                    with gr.replica(number % 3):
-                        acc.apply_grad(terms[number])
+                    add(acc, gradients[number], replica=number % 3)
 
-            in_threads(*[partial(add, start) for start in range(4)])
-            assert same(taken(acc, 48), wanted)
-
-
-# ---- the warning --------------------------------------------------------------------------------
-
-TOO_MANY = (1.0, 2.0**-30, 2.0**-60)  # for two words
-FIT = (1.0, 2.0**-30, 2.0**-10)
-SUM = 1 + 2.0**-10
-
-
-def add_all(acc, terms, step=0):
-    for term in terms:
-        assert acc.apply_grad(np.float32([term]), step)
-
-
-def test_the_warning_names_the_sum_that_did_not_fit_and_the_line_of_the_caller():
-    with opened() as mesh:
-        device = mesh.devices[0]
-        accs = [Exact("float32", name=name, device=device, words=2) for name in "abcd"]
-        for row in zip(FIT, TOO_MANY, FIT, TOO_MANY, strict=True):  # one block has all flags
-            assert gr.apply_grads(accs, [[term] for term in row])
-        with pytest.warns(gr.InexactSumWarning) as caught:
-            gr.take_grads(accs, 3)
-        assert [str(each.message) for each in caught] == [
-            f"the exact sum of '{name}' did not fit into its words, or overflowed on the way: its "
-            "bits may depend on the order of the terms. Pass a larger words= (sums of float64 in "
-            "one call always have 8)"
-            for name in "bd"
-        ]
-        assert {each.filename for each in caught} == {__file__}
-        for acc in accs:  # the flag belongs to one sum
-            add_all(acc, FIT, 1)
-            taken(acc, 3)
-
-
-def test_one_warning_for_all_devices_of_a_mesh_and_none_for_a_sum_that_was_dropped():
-    with opened() as mesh:
-        acc = Exact("float32", device=mesh, words=2, name="of all")
-        for term in TOO_MANY:
-            acc.apply_grad(gr.PerReplica([np.float32([term])] * 3, mesh))
-        acc.load_state_dict(Exact("float32", device=mesh, words=2).state_dict())
-        assert acc.num_accumulated() == 0
-        for term in TOO_MANY:
-            acc.apply_grad(gr.PerReplica([np.float32([term])] * 3, mesh))
-        with pytest.warns(gr.InexactSumWarning) as caught:
-            acc.take_grad(9)
-        assert len(caught) == 1
-        mesh.synchronize()
-
-
-@pytest.mark.parametrize("wait", ["take", "numpy", "synchronize", "state_dict"])
-def test_no_call_waits_for_a_flag_and_the_first_that_finds_it_warns(wait):
-    """Work runs as late as the host allows."""
-    with opened((0, 0), strict=False, schedule_seed=0) as mesh:
-        device, other = mesh.devices
-        acc, beside = [Exact("float32", name=name, device=each, words=2)
-                       for name, each in (("late", device), ("beside", other))]  # fmt: skip
-        with mesh.journal() as journal:
-            for term in TOO_MANY:
-                acc.apply_grad(device.upload(np.float32([term])))
-            result = acc.take_grad(3, output_type="buffer")
-            beside.apply_grad(device.upload(np.float32([1])))
-            beside.take_grad(1, output_type="buffer")
-        assert journal.syncs == 0
-        beside.apply_grad(np.float32([1]), 1)
-        calls = {
-            "take": lambda: beside.take_grad(1),
-            "numpy": result.numpy,
-            "synchronize": mesh.synchronize,
-            "state_dict": beside.state_dict,
-        }
-        with pytest.warns(gr.InexactSumWarning, match="'late'") as caught:
-            calls[wait]()
-        assert caught[0].filename == __file__
-        mesh.synchronize()  # once
-
-
-def test_a_checkpoint_warns_too(mesh):
-    for acc in on_each(mesh, words=2):
-        add_all(acc, TOO_MANY)
-        with pytest.warns(gr.InexactSumWarning):
-            state = acc.state_dict()
-        fresh = Exact("float32", device=mesh if len(state["partial_sums"]) > 1 else mesh.devices[0],
-                      reduction_type="SUM", words=2)  # fmt: skip
-        fresh.load_state_dict(state)
-        taken(fresh, 3)
-
-
-def test_a_warning_that_raises_leaves_accumulators_usable(mesh):
-    with warnings.catch_warnings(action="error"):
-        for acc in on_each(mesh, words=2):
-            add_all(acc, TOO_MANY)
-            with pytest.raises(gr.InexactSumWarning):
-                acc.take_grad(3)
-            assert (acc.num_accumulated(), acc.global_step) == (0, 1)
-            add_all(acc, FIT, 1)
-            assert taken(acc, 3).tolist() == [SUM]
-
-
-def test_a_handler_of_warnings_may_use_accumulators(monkeypatch, mesh):
-    """No lock is held."""
-    seen = []
-    for acc in on_each(mesh, words=2):
-        add_all(acc, TOO_MANY)
-
-        def use(*_, acc=acc, **__):
-            assert acc.apply_grad(np.float32([1]), 1)
-            seen.append(acc.accumulator_ref.lock._is_owned())
-
-        with warnings.catch_warnings(action="always"):
-            monkeypatch.setattr(warnings, "showwarning", use)
-            acc.take_grad(3)
-    assert seen == [False, False]
-
-
-def test_a_reset_drops_flags_of_sums_that_were_dropped():
-    with opened((0,), strict=False, schedule_seed=0) as mesh:
-        acc = Exact("float32", device=mesh, words=2, reduction_type="SUM")
-        add_all(acc, TOO_MANY)
-        acc.take_grad(3, output_type="buffer")
-        mesh.mesh_state.fail("planted")
-        mesh.reset(timeout=30)
-        mesh.synchronize()
-        assert not mesh.mesh_state.inexact.copies
-        add_all(acc, FIT, 1)
-        assert taken(acc, 3).tolist() == [SUM]
+            in_threads(*[partial(work, start) for start in range(4)])
+            assert equal(taken(acc, 48), wanted)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -381,135 +355,154 @@ def test_a_reset_drops_flags_of_sums_that_were_dropped():
 
 def saved(state):
     """The words of each device; the sign and the payload of a NaN are unspecified."""
-    return bits([np.array(each) for each in state["partial_sums"] if each is not None])
+    sums = [each if isinstance(each, dict) else {"values": each} for each in state["partial_sums"]]
+    return [
+        {key: bits(array) if key == "values" else list(array) for key, array in each.items()}
+        for each in sums
+        if each["values"] is not None
+    ]
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[*HealthCheck])
-@given(seed=st.integers(0, 9999), dtype=st.sampled_from(DTYPES), count=st.integers(1, 6))
-def test_equal_sums_have_equal_states_which_go_on_alike(implementation, seed, dtype, count):
+@given(data=st.data())
+def test_equal_sums_have_equal_states_which_go_on_alike(implementation, kind, data):
     """In any order of the terms of a device, a state of eight words of which fewer are used."""
-    terms = np.array(adversarial_terms(2 * count, 30, dtype, seed))
-    wanted = defined("MEAN", as_dtype(dtype), list(terms))
+    dtype = data.draw(st.sampled_from(NARROW if kind is Sparse else DTYPES), "dtype")
+    seed, count = data.draw(st.integers(0, 9999), "seed"), data.draw(st.integers(1, 6), "count")
+    mean, luck = data.draw(st.sampled_from(MEANS), "mean"), np.random.default_rng(seed)
+    weights = [1, *luck.choice(WEIGHTS, 2 * count - 1).tolist()]
+    gradients = gradients_of(kind, seed, 2 * count, dtype, (12,))
     with np.errstate(all="ignore"):
-        wide = np.abs(terms.astype(added_in(terms.dtype)))
+        wide = np.abs(np.concatenate([each.astype(added_in(dtype)) for _, each in gradients]))
         total = np.where(np.isfinite(wide), wide, 0).sum(0)
-        fits = total < np.finfo(wide.dtype).max / 2  # no order overflows on the way
-    luck, states = np.random.default_rng(seed), {}
+        fits = total < np.finfo(wide.dtype).max / 8  # no order overflows on the way
+    gradients = [(indices, rows[:, fits]) for indices, rows in gradients]
+    wanted, states = defined(mean, dtype, gradients, weights), {}
     for _ in range(2):
         with opened((0, 1, 1), kernels=implementation) as mesh, warnings.catch_warnings():
             warnings.simplefilter("ignore", gr.InexactSumWarning)  # where it overflows
             for home in (mesh, mesh.devices[2]):
-                acc, fresh = [Exact(dtype, device=home, words=8) for _ in range(2)]
+                acc, fresh = [make(kind, dtype, mean, device=home, words=8) for _ in range(2)]
                 for number in luck.permutation(count):
-                    with gr.replica(number % 3):
-                        acc.apply_grad(terms[:, fits][number])
+                    gradient = shuffled(luck, gradients[number])
+                    add(acc, gradient, replica=number % 3, weight=weights[number])
                 state = acc.state_dict()
                 assert states.setdefault(home is mesh, saved(state)) == saved(state)
                 fresh.load_state_dict(state)
                 assert saved(fresh.state_dict()) == saved(state)
                 for each in (acc, fresh):
-                    for number in luck.permutation(count):
-                        with gr.replica(number % 3):
-                            each.apply_grad(terms[:, fits][count + number])
-                    assert same(taken(each, 2 * count), wanted[fits])
+                    for number in luck.permutation(count) + count:
+                        gradient = shuffled(luck, gradients[number])
+                        add(each, gradient, replica=number % 3, weight=weights[number])
+                    assert equal(taken(each, 2 * count), wanted)
 
 
 def test_a_state_has_canonical_words():
     """Each word is what the words before it leave, rounded; its dtype is the accumulate dtype."""
     with opened((0, 0)) as mesh:
-        acc = Exact("bfloat16", device=mesh)
-        with gr.replica(1):
-            for term in (2.0**-30, 1, -(2.0**-60), -0.0):
-                acc.apply_grad(np.full(2, term, as_dtype("bfloat16")))
+        acc = make(Dense, "bfloat16", device=mesh)
+        for term in (2.0**-30, 1, -(2.0**-60), -0.0):
+            add(acc, row(term, "bfloat16", 2), replica=1)
         state = acc.state_dict()
-        assert (state["format"], state["dtype"], state["sum_shape"]) == (FORMAT, "bfloat16", [2])
+        assert (state["format"], state["dtype"]) == (FORMATS[Dense], "bfloat16")
         nothing, words = state["partial_sums"]
-        assert nothing is None
+        assert (nothing, state["sum_shape"]) == (None, [2])
         assert same(words, np.repeat(np.float32([[1], [2.0**-30], [-(2.0**-60)]]), 2, 1))
         for values, wanted in (
             ([-0.0, -0.0], [-0.0, -0.0, -0.0]), ([1, -1], [0, 0, 0]), ([-0.0, 0.0], [0, 0, 0]),
             ([np.inf, 1], [np.inf, 0, 0]), ([np.inf, -np.inf], [np.nan, 0, 0]),
             ([1, 2.0**-24, 2.0**-48], [1 + 2.0**-23, 2.0**-48 - 2.0**-24, 0]),
         ):  # fmt: skip
-            acc = Exact("float32", device=mesh.devices[0])
+            acc = make(Dense, device=mesh.devices[0])
             add_all(acc, values)
             (words,) = acc.state_dict()["partial_sums"]
             assert same(words, np.float32(wanted)[:, None]), values
 
 
-def test_a_state_of_another_kind_or_a_damaged_one_is_refused():
+def test_a_state_of_another_kind_or_a_damaged_one_is_refused(kind):
     with opened((0,)) as mesh:
-        make = partial(gr.ConditionalAccumulator, "float32", device=mesh.devices[0])
-        plain, three, four = make(), make(exact=True), make(exact=True, words=4)
+        options = {}, {"exact": True}, {"exact": True, "words": 4}
+        get = partial(kind.make, "float32", device=mesh.devices[0])
+        plain, three, four = (get(**each) for each in options)
         for acc in (plain, three, four):
-            add_all(acc, FIT)
-        states = [acc.state_dict() for acc in (plain, three, four)]
-        dense, where = "gradreduce dense accumulator 1", "state['partial_sums'][0]"
-        for acc, state, text in (
-            (plain, states[1], f"state['format'] is '{FORMAT}'; expected '{dense}'"),
-            (three, states[0], f"state['format'] is '{dense}'; expected '{FORMAT}'"),
-            (three, states[2], f"{where} is float32(4, 1); expected float32(3, 1)"),
-            (four, states[1], f"{where} is float32(3, 1); expected float32(4, 1)"),
-            (three, states[1] | {"sum_shape": [2]}, f"{where} is float32(3, 1); expected"),
-            (three, states[1] | {"num_accumulated": 0}, "['sum_shape'] is [1]; expected None"),
-        ):
-            check_refused(acc, state, ValueError, text)
-        check_refused(three, states[1] | {"partial_sums": [[1, 2, 3]]}, TypeError,
-                      f"{where} is a list; expected an array")  # fmt: skip
+            add_all(acc, (1, 2.0**-30))
+        rounded, state, longer = (acc.state_dict() for acc in (plain, three, four))
+        own, other = FORMATS[kind], rounded["format"]
+        where, shape = "state['partial_sums'][0]", "float32({}, 1)"
+        if kind is Sparse:
+            where, shape = where + "['values']", "float32(1, {}, 1)"
+        three_words, four_words = shape.format(3), shape.format(4)
+        refused = [
+            (plain, state, f"state['format'] is '{own}'; expected '{other}'"),
+            (three, rounded, f"state['format'] is '{other}'; expected '{own}'"),
+            (three, longer, f"{where} is {four_words}; expected {three_words}"),
+            (four, state, f"{where} is {three_words}; expected {four_words}"),
+        ]
+        if kind is Dense:
+            refused += [
+                (three, state | {"sum_shape": [2]}, f"{where} is {three_words}; expected"),
+                (three, state | {"num_accumulated": 0}, "['sum_shape'] is [1]; expected None"),
+            ]
+            check_refused(three, state | {"partial_sums": [[1, 2, 3]]}, TypeError,
+                          f"{where} is a list; expected an array")  # fmt: skip
+        for acc, wrong, text in refused:
+            check_refused(acc, wrong, ValueError, text)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
+
+ADDS_OTHERWISE = "adds partial sums with exact={}, but the accumulator has exact={}"
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"words": 1}, ValueError, "words=1 must be at least 2, and at most 8"),
-        ({"words": 9}, ValueError, "words=9 must be at least 2, and at most 8"),
         ({"words": 9, "exact": False}, ValueError, "words=9 must be at least 2, and at most 8"),
-        ({"words": 2.5}, ValueError, "words=2.5 must be a non-negative integer"),
         ({"exact": "yes"}, TypeError, "exact='yes' must be True or False"),
         ({"dtype": "float64", "cross_device_ops":
           gr.AllReduceCrossDeviceOps(exact=True, wire_dtype="float32")},
          ValueError, "wire_dtype='float32' cannot be combined with exact=True for float64: terms"),
         ({"cross_device_ops": gr.AllReduceCrossDeviceOps()}, ValueError,
-         "adds partial sums with exact=False, but the accumulator has exact=True"),
+         ADDS_OTHERWISE.format(False, True)),
         ({"cross_device_ops": gr.ReductionToOneDevice()}, ValueError,
-         "adds partial sums with exact=False, but the accumulator has exact=True"),
+         ADDS_OTHERWISE.format(False, True)),
         ({"cross_device_ops": gr.HierarchicalCopyAllReduce(exact=True), "exact": False},
-         ValueError, "adds partial sums with exact=True, but the accumulator has exact=False"),
+         ValueError, ADDS_OTHERWISE.format(True, False)),
     ],
 )  # fmt: skip
-def test_wrong_options_are_refused_before_anything_is_launched(mesh, options, error, text):
-    given = {"dtype": "float32", "exact": True, "device": mesh, **options}
+def test_wrong_options_are_refused_before_anything_is_launched(mesh, kind, options, error, text):
+    if kind is Sparse and "dtype" in options:
+        error, text = TypeError, "exact=True does not support float64 for IndexedSlices yet"
+    given = {"dtype": "float32", "device": mesh, **options}
     with mesh.journal() as journal, pytest.raises(error) as raised:
-        gr.ConditionalAccumulator(**given)
+        make(kind, **given)
     assert text in str(raised.value)
     assert journal.records == []
 
 
-def test_a_shared_name_has_one_number_of_words():
+def test_a_shared_name_has_one_number_of_words(kind):
     with opened((0,)) as mesh:
-        make = partial(
-            gr.ConditionalAccumulator, "float32", None, "s", None, "SUM", device=mesh.devices[0]
-        )
-        first = make(exact=True)
-        add_all(make(exact=True), FIT)
-        assert taken(first, 3).tolist() == [SUM]
+        get = partial(kind.make, "float32", None, "s", None, "SUM", device=mesh.devices[0])
+        first = get(exact=True)
+        add_all(get(exact=True), (1, 0.5))
+        assert taken(first, 2)[1].tolist() == [[1.5]]
         for options, text in (({}, "format"), ({"exact": True, "words": 4}, "words")):
             with pytest.raises(ValueError, match=text):
-                make(**options)
+                get(**options)
 
 
-def test_a_gradient_that_does_not_fit_changes_nothing(mesh):
-    for acc in on_each(mesh, shape=(2,)):
-        acc.apply_grad([1, 2])
+def test_a_gradient_that_does_not_fit_changes_nothing(mesh, kind):
+    shape = (7, 2) if kind is Sparse else (2,)
+    wrong = ([7], [[1, 2]]) if kind is Sparse else ([3], [[1, 2, 3]])
+    for acc in on_each(mesh, kind, shape=shape):
+        add(acc, row(1, size=2))
         before = frozen(acc)
-        for grad, options, text in (
-            ([1, 2, 3], {}, "incompatible"),
-            (np.ones(2), {}, "float64"),
-            ([1, 2], {"weight": np.inf}, "weight"),
+        for (indices, rows), options, text in (
+            ((wrong[0], np.float32(wrong[1])), {}, "incompatible|exceeded limits of shape"),
+            (row(1, size=3), {}, "incompatible|expected values dim 1 to be 2, got 3"),
+            (row(1, "float64", 2), {}, "float64"),
+            (row(1, size=2), {"weight": np.inf}, "weight"),
         ):
             with pytest.raises((TypeError, ValueError), match=text):
-                acc.apply_grad(grad, **options)
+                add(acc, (indices, rows), **options)
         assert frozen(acc) == before

@@ -6,90 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 from accumulator.kinds import Dense, Sparse, counters, slices
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.exact_data import same
-from support.exhaustive import examples
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
-
-WEIGHTS = st.sampled_from([0, 1, 1, 2, 3, 0.5, 4096])
-NUM_ROWS = 6
-
-
-class Model:
-    """Sums of w * g and of w, from the definition."""
-
-    def __init__(self, sparse_mean):
-        self.sparse_mean = sparse_mean
-        self.total = np.zeros((NUM_ROWS, 2))
-        self.weights = np.zeros(NUM_ROWS)  # of the gradients that touched each row
-        self.weight = self.count = 0
-
-    def add(self, indices, values, weight):
-        self.count += 1
-        self.weight += weight
-        if weight:
-            np.add.at(self.total, indices, weight * values)
-            self.weights[np.unique(indices)] += weight
-
-    def mean(self, dtype):
-        by = self.weights[:, None] if self.sparse_mean == "per_row" else self.weight
-        touched = self.weights > 0 if self.sparse_mean else slice(None)
-        total = self.total.astype("float32")
-        with np.errstate(invalid="ignore"):
-            return (total / np.asarray(by, "float32"))[touched].astype(dtype)
-
-
-def drawn(rng, dtype, weight, model):
-    """A gradient, which is added to the model; NaN if it must not be read."""
-    indices = rng.integers(0, NUM_ROWS, 4) if model.sparse_mean else np.arange(NUM_ROWS)
-    values = rng.integers(-4, 5, (len(indices), 2)).astype(dtype)
-    model.add(indices, values.astype("float64"), weight)
-    if not weight:
-        values[:] = np.nan
-    return gr.IndexedSlices(values, indices, (NUM_ROWS, 2)) if model.sparse_mean else values
-
-
-@pytest.mark.parametrize("sparse_mean", [None, "per_row", "per_gradient"])
-@settings(max_examples=examples(25), deadline=None)
-@given(st.data())
-def test_sums_and_means_are_those_of_the_definition(sparse_mean, data):
-    """Gradients of several replicas, several dtypes, in one sum; saved and loaded on the way."""
-    name = data.draw(st.sampled_from(["float16", "bfloat16", "float32"]))
-    dtype, rng = as_dtype(name), np.random.default_rng(0)
-    over_mesh = data.draw(st.booleans())
-    with gr.open_mesh([0, 0, 1], backend="sim", strict=True) as mesh:
-        options = {"device": mesh if over_mesh else mesh[1]}
-        if sparse_mean:
-            options["sparse_mean"] = sparse_mean
-        kind = Sparse if sparse_mean else Dense
-
-        def make():
-            return kind.make(name, (NUM_ROWS, 2), **options)
-
-        acc, model = make(), Model(sparse_mean)
-        for _ in range(data.draw(st.integers(1, 5), "calls")):
-            number = len(mesh) if over_mesh else 1
-            weights = data.draw(st.lists(WEIGHTS, min_size=number, max_size=number), "weights")
-            grads = [drawn(rng, dtype, weight, model) for weight in weights]
-            grad = gr.PerReplica(grads, mesh) if over_mesh else grads[0]
-            same_weight = len(set(weights)) == 1
-            gr.apply_grads([acc], [grad], weight=weights[0] if same_weight else weights)
-            if data.draw(st.booleans(), "saved"):
-                state = acc.state_dict()
-                acc = make()
-                acc.load_state_dict(state)
-                counted = [float(model.count)]
-                assert state.get("weight", counted) == ([model.weight] if model.weight else [])
-                assert ("weight" in state) is (model.weight != model.count)
-        assert acc.num_accumulated() == model.count
-        if not model.weight:
-            return
-        (taken,) = gr.take_grads([acc], model.count)
-        taken = taken[0] if over_mesh else taken
-        assert same(getattr(taken, "values", taken), model.mean(dtype))
 
 
 @pytest.fixture

@@ -1,18 +1,29 @@
-"""All-reduces with ``exact=True``: real sums, rounded once, on any layout of the replicas."""
+"""One law for all-reduces: sums that are exact have the bits of the definition on any layout.
+
+With ``exact=True`` all sums are, rounded once; without it, those of small whole numbers.
+"""
 
 import warnings
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.exact_data import same
-from support.exact_sums import adversarial_terms, exact_means, exact_sums, may_warn, weighted
+from support.exact_sums import (
+    adversarial_terms,
+    exact_means,
+    exact_reduction,
+    exact_sums,
+    exact_terms,
+    may_warn,
+)  # fmt: skip
 from support.exhaustive import examples
 from support.meshes import implementation
+from support.thread_group import run_replicas
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
 
 __all__ = ["implementation"]
 
@@ -25,53 +36,20 @@ PACKING = (
 )  # fmt: skip
 PLACEMENTS = {1: [(0,)], 2: [(0, 0), (0, 1)], 3: [(0, 0, 0), (0, 1, 1), (0, 1, 2)],
               6: [(0,) * 6, (0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 0, 3)]}  # fmt: skip
+SPLITS = {1: [(1,)], 2: [(2,), (1, 1)], 3: [(3,), (1, 2), (2, 1), (1, 1, 1)],
+          6: [(6,), (1, 5), (3, 3), (2, 1, 3), (1, 1, 2, 2), (1,) * 6]}  # fmt: skip
 TENTH = float(np.float32(0.1))  # its products with float32 are exact in float64
+WEIGHTS = {"of integers": [0, 1, 2, 3], True: [0, 1, 0.5, 3, TENTH], False: [0, 1, 2, 7, 0.5, 4096]}
 EXACT = gr.HierarchicalCopyAllReduce(exact=True)
 
 
-def terms_of(num_replicas, dtypes, seed):
-    """``[replica][tensor]``: adversarial floats, and any integers."""
-    rng, columns = np.random.default_rng(seed), []
-    for number, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
-        size, dtype = int(np.prod(shape)), as_dtype(dtype)
-        if dtype.kind == "i":
-            whole = rng.integers(-(2**15), 2**15, (num_replicas, size))
-            column = list(whole.astype(dtype))
-        else:
-            column = adversarial_terms(num_replicas, size, dtype, 9 * seed + number)
-        columns.append([term.reshape(shape) for term in column])
+def terms_of(num_replicas, dtypes, seed, exact=True):
+    """``[replica][tensor]``."""
+    columns = [
+        exact_terms(num_replicas, shape, dtype, 9 * seed + number, rounded=not exact)
+        for number, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))
+    ]
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def defined(op, grads, weights=None):
-    """The results of every replica, from the definition."""
-    return [_defined(op, column, weights) for column in zip(*grads, strict=True)]
-
-
-def _defined(op, terms, weights):
-    dtype, divisor = terms[0].dtype, len(terms)
-    if dtype.kind == "i":
-        pairs = zip(terms, weights or [1] * divisor, strict=True)
-        total = sum(term.astype(np.int64) * weight for term, weight in pairs).astype(dtype)
-        return total if op is SUM else total / np.float32(divisor)
-    if weights:
-        pairs = [(term, w) for term, w in zip(terms, weights, strict=True) if w]
-        terms, divisor = [weighted(*pair) for pair in pairs], sum(weights)
-    if op is SUM or divisor == 1:
-        return exact_sums(terms, dtype)
-    return exact_means(terms, divisor, dtype)
-
-
-def lost(terms, weights=None):
-    """Whether a sum of these terms may warn."""
-    pairs = zip(terms, weights or [1] * len(terms), strict=True)
-    products = [term if term.dtype.kind == "i" else weighted(term, w) for term, w in pairs if w]
-    return may_warn(products)
-
-
-def packings(dtypes):
-    """Those that round no term on its way."""
-    return PACKING[:-1] if "float64" in dtypes else PACKING
 
 
 def all_reduced(ops, grads, op, weights):
@@ -102,47 +80,93 @@ def on_one_device(ops, grads, op, weights):
     return [[each.values[0] for each in found]] * len(grads)
 
 
+def from_flat_buffers(ops, grads, op, weights):
+    """Tensors that are not packed without weights; they are not written."""
+    flat = ops.mesh.flat_buffer([each.shape for each in grads[0]], grads[0][0].dtype)
+    for view, each in zip(chain(*flat.views), chain(*grads), strict=True):
+        view.device.upload(each, out=view)
+    found = ops.all_reduce([list(row) for row in flat.views], op, weights=weights)
+    assert all(map(same, [view.numpy() for view in chain(*flat.views)], chain(*grads)))
+    return [[each.numpy() for each in row] for row in found]
+
+
 def scattered(ops, grads, op, weights):
+    """Each replica has a part, as many rows each; in one process they are joined."""
     rows = ops.reduce_scatter(grads, op, weights=weights)
+    if ops.mesh.num_replicas > len(ops.mesh):
+        return [list(row) for row in rows]
     return [[np.concatenate(parts) for parts in zip(*rows, strict=True)]] * len(grads)
 
 
 CALLS = (all_reduced, in_place, batch_reduced, on_one_device, scattered)
 
 
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck])
+@st.composite
+def cases(draw):
+    """What is added: ``exact``, the call, the reduction, weights, dtypes and a seed."""
+    exact, call = draw(st.booleans()), draw(st.sampled_from([*CALLS, from_flat_buffers]))
+    count, op = draw(st.sampled_from([*PLACEMENTS])), draw(st.sampled_from([SUM, MEAN]))
+    dtypes, weights = draw(st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4)), None
+    if call is from_flat_buffers:
+        dtypes = dtypes[:1] * 4
+    if draw(st.booleans()):
+        some = st.sampled_from(WEIGHTS["of integers" if "int16" in dtypes else exact])
+        weights = draw(st.lists(some, min_size=count, max_size=count).filter(any))
+        dtypes = ["float16" if op is MEAN and each == "int16" else each for each in dtypes]
+    return exact, call, op, weights or [1] * count, dtypes, draw(st.integers(0, 9999))
+
+
+@st.composite
+def settings_of(draw, exact, dtypes):
+    """The algorithm, and packings that round no term on its way."""
+    packing = draw(st.sampled_from(PACKING[:-1] if "float64" in dtypes else PACKING))
+    if exact:
+        return {"exact": True, "words": draw(st.sampled_from([2, 3, 8])), **packing}
+    return {"all_reduce_alg": draw(st.sampled_from(["nccl", "hierarchical_copy"])), **packing}
+
+
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_every_layout_has_the_bits_of_the_definition(implementation, data):
-    """Placements, packs, groups, calls and orders of the replicas; or float64 warns."""
-    count = data.draw(st.sampled_from([*PLACEMENTS]), "replicas")
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4), "dtypes")
-    op = data.draw(st.sampled_from([SUM, MEAN]), "op")
-    weights = None
-    if data.draw(st.booleans(), "weighted"):
-        some = st.sampled_from([0, 1, 2, 3] if "int16" in dtypes else [0, 1, 0.5, 3, TENTH])
-        weights = data.draw(st.lists(some, min_size=count, max_size=count).filter(any), "weights")
-        dtypes = ["float16" if op is MEAN and each == "int16" else each for each in dtypes]
-    grads = terms_of(count, dtypes, data.draw(st.integers(0, 9999), "seed"))
-    wanted = defined(op, grads, weights)
-    is_lost = [lost(column, weights) for column in zip(*grads, strict=True)]
+    """Placements, processes, packs, calls and orders of the replicas; or the call warns."""
+    exact, call, op, weights, dtypes, seed = data.draw(cases(), "case")
+    count, grads = len(weights), terms_of(len(weights), dtypes, seed, exact)
+    columns = [*zip(*grads, strict=True)]
+    wanted = [exact_reduction(column, weights, mean=op is MEAN) for column in columns]
+    may_warn_of = [exact and may_warn(column, weights) for column in columns]
+    for each in chain(*[row for row, weight in zip(grads, weights, strict=True) if not weight]):
+        each.fill(np.nan if each.dtype.kind != "i" else 1)  # is not read
     for _ in range(2):
         order = data.draw(st.permutations(range(count)), "order")
+        split = data.draw(st.sampled_from(SPLITS[count]), "replicas of each process")
         placement = data.draw(st.sampled_from(PLACEMENTS[count]), "placement")
-        packing = data.draw(st.sampled_from(packings(dtypes)), "packing")
-        call = data.draw(st.sampled_from(CALLS), "call")
-        with gr.open_mesh(
-            placement, backend="sim", kernels=implementation, strict=True,
-            peer_access=data.draw(st.booleans(), "peers"),
-        ) as mesh:  # fmt: skip
-            ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, **packing)
-            by = weights and [weights[k] for k in order]
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                found = call(ops, [grads[k] for k in order], op, by)
-            assert bool(caught) <= any(is_lost)
-            for row in found:
-                for each, right, may_differ in zip(row, wanted, is_lost, strict=True):
-                    assert (may_differ and caught) or same(each, right), call.__name__
+        options = data.draw(settings_of(exact, dtypes), "settings")
+
+        def work(mesh, replicas, order=order, options=options):
+            own = [order[number] for number in replicas]
+            by = [weights[number] for number in own] if set(weights) != {1} else None
+            ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **options)
+            return call(ops, [grads[number] for number in own], op, by)
+
+        peers = data.draw(st.booleans(), "peers")
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            rows = run_replicas(
+                split,
+                work,
+                placement if len(split) == 1 else None,
+                kernels=implementation,
+                peer_access=peers,
+            )
+        found = [*chain(*rows)]
+        if call is scattered and len(split) > 1:
+            found = [[np.concatenate(parts) for parts in zip(*found, strict=True)]]
+        assert {each.category for each in caught} <= {gr.InexactSumWarning}
+        many = exact and len(split) > 1 and max(split) > options.get("words", count)
+        may_differ = [many or each for each in may_warn_of]
+        assert bool(caught) <= any(may_differ)
+        for row in found:
+            for each, right, differs in zip(row, wanted, may_differ, strict=True):
+                assert (differs and caught) or same(each, right)
 
 
 @pytest.fixture(
@@ -372,31 +396,3 @@ def test_settings_that_round_are_refused(options, error, text):
     with pytest.raises(error) as raised:
         gr.AllReduceCrossDeviceOps(**{"exact": True, **options})
     assert str(raised.value) == text
-
-
-def test_accumulators_are_exact_if_what_adds_them_is(mesh):
-    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-    wrong = [
-        (gr.ConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact=False"),
-        (gr.SparseConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact="),
-        (gr.ConditionalAccumulator,
-         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
-         "exact=False, but the accumulator has exact=True"),
-        (gr.SparseConditionalAccumulator,
-         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
-         "exact=False, but the accumulator has exact=True"),
-    ]  # fmt: skip
-    with mesh.journal() as journal:
-        for make, options, text in wrong:
-            with pytest.raises(ValueError, match=text):
-                make("float32", device=mesh, **options)
-    assert operations(journal) == []
-
-
-def test_an_optimizer_takes_exact_means(mesh):
-    variable = gr.Variable(np.zeros(3, np.float32), "x", device=mesh)
-    optimizer = gr.GradientDescentOptimizer(1.0)
-    optimizer.cross_device_ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-    terms = [np.full(3, term, np.float32) for term in (1e8, 0.5, -1e8, 0.25)]
-    optimizer.apply_gradients([(gr.PerReplica(terms, mesh), variable)])
-    assert variable.numpy().tolist() == [-0.75 / 4] * 3

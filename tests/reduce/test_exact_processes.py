@@ -5,12 +5,9 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from reduce.test_exact import CALLS, DTYPES, TENTH, defined, lost, packings, scattered, terms_of
+from reduce.test_exact import DTYPES
 from support.exact_data import same
-from support.exact_sums import added_in, adversarial_terms, exact_sums
-from support.exhaustive import examples
+from support.exact_sums import added_in, adversarial_terms, exact_reduction, exact_sums
 from support.thread_group import run_processes, run_replicas
 
 import gradreduce as gr
@@ -22,54 +19,6 @@ from gradreduce.reduce.nccl_across_processes import NcclAcrossProcesses
 from gradreduce.reduce.pipeline import algorithm_of
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-SPLITS = {2: [(1, 1)], 3: [(1, 2), (2, 1), (1, 1, 1)],
-          6: [(1, 5), (3, 3), (2, 1, 3), (1, 1, 2, 2), (1,) * 6]}  # fmt: skip
-
-
-def rows_of(call, ops, grads, op, weights):
-    """The results of each replica of a process; of a reduce-scatter its part of them."""
-    if call is not scattered:
-        return call(ops, grads, op, weights)
-    return [list(row) for row in ops.reduce_scatter(grads, op, weights=weights)]
-
-
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck])
-@given(data=st.data())
-def test_every_split_has_the_bits_of_the_definition(data):
-    """Processes, replicas, packs, calls and orders of the replicas; or a process warns."""
-    count = data.draw(st.sampled_from([*SPLITS]), "replicas")
-    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4), "dtypes")
-    op = data.draw(st.sampled_from([SUM, MEAN]), "op")
-    weights = None
-    if data.draw(st.booleans(), "weighted"):
-        some = st.sampled_from([0, 1, 2, 3] if "int16" in dtypes else [0, 1, 0.5, 3, TENTH])
-        weights = data.draw(st.lists(some, min_size=count, max_size=count).filter(any), "weights")
-        dtypes = ["float16" if op is MEAN and each == "int16" else each for each in dtypes]
-    grads = terms_of(count, dtypes, data.draw(st.integers(0, 9999), "seed"))
-    wanted = defined(op, grads, weights)
-    order = data.draw(st.permutations(range(count)), "order")
-    packing = data.draw(st.sampled_from(packings(dtypes)), "packing")
-    call = data.draw(st.sampled_from(CALLS), "call")
-    split = data.draw(st.sampled_from(SPLITS[count]), "split")
-    words = data.draw(st.sampled_from([2, 3, 8]), "words")
-
-    def work(mesh, replicas):
-        own = [order[number] for number in replicas]
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, words=words, **packing)
-        by = weights and [weights[number] for number in own]
-        return rows_of(call, ops, [grads[number] for number in own], op, by)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [*chain(*run_replicas(split, work))]
-    if call is scattered:
-        found = [[np.concatenate(parts) for parts in zip(*found, strict=True)]]
-    if caught:
-        assert {each.category for each in caught} == {gr.InexactSumWarning}
-        assert max(split) > words or any(lost(each, weights) for each in zip(*grads, strict=True))
-    else:
-        for row in found:
-            assert all(map(same, row, wanted)), call.__name__
 
 
 @pytest.mark.parametrize("words", [2, 3])
@@ -89,7 +38,7 @@ def test_words_hold_the_sum_of_many_replicas(counts, dtype, words):
             ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, words=words)
             return ops.all_reduce([[terms[number]] for number in replicas], op)
 
-        wanted = defined(op, [[term] for term in terms])[0]
+        wanted = exact_reduction(list(terms), mean=op is MEAN)
         assert all(same(row[0], wanted) for row in chain(*run_replicas(counts, work)))
 
 
@@ -246,16 +195,6 @@ def test_it_is_never_added_by_the_library_of_the_processes():
         assert type(algorithm_of(ops.settings, mesh.devices)) is wanted
 
 
-def test_collectives_that_add_nothing_take_any_dtype():
-    def work(mesh, replicas):
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
-        gathered = ops.all_gather([[np.full(1, float(each))] for each in replicas])
-        (value,) = ops.broadcast(np.full(1, float(replicas[0])), mesh[0], process=1).values
-        return gathered[0][0].tolist(), value.tolist()
-
-    assert run_replicas((1, 2), work) == [([0, 1, 2], [1])] * 2
-
-
 @pytest.mark.parametrize(
     ("options", "name", "values"),
     [
@@ -277,23 +216,3 @@ def test_processes_that_differ_in_it_are_named(options, name, values):
         f"the processes make different calls: {name} is {here} in process 0, {there} in process 1",
         f"the processes make different calls: {name} is {there} in process 1, {here} in process 0",
     ]
-
-
-def test_what_cannot_be_added_exactly_is_refused_before_anything_is_sent():
-    rows = gr.IndexedSlices(np.ones((1, 3), np.float32), [0], (4, 3))
-
-    def work(mesh, _):
-        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, wire_dtype="float32")
-        for error, text, term in (
-            (ValueError, "wire_dtype='float32' cannot be combined", np.ones(4)),
-            (ValueError, "does not support IndexedSlices", rows),
-        ):
-            value = gr.PerReplica([term] * len(mesh), mesh)
-            with pytest.raises(error, match=text):
-                ops.all_reduce([[term]] * len(mesh))
-            with pytest.raises(error, match=text):
-                ops.reduce(SUM, value, mesh[0])
-        return sum(mesh.mesh_state.processes.sent.values())
-
-    opened, *_ = run_replicas((1, 2), lambda mesh, _: sum(mesh.mesh_state.processes.sent.values()))
-    assert run_replicas((1, 2), work)[0] == opened

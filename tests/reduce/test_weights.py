@@ -4,17 +4,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.exact_data import random_data, same
-from support.exhaustive import examples
 from support.thread_group import run_replicas
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype, as_dtype
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-WEIGHTS = st.sampled_from([0, 1, 1, 2, 3, 7, 0.5, 4096])
 SHAPES = ((5,), (3, 4), (0, 2), (700,))
 
 
@@ -50,70 +46,6 @@ def wanted(op, grads, weights):
         with np.errstate(over="ignore"):  # infinite in float16
             results.append(total.astype(dtype))
     return results
-
-
-def all_reduced(ops, grads, op, weights):
-    return ops.all_reduce(grads, op, weights=weights)
-
-
-def into_out(ops, grads, op, weights):
-    out = [[np.ones_like(each) for each in row] for row in grads]
-    assert ops.all_reduce(grads, op, weights=weights, out=out) is out
-    return out
-
-
-def batch_reduced(ops, grads, op, weights):
-    values = [gr.PerReplica(list(column), ops.mesh) for column in zip(*grads, strict=True)]
-    pairs = [(value, value) for value in values]
-    found = [each.values for each in ops.batch_reduce(op, pairs, weights=weights)]
-    return [list(row) for row in zip(*found, strict=True)]
-
-
-def from_flat_buffers(ops, grads, op, weights):
-    """Tensors that are not packed without weights; they are not written."""
-    flat = ops.mesh.flat_buffer(SHAPES, grads[0][0].dtype)
-    for views, row in zip(flat.views, grads, strict=True):
-        for view, each in zip(views, row, strict=True):
-            view.device.upload(each, out=view)
-    found = ops.all_reduce([list(row) for row in flat.views], op, weights=weights)
-    for views, row in zip(flat.views, grads, strict=True):
-        assert all(same(view.numpy(), each) for view, each in zip(views, row, strict=True))
-    return [[each.numpy() for each in row] for row in found]
-
-
-CALLS = {each.__name__: each for each in (all_reduced, into_out, batch_reduced, from_flat_buffers)}
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data())
-def test_a_weighted_reduction_is_that_of_its_definition_on_every_layout(data):
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), "replicas")
-    n = sum(counts)
-    weights = data.draw(st.lists(WEIGHTS, min_size=n, max_size=n).filter(any), "weights")
-    dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
-    op, num_packs = data.draw(st.sampled_from([SUM, MEAN])), data.draw(st.integers(0, 3))
-    alg = data.draw(st.sampled_from(["nccl", "hierarchical_copy"]))
-    small = 0 if num_packs else data.draw(st.sampled_from([0, 100]))
-    way = data.draw(st.sampled_from(sorted(CALLS)))
-    grads = made(n, dtype)
-    for row, weight in zip(grads, weights, strict=True):
-        if not weight:
-            row[0][:] = np.nan
-    clean = [
-        [np.zeros_like(each) if not weight else each for each in row]
-        for row, weight in zip(grads, weights, strict=True)
-    ]
-
-    def work(mesh, replicas):
-        own = grads[replicas.start : replicas.stop]
-        its = weights[replicas.start : replicas.stop]
-        ops = gr.AllReduceCrossDeviceOps(alg, num_packs, small, mesh=mesh)
-        return CALLS[way](ops, own, op, its)
-
-    expected = wanted(op, clean, weights)
-    for row in chain(*run_replicas(counts, work)):
-        for index, each in enumerate(row):
-            assert same(each, expected[index]), (index, each, expected[index])
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3], [4]], ids=str)
@@ -233,12 +165,6 @@ def test_rows_are_scaled_and_divided_by_all_weights(counts):
     for indices, values in chain(*run_replicas(counts, work)):
         assert list(indices) == [0, 2]
         assert same(values, np.float16([[9 / 4, 3], [2, 3]]))
-
-
-def test_integers_take_whole_weights_for_a_sum(mesh):
-    grads = [[np.int8([1, -2])], [np.int8([100, 3])], [np.int8([5, 5])]]
-    found = gr.all_reduce(grads, SUM, mesh=mesh, weights=[2, 3, 0])
-    assert same(found[1][0], np.int8([2 + 300 - 256, -4 + 9]))
 
 
 NAN = float("nan")

@@ -99,6 +99,34 @@ def exact_means(
         return means.view(out) if is_complex else means.astype(out)
 
 
+def exact_reduction(
+    terms: Sequence[np.ndarray],
+    weights: Sequence[float] | None = None,
+    *,
+    mean: bool,
+    divisor: float | None = None,
+    out: DTypeLike | None = None,
+) -> np.ndarray:
+    """The sums of products of terms and weights, or their means, from the definition.
+
+    Those of integers are sums modulo their size, which a mean divides in float32.
+
+    Args:
+        divisor: of the mean; by default the sum of the weights.
+        out: the dtype of the result, by default that of the terms.
+    """
+    weights = weights or [1] * len(terms)
+    divisor, out = sum(weights) if divisor is None else divisor, as_dtype(out or terms[0].dtype)
+    if terms[0].dtype.kind == "i":
+        pairs = zip(terms, weights, strict=True)
+        total = np.array(sum(term.astype(np.int64) * weight for term, weight in pairs), out)
+        return total / np.float32(divisor) if mean else total
+    products = [weighted(*pair) for pair in zip(terms, weights, strict=True) if pair[1]]
+    if mean and divisor != 1:
+        return exact_means(products, divisor, out)
+    return exact_sums(products, out)
+
+
 def fit_into(num_words: int, terms: Sequence[np.ndarray]) -> np.ndarray:
     """Whether a bit more than the bits from the least to the largest sum are those of the words."""
     wide = [term.astype(np.float64 if term.itemsize == 8 else np.float32) for term in terms]
@@ -112,11 +140,13 @@ def fit_into(num_words: int, terms: Sequence[np.ndarray]) -> np.ndarray:
     return (largest < held) & (largest < 1 << info.maxexp - 1 + info.nmant - int(info.minexp))
 
 
-def may_warn(terms: Sequence[np.ndarray]) -> bool:
-    """Whether a sum of these terms, in one call, may not fit into the words of float64."""
-    if added_in(terms[0].dtype) != np.float64:
+def may_warn(terms: Sequence[np.ndarray], weights: Sequence[float] | None = None) -> bool:
+    """Whether a sum of these products, in one call, may not fit into the words of float64."""
+    if terms[0].dtype.kind == "i" or added_in(terms[0].dtype) != np.float64:
         return False
-    return not fit_into(8, [term.reshape(-1).view(np.float64) for term in terms]).all()
+    pairs = zip(terms, weights or [1] * len(terms), strict=True)
+    products = [weighted(*pair).reshape(-1).view(np.float64) for pair in pairs if pair[1]]
+    return not fit_into(8, products).all()
 
 
 # ---- terms --------------------------------------------------------------------------------------
@@ -202,6 +232,27 @@ def adversarial_terms(
 
 # Numbers of terms, and how many of 100,000 elements have each.
 COUNTS = {1: 1000, **dict.fromkeys(range(2, 9), 12_000), 9: 8000, 17: 4000, 64: 2900, 1024: 100}
+
+
+def exact_terms(
+    num_terms: int,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    seed: int,
+    out: DTypeLike | None = None,
+    *,
+    rounded: bool = False,
+) -> list[np.ndarray]:
+    """Terms whose sums are exact: adversarial ones, or small whole numbers if sums are rounded.
+
+    Integers are of 16 bits, and any of these.
+    """
+    dtype, size = as_dtype(dtype), int(np.prod(shape))
+    if dtype.kind == "i" or rounded:
+        limit = 2**15 if dtype.kind == "i" else 9
+        rng = np.random.default_rng(seed)
+        return [each.astype(dtype) for each in rng.integers(-limit, limit, (num_terms, *shape))]
+    return [term.reshape(shape) for term in adversarial_terms(num_terms, size, dtype, seed, out)]
 
 
 def adversarial_rows(
