@@ -1,28 +1,23 @@
 """NCCL's own collectives over processes, which are threads in these tests."""
 
-import json
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from backends.cuda.process_meshes import LIBRARIES, here, on_devices, run_all
 from fake_cupy import distributed, nccl
-from fake_cupy.machine import Machine
 from support.thread_group import SharedQueues, ThreadGroup, run_processes
 
 import gradreduce as gr
-from gradreduce.backends.cuda import device as cuda
-from gradreduce.comm.process_group import ProcessGroup
-from gradreduce.device import Mesh
-from gradreduce.errors import CollectiveError, InvalidArgumentError
+from gradreduce.errors import CollectiveError
 from gradreduce.reduce import pipeline
 
+__all__ = ["here"]
 pytestmark = pytest.mark.fake_cupy
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "uint8", "int16", "int32",
@@ -36,36 +31,6 @@ PLACES = {
     "uneven": [[0, 1, 0], [2], [3, 4, 5]],
     "four processes": [[0], [1, 2], [3, 3], [4, 5, 6, 4]],
 }
-LIBRARIES = ("ours", "PyTorch's")
-Work = Callable[[Mesh, range], Any]
-
-
-@pytest.fixture
-def here(request, gpus) -> Iterator[Machine]:
-    made = gpus(getattr(request, "param", 3), num_gpus=8)
-    nccl.library.patience = 10.0
-    yield made
-    made.settle()
-    cuda._RETAINED.clear()  # memory of devices with an unfinished exchange
-
-
-def run_all(library: str, places: list[list[int]], work: Work, **options: Any) -> list[Any]:
-    """Runs ``work(mesh, replicas)`` in each process; returns the results by process."""
-    size, store = len(places), distributed.Store()
-    firsts = [sum(map(len, places[:rank])) for rank in range(size + 1)]
-
-    def run(group: ProcessGroup) -> Any:
-        rank = group.rank
-        if library != "ours":
-            ranks = [5 + 2 * each for each in range(size)]  # of a larger group
-            group = distributed.ProcessGroup("cpu:gloo,cuda:nccl", store, rank, ranks)
-        with gr.open_mesh(places[rank], backend="cuda", process_group=group, **options) as mesh:
-            return work(mesh, range(firsts[rank], firsts[rank + 1]))
-
-    if library == "ours":
-        return run_processes(size, run, gpu_library="nccl")
-    with distributed.installed():
-        return run_processes(size, run)
 
 
 def number_of(places: list[list[int]]) -> int:
@@ -84,10 +49,6 @@ def terms_of(places: list[list[int]], shape: tuple[int, ...], dtype: str) -> lis
 def sum_of(terms: list[np.ndarray], op: gr.ReduceOp) -> np.ndarray:
     total = np.sum(terms, axis=0, dtype=complex if terms[0].dtype.kind == "c" else np.float64)
     return total / (len(terms) if op is MEAN else 1)
-
-
-def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
-    return gr.PerReplica([d.upload(a) for d, a in zip(mesh, arrays, strict=True)], mesh)
 
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
@@ -224,18 +185,21 @@ def test_a_wire_dtype_halves_the_bytes(here, library):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("shard", [False, True])
-def test_steps_train_as_one_process_does(here, library, shard):
-    """Gradients are whole numbers, so that no order of additions changes their sums."""
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_steps_train_as_one_process_does(here, library, shard, algorithm):
+    """Gradients are whole numbers for NCCL, so that no order of additions changes their sums."""
     places = PLACES["uneven"]
 
     def trained(mesh, replicas):
-        variables = [gr.Variable(np.ones(n), f"v{n}", dtype="float32", device=mesh)
+        variables = [gr.Variable(np.ones(n), f"v{n}", dtype="float16", device=mesh)
                      for n in (5, 3000)]  # fmt: skip
-        ops = gr.NcclAllReduce(mesh=mesh)
-        step = gr.SyncStep(variables, gr.AdamOptimizer(0.1), ops, shard_optimizer=shard)
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        optimizer = gr.AdamOptimizer(0.1, master_dtype="float32")
+        step = gr.SyncStep(variables, optimizer, ops, shard_optimizer=shard)
         random = np.random.default_rng(0)
         for _ in range(3):
-            rows = random.integers(0, 9, (number_of(places), 3005)).astype(np.float32)
+            rows = random.standard_normal((number_of(places), 3005)) * 4
+            rows = (np.round(rows) if algorithm == "nccl" else rows).astype(np.float16)
             step([[[rows[r, :5]], [rows[r, 5:]]] for r in replicas])
         return [[each.numpy() for each in v.buffers] for v in variables], step.state_dict()
 
@@ -304,151 +268,6 @@ def test_all_gpus_of_a_process_are_in_one_group(here):
         patch.setattr(sys.modules["cupy.cuda.nccl"], "groupEnd", counted)
         run_all("ours", [[0, 1], [2, 3, 4]], work)
     assert sorted(each for each in groups if each > 3) == [8, 12]  # 4 packs on each GPU
-
-
-def test_processes_that_reduce_other_tensors_raise_before_a_launch(here):
-    def work(group):
-        mesh = gr.open_mesh([[0], [1, 2]][group.rank], backend="cuda", process_group=group)
-        ops = gr.NcclAllReduce(mesh=mesh)
-        value = on_devices(mesh, [np.full(4 + group.rank, 2.0)] * len(mesh))
-        with mesh.journal() as journal, pytest.raises(InvalidArgumentError) as caught:
-            ops.batch_reduce(SUM, [(value, value)])
-        assert not journal.launches
-        assert not journal.of("collective")
-        mesh.close()
-        return str(caught.value)
-
-    for said in run_processes(2, work, gpu_library="nccl"):
-        assert "the processes reduce different tensors: tensor 0 is float64[" in said
-
-
-def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two reductions that each process has made once, of as many bytes."""
-    ops = gr.NcclAllReduce(mesh=mesh)
-    calls = []
-    for sizes in ((6, 5), (5, 6)):
-        values = [on_devices(mesh, [np.ones(size, np.float32)] * len(mesh)) for size in sizes]
-        pairs = [(value, value) for value in values]
-        ops.batch_reduce(SUM, pairs)
-        calls.append(lambda pairs=pairs, **options: ops.batch_reduce(SUM, pairs, **options))
-    mesh.synchronize()
-    return calls[0], calls[1]
-
-
-def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
-    """NCCL adds them anyway, because they have equal numbers of bytes."""
-    end = time.monotonic() + 10
-
-    def work(mesh, replicas):
-        calls = two_calls(mesh)
-        with pytest.raises(CollectiveError) as caught:
-            while time.monotonic() < end:
-                calls[replicas[0] > 0]()
-                mesh.synchronize()
-        return str(caught.value)
-
-    for said in run_all("ours", [[0], [1, 2]], work):
-        assert "the processes reduce different tensors: tensor 0 is float32[" in said
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_process_that_does_not_come_is_named_and_the_record_shows_the_call(
-    here, library, monkeypatch, tmp_path
-):
-    """Our communicators are aborted; PyTorch must end its own."""
-    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
-    over, places = threading.Event(), [[0, 1], [2], [3, 3]]
-
-    def work(mesh, replicas):
-        call, _ = two_calls(mesh)
-        if replicas[0] == 2:
-            assert over.wait(10)
-            return ""
-        with pytest.raises(CollectiveError) as caught:
-            call(deadline=0.3)
-            mesh.synchronize()
-        met.wait(10)
-        over.set()
-        return str(caught.value)
-
-    met = threading.Barrier(2)
-    said, _, other = run_all(library, places, work)
-    for text in (said, other):
-        assert "process 1 of 3 has not come to call 2 (reduction, tensors: float32[6], " in text
-        assert "end the processes and start them again" in text
-    for path in (*tmp_path.glob("*.rank0.json"), *tmp_path.glob("*.rank2.json")):
-        entries = json.loads(path.read_text())["entries"]
-        last = [each for each in entries if each["kind"] == "collective"][-1]
-        assert (last["done"], last["tensors"]) == (False, "pack 1 of 1 (tensors 0 to 1)")
-    assert len([*tmp_path.iterdir()]) >= 2
-    for each in nccl.library.made if library != "ours" else ():
-        each.abort()  # like PyTorch's watchdog
-    assert nccl.until(lambda: {each._ended for each in nccl.library.made} == {"abort"})
-
-
-def end_silently(mesh: Mesh, machine: Machine) -> None:
-    """From now on no thread of this process posts anything, and its GPU does nothing."""
-    group = mesh.mesh_state.processes
-    group.look = lambda: None
-    group.tell_failure = group.tell_end = lambda *arguments: None
-    machine.stall(mesh[0])
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_process_that_ends_inside_a_collective_is_named_by_all(here, prepared):
-    deadline, met, ended = 0.5, threading.Barrier(3), threading.Barrier(3)
-
-    def work(mesh, replicas):
-        ops = gr.NcclAllReduce(mesh=mesh)
-        value = on_devices(mesh, [np.ones(5, np.float32)] * len(mesh))
-        step = ops.prepare(SUM, [(value, value)])
-        call = step if prepared else partial(ops.batch_reduce, SUM, [(value, value)])
-        call()
-        mesh.synchronize()
-        if replicas[0] == 1:
-            end_silently(mesh, here)
-            call()
-            met.wait(10)
-            ended.wait(10)
-            mesh.mesh_state.fail("it has ended")
-            return "", 0.0
-        met.wait(10)
-        start = time.monotonic()
-        with pytest.raises(CollectiveError) as caught:
-            call(deadline=deadline if replicas[0] == 0 else None)  # the other one only answers
-            mesh.synchronize()
-        seconds = time.monotonic() - start
-        ended.wait(10)
-        return str(caught.value), seconds
-
-    try:
-        (one, first), _, (two, second) = run_all("ours", [[0], [1], [2]], work)
-    finally:
-        here.resume()
-    assert max(first, second) < deadline + 2
-    for said in (one, two):
-        assert "process 1 of 3 has come to call " in said
-        assert "but has given no sign of life since" in said
-
-
-def test_the_timeout_of_the_mesh_ends_a_collective(here):
-    """Also without a deadline: the call returns, and a later one raises."""
-    over = threading.Event()
-
-    def work(mesh, replicas):
-        call, _ = two_calls(mesh)
-        if replicas[0]:
-            assert over.wait(20)
-            return
-        mesh.mesh_state.processes.timeout = 0.3
-        call()
-        has_failed = nccl.until(lambda: mesh.mesh_state.reason)
-        over.set()
-        assert has_failed
-        with pytest.raises(CollectiveError, match=r"0\.3 s for pack 1 .*process 1 of 2 has"):
-            call()
-
-    run_all("ours", [[0, 1], [2]], work)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

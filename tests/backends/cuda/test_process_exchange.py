@@ -4,69 +4,38 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from backends.cuda.process_meshes import LIBRARIES, here, on_devices, run_groups
 from fake_cupy import distributed, nccl
-from fake_cupy.machine import Machine
 from support.exact_data import same
-from support.thread_group import run_processes
 
 import gradreduce as gr
-from gradreduce.backends.cuda import device as cuda
 from gradreduce.comm.exchange import batches, exchange
 from gradreduce.comm.gpu_exchange import connect_gpus
 from gradreduce.comm.process_group import ProcessGroup
 from gradreduce.device import Mesh
 from gradreduce.errors import CollectiveError
 
+__all__ = ["here"]
 pytestmark = pytest.mark.fake_cupy
 SUM = gr.ReduceOp.SUM
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.int16, np.int64)
 SETTINGS = ({}, {"exact": True, "words": 2})  # two words hold three terms of `standard_normal`
 
 
-@pytest.fixture
-def here(request, gpus) -> Iterator[Machine]:
-    made = gpus(getattr(request, "param", 3))
-    nccl.library.patience = 10.0
-    yield made
-    made.settle()
-    cuda._RETAINED.clear()  # memory of devices with an unfinished exchange
-
-
 def opened(group: ProcessGroup, num_devices: int = 2, **options: Any) -> Mesh:
     return gr.open_mesh([group.rank] * num_devices, backend="cuda", process_group=group, **options)
 
 
-def run_all(size: int, work: Callable[[ProcessGroup], Any], **options: Any) -> list[Any]:
-    return run_processes(size, work, gpu_library="nccl", **options)
-
-
-def run_torch(size: int, work: Callable[[Any], Any], config: str) -> list[Any]:
-    """Runs ``work`` in each process with a PyTorch group that is a part of a larger one."""
-    store = distributed.Store()
-    ranks = [5 + 2 * rank for rank in range(size)]
-
-    def with_group(group):
-        return work(distributed.ProcessGroup(config, store, group.rank, ranks))
-
-    with distributed.installed():
-        return run_processes(size, with_group)
-
-
-def on_devices(mesh: Mesh, arrays: list[np.ndarray]) -> gr.PerReplica:
-    pairs = zip(mesh, arrays, strict=True)
-    return gr.PerReplica([device.upload(array) for device, array in pairs], mesh)
-
-
 @pytest.mark.whole_product
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
-@pytest.mark.parametrize("library", ["ours", "cuda:nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.parametrize("library", [*LIBRARIES, "cuda:nccl"])
 def test_processes_have_the_bits_of_one_without_host_memory(here, library):
     """On a lazy, an eager and a random machine, which find missing waits."""
     counts = (3, 1, 2)
@@ -103,7 +72,7 @@ def test_processes_have_the_bits_of_one_without_host_memory(here, library):
             for each in SETTINGS
         ]
         wanted = [total for ops in made for total in ops.all_reduce(grads, SUM)[0]]
-    results = run_all(3, work) if library == "ours" else run_torch(3, work, library)
+    results = run_groups(library, 3, work)
     for _, num_exchanges, found in results:
         assert num_exchanges > 0
         for total, replicas in zip(wanted, found, strict=True):
@@ -160,48 +129,27 @@ def test_rows_and_broadcasts_are_exchanged_too(here):
         mesh.close()
         return found
 
-    assert run_all(2, work) == [([2.0, 1.0], [1, 1, 1])] * 2
-
-
-def trained(mesh, first, shard):
-    variables = [
-        gr.Variable(np.ones(size), f"v{size}", dtype="float16", device=mesh) for size in (5, 3000)
-    ]
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    optimizer = gr.AdamOptimizer(0.1, master_dtype="float32")
-    step = gr.SyncStep(variables, optimizer, ops, shard_optimizer=shard)
-    random = np.random.default_rng(0)
-    for _ in range(3):
-        rows = [
-            [[random.standard_normal(v.shape).astype("f2")] for v in variables] for _ in range(4)
-        ]
-        step(rows[first : first + len(mesh)])
-    slots = step.state_dict()["optimizer"]["slots"]["v3000"]
-    return [v.buffers[-1].numpy() for v in variables], slots
+    assert run_groups("ours", 2, work) == [([2.0, 1.0], [1, 1, 1])] * 2
 
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
-def test_no_byte_of_a_sharded_step_goes_by_host_memory(here):
+def test_no_byte_of_shares_goes_by_host_memory(here):
     counts = (2, 1, 1)
-    with gr.open_mesh(4, backend="sim") as alone:
-        wanted = trained(alone, 0, False)
 
     def work(group):
         mesh = opened(group, counts[group.rank])
-        found = trained(mesh, sum(counts[: group.rank]), True)
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
         shares = [[device.upload(np.full(5, group.rank, np.float32))] for device in mesh]
         with mesh.journal() as journal:
             whole = ops.all_gather(shares)
             again = ops.reduce_scatter(whole)
         assert not {record.kind for record in journal.records} & {"upload", "download", "sync"}
-        shares = [row[0].numpy().tolist() for row in again]
+        found = [row[0].numpy().tolist() for row in again]
         mesh.close()
-        return found, shares
+        return found
 
-    for rank, (found, again) in enumerate(run_all(3, work)):
-        np.testing.assert_equal(found, wanted)
-        assert again == [[float(rank)] * 5] * counts[rank]
+    for rank, found in enumerate(run_groups("ours", 3, work)):
+        assert found == [[float(rank)] * 5] * counts[rank]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +172,7 @@ def test_where_nccl_cannot_be_used_host_memory_is(here, caplog, monkeypatch, pla
         return total.get().tolist()
 
     with caplog.at_level(logging.WARNING, "gradreduce"):
-        assert run_all(2, work) == [[2.0 * len(places[0])] * 3] * 2
+        assert run_groups("ours", 2, work) == [[2.0 * len(places[0])] * 3] * 2
     assert "init" not in here.counts
     assert f"through host memory: {said}" in caplog.messages[-1]
 
@@ -239,7 +187,7 @@ def test_an_id_that_process_0_cannot_make_is_an_error_in_all_processes(here, mon
         with pytest.raises(CollectiveError, match=r"process 0 cannot .*NCCL_ERROR_SYSTEM_ERROR"):
             opened(group)
 
-    run_all(3, work)
+    run_groups("ours", 3, work)
     assert "init" not in here.counts
 
 
@@ -260,7 +208,7 @@ def test_a_process_that_does_not_connect_ends_the_opening(here, monkeypatch):
             opened(group)
 
     try:
-        run_all(2, work, timeout=0.3)
+        run_groups("ours", 2, work, timeout=0.3)
     finally:
         begun.set()
     assert nccl.until(lambda: [each._ended for each in nccl.library.made] == ["abort"] * 2)
@@ -276,44 +224,9 @@ def test_a_first_exchange_that_does_not_end_ends_the_opening(here):
         mesh.close()
 
     try:
-        run_all(2, work, timeout=60.0)
+        run_groups("ours", 2, work, timeout=60.0)
     finally:
         here.resume()
-
-
-def two_calls(mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two reductions that each process has made once, of as many bytes."""
-    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
-    calls = []
-    for shapes in ([(6,), (5,)], [(5,), (6,)]):
-        values = [on_devices(mesh, [np.ones(shape, np.float32)]) for shape in shapes]
-        pairs = [(value, value) for value in values]
-        ops.batch_reduce(SUM, pairs)
-        calls.append(lambda pairs=pairs, **options: ops.batch_reduce(SUM, pairs, **options))
-    mesh.synchronize()
-    return calls[0], calls[1]
-
-
-def test_the_timeout_of_the_mesh_ends_an_exchange(here):
-    """Also without a deadline: the call returns, and a later one raises."""
-    over = threading.Event()
-
-    def work(group):
-        mesh = opened(group, 1)
-        call, _ = two_calls(mesh)
-        if group.rank == 1:
-            assert over.wait(10)
-        else:
-            group.timeout = 0.3
-            call()
-            has_failed = nccl.until(lambda: mesh.mesh_state.reason)
-            over.set()
-            assert has_failed
-            with pytest.raises(CollectiveError, match=r"0\.3 s for pack 1 .*process 1 of 2 has"):
-                call()
-        mesh.close()
-
-    run_all(2, work)
 
 
 @pytest.mark.parametrize("here", [0, 1, 3], indirect=True)
@@ -340,7 +253,7 @@ def test_an_exchange_is_fenced_as_a_copy_is(here):
             device.zeros((20_000,), "float64")
         mesh.close()
 
-    run_all(2, work)
+    run_groups("ours", 2, work)
 
 
 def test_a_process_leaves_when_its_exchanges_are_over(here):
@@ -353,7 +266,11 @@ def test_a_process_leaves_when_its_exchanges_are_over(here):
 
     def work(group):
         mesh = opened(group, 1)
-        call, _ = two_calls(mesh)
+        value = on_devices(mesh, [np.ones(6, np.float32)])
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        call = partial(ops.batch_reduce, SUM, [(value, value)])
+        call()
+        mesh.synchronize()
         meet.wait(10)
         queue = here.queues[mesh[0]._streams["compute"].ptr]
         queues.add(queue)
@@ -371,63 +288,8 @@ def test_a_process_leaves_when_its_exchanges_are_over(here):
         mesh.close()
 
     queues, meet = set(), threading.Barrier(2)
-    run_all(2, work)
+    run_groups("ours", 2, work)
     assert left == [False, False]
-
-
-def test_known_calls_in_another_order_are_an_error_in_both_processes(here):
-    """NCCL exchanges them anyway, because they have equal numbers of bytes."""
-    end = time.monotonic() + 10
-
-    def work(group):
-        mesh = opened(group, 1)
-        calls = two_calls(mesh)
-        with pytest.raises(CollectiveError) as caught:
-            while time.monotonic() < end:
-                calls[group.rank]()
-                mesh.synchronize()
-        mesh.close()
-        return str(caught.value)
-
-    for said in run_all(2, work):
-        assert "the processes reduce different tensors: tensor 0 is float32[" in said
-
-
-def test_one_call_in_another_order_is_found_later(here):
-    """The watchdog need not check each call, because a call's history is compared."""
-    posted = threading.Barrier(2)
-
-    def work(group):
-        mesh = opened(group, 1)
-        calls = two_calls(mesh)
-        group.look = lambda: None
-        for number in (group.rank, 1 - group.rank, 0):
-            calls[number]()
-        posted.wait(10)
-        del group.look
-        with pytest.raises(CollectiveError, match=r"before call 4 process \d made other calls"):
-            assert nccl.until(lambda: mesh.mesh_state.reason)
-            mesh.synchronize()
-        mesh.close()
-
-    run_all(2, work)
-
-
-def test_a_process_that_leaves_is_named_before_the_deadline(here):
-    def work(group):
-        mesh = opened(group, 1)
-        call, _ = two_calls(mesh)
-        if group.rank == 1:
-            mesh.close()
-            return ""
-        with pytest.raises(CollectiveError) as caught:
-            call(deadline=60)
-            mesh.synchronize()
-        mesh.close()
-        return str(caught.value)
-
-    said, _ = run_all(2, work)
-    assert "pack 1 of 1 (tensors 0 to 1): process 1: closed its mesh after 2 calls" in said
 
 
 @pytest.mark.parametrize(
@@ -438,7 +300,7 @@ def test_a_group_of_nccl_alone_that_must_send_host_memory_is_an_error(here, back
         with pytest.raises(ValueError, match=f"sends only GPU memory, but .*{said}.*make it with"):
             gr.open_mesh([0], backend=backend, process_group=group, timeout=60)
 
-    run_torch(2, work, "cuda:nccl")
+    run_groups("cuda:nccl", 2, work)
 
 
 def test_the_default_group_is_made_with_nccl_and_destroyed(here, monkeypatch):
@@ -451,34 +313,3 @@ def test_the_default_group_is_made_with_nccl_and_destroyed(here, monkeypatch):
         assert (made.config, made.destroyed) == ("cpu:gloo,cuda:nccl", False)
         mesh.close()
         assert made.destroyed
-
-
-@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])
-def test_a_process_that_does_not_come_is_named(here, is_ours):
-    """Our communicator is aborted; PyTorch must end its own exchange."""
-    over = threading.Event()
-
-    def work(group):
-        mesh = opened(group, 1, timeout=60)
-        call, _ = two_calls(mesh)
-        if group.rank == 1:
-            assert over.wait(10)
-            mesh.close()
-            return ""
-        with pytest.raises(CollectiveError) as caught:
-            call(deadline=0.3)
-            mesh.synchronize()
-        over.set()
-        assert not is_ours or mesh.mesh_state.library_finished(10)
-        mesh.close()
-        return str(caught.value)
-
-    said, _ = run_all(2, work) if is_ours else run_torch(2, work, "cuda:nccl")
-    assert "the deadline of 0.3 s for" in said
-    assert "pack 1 of 1 (tensors 0 to 1)" in said
-    assert "process 1 of 2 has not come to call 2 (reduction, tensors: float32[6], " in said
-    assert "end the processes and start them again" in said
-    assert [each._ended for each in nccl.library.made] == ["abort" if is_ours else ""] * 2
-    for each in nccl.library.made:
-        if not is_ours:
-            each.abort()  # like PyTorch's watchdog
