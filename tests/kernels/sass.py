@@ -50,6 +50,9 @@ ADD_WORDS = (0, 3)  # numbers of words
 THREADS_PER_BLOCK, THREADS_PER_WARP, THREADS_PER_PROCESSOR = 256, 32, 2048
 PARTITIONS, REGISTERS_PER_PARTITION, REGISTER_UNIT = 4, 16384, 256
 
+# In a clock of 1.7 GHz, of each of the 132 multiprocessors of an H100: 3.0 TB/s, measured 2026-11.
+COPIED_BYTES = 3.0e12 / 132 / 1.7e9
+
 Key = tuple[int, int, str]  # NVRTC, architecture, name
 MEMORY = re.compile(r"(LD|ST)[GLS]?\.[\w.]*")
 
@@ -63,6 +66,21 @@ def blocks_per_processor(registers: int) -> int:
     warps = REGISTERS_PER_PARTITION // of_warp * PARTITIONS
     blocks = warps // (THREADS_PER_BLOCK // THREADS_PER_WARP)
     return min(blocks, THREADS_PER_PROCESSOR // THREADS_PER_BLOCK)
+
+
+def share_of_copy(issued: tuple[int, int], nbytes: int) -> float:
+    """The speed over that of a copy, if only memory or the issue of instructions limits it.
+
+    Of an H100: a multiprocessor issues an instruction of four warps in each clock; 128 lanes add
+    and multiply floats, and 64 do other arithmetic. Source: NVIDIA H100 whitepaper, 2022.
+
+    Args:
+        issued: instructions of a warp, as in ``Listing``.
+        nbytes: that a thread of the warp moves with them.
+    """
+    floats, others = issued
+    clocks = max((floats + others) / 4, others / 2)
+    return min(1.0, nbytes * THREADS_PER_WARP / COPIED_BYTES / clocks)
 
 
 def load_batches(instructions: Iterable[tuple[str, str]], *, wide: bool = True) -> tuple[int, ...]:
@@ -98,6 +116,8 @@ class Listing:
     batches: tuple[int, ...]
     # Other loads before the first use, of the loop without 16-byte accesses that has most of them.
     unaligned: tuple[int, ...]
+    # Of the loops with 16-byte accesses: float32 additions and products, and other instructions.
+    issued: tuple[int, int]
 
     @classmethod
     def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
@@ -127,7 +147,13 @@ class Listing:
             max((load_batches(text, wide=wide) for text in some), key=sum, default=())
             for some, wide in ((of_loops, True), (narrow, False))
         ]
-        return cls(sum(counted.values(), Counter()), within, *batches)
+        wide = [
+            name.partition(".")[0] for text in of_loops for name, _ in text
+            if any(each.endswith(".128") for each, _ in text)
+        ]  # fmt: skip
+        floats = sum(name in ("FADD", "FMUL", "FFMA") for name in wide)
+        issued = floats, len(wide) - floats
+        return cls(sum(counted.values(), Counter()), within, *batches, issued)
 
     def number(self, kind: str, *, wide: bool) -> int:
         """The number of loads (``LD``) or stores (``ST``) with 16 bytes, or with another size."""

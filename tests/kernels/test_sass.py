@@ -5,18 +5,22 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from kernels.nvrtc import WHEELS
+from kernels.nvrtc import WHEELS, compiled
 from kernels.sass import (
     ARCHITECTURES,
     RECORD,
     VERSIONS,
     blocks_per_processor,
+    disassembled,
     load_batches,
     measured,
+    share_of_copy,
     templates,
 )
 
+from gradreduce.device.run.kernel import kernel_text
 from gradreduce.ops import KERNELS
+from gradreduce.ops.exact_sum import EXACT_SUM
 
 NAMES = [kernel.expression(template) for kernel in KERNELS for template in templates(kernel)]
 
@@ -55,6 +59,27 @@ def test_a_known_number_of_inputs_is_loaded_before_the_first_use():
     found = {name: figures[3] for (*_, name), figures in RECORD.items() if known.match(name)}
     assert found
     assert {name: batches for name, batches in found.items() if "+" in batches} == {}
+
+
+# Terms of exact_sum<float, float, N>: instructions for a vector of each, as in ``Listing.issued``.
+ISSUED = {2: (48, 112), 3: (84, 121), 4: (120, 132), 5: (156, 143), 6: (192, 154), 7: (228, 165),
+          8: (264, 176)}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_terms", ISSUED)
+def test_the_instructions_of_exact_sums_take_less_time_than_memory(num_terms):
+    """As sums of float32 of which no element goes on to the integer."""
+    assert share_of_copy(ISSUED[num_terms], 16 * (num_terms + 1)) >= 0.9
+    assert share_of_copy((4000, 0), 16 * (num_terms + 1)) < 0.9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.nvrtc(f"{WHEELS[12]}=={VERSIONS[12]}")
+def test_the_instructions_of_exact_sums_are_those_that_are_compiled():
+    names = [EXACT_SUM.expression(("float32", "float32", count)) for count in ISSUED]
+    entries = compiled(kernel_text("exact_sum"), names, 90, 12).entries
+    listings = disassembled([entries[name].code for name in names], 90)
+    assert [listing.issued for listing in listings] == list(ISSUED.values())
 
 
 @pytest.mark.repo
