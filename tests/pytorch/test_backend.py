@@ -194,8 +194,8 @@ def test_a_failed_sum_ends_a_backward_of_ddp_by_its_error(group, monkeypatch):
     assert re.fullmatch(r"It was about allreduce \d+ of .*", caught.value.__notes__[0])
 
 
-def test_a_callback_may_not_call_its_own_group(group, monkeypatch):
-    """It runs in the thread of the group, which would wait for itself."""
+def test_a_callback_may_call_its_own_group(group, monkeypatch):
+    """It runs in the thread of the group, before the calls that were submitted meanwhile."""
     dist, call, attached = torch.distributed, group._sums.all_reduce, threading.Event()
 
     def late(*arguments):
@@ -203,13 +203,19 @@ def test_a_callback_may_not_call_its_own_group(group, monkeypatch):
         return call(*arguments)
 
     monkeypatch.setattr(group._sums, "all_reduce", late)
-    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
-    after = future.then(lambda done: dist.all_reduce(done.value()[0]))
+    order, (one, two, three) = [], [torch.full((2,), each) for each in (1.0, 2.0, 3.0)]
+
+    def then(_):
+        dist.all_reduce(two, async_op=True).wait(datetime.timedelta(seconds=20))
+        order.append("two")
+        return two
+
+    after = dist.all_reduce(one, async_op=True).get_future().then(then)
+    last = dist.all_reduce(three, async_op=True).get_future().then(lambda _: order.append("three"))
     attached.set()
-    with pytest.raises(RuntimeError, match="allreduce was called by a callback of a future"):
-        after.wait()
-    dist.all_reduce(tensor := torch.ones(2))
-    assert tensor.tolist() == [1.0, 1.0]
+    assert after.wait() is two
+    last.wait()
+    assert order == ["two", "three"]
 
 
 def test_a_group_ends_although_its_last_call_fails(group, monkeypatch):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from threading import current_thread
 from typing import Any
 
 import torch
@@ -203,15 +202,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
             name: the method.
             tensors: all that the call reads or writes.
             call: returns the value of the work's future.
-
-        Raises:
-            RuntimeError: this thread is the worker's, which would wait for itself.
         """
-        if current_thread() is self._worker.thread:
-            raise RuntimeError(
-                f"{name} was called by a callback of a future of the same group, whose thread runs "
-                "the callback: make the call after the future, or in another group"
-            )
         devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
         number = next(self._numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -66,24 +66,21 @@ class BackwardWorker:
     Args:
         in_thread: whether a thread runs the calls. If not, ``submit`` runs them, which is faster if
             they do not wait for other processes.
-
-    Attributes:
-        thread: the thread; None: there is none.
     """
 
     def __init__(self, *, in_thread: bool) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._tasks: SimpleQueue[Task | None] | None = None
-        self.thread: Thread | None = None
+        self._thread: Thread | None = None
         if in_thread:
             self._tasks = SimpleQueue()
             finalize(self, self._tasks.put, None)
             arguments = (self._tasks,)
-            self.thread = Thread(target=_run, args=arguments, name="gradreduce.torch", daemon=True)
-            self.thread.start()
+            self._thread = Thread(target=_run, args=arguments, name="gradreduce.torch", daemon=True)
+            self._thread.start()
 
     def submit(self, call: Callable[[], object], streams: Iterable[Any]) -> Task:
-        """Submits a call.
+        """Submits a call. The thread itself, in a callback of a future, runs it at once.
 
         Args:
             call: the call; ``Task.wait`` raises its error.
@@ -97,7 +94,7 @@ class BackwardWorker:
             own.append(self._streams[stream.device])
             own[-1].wait_stream(stream)
         task = Task(call, own)
-        if self._tasks is None:
+        if self._tasks is None or current_thread() is self._thread:
             task.run()
         else:
             self._tasks.put(task)

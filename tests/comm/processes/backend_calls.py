@@ -206,6 +206,23 @@ def in_order(group: Any) -> None:
     assert futures[-1].wait() == expected == tensor[0]
 
 
+def callbacks(reference: Reference, group: Any) -> None:
+    """Callbacks call their own group; each process makes the calls in the same order."""
+    me = dist.get_rank()
+    terms = [partial(random, shape=(5,), seed=seed) for seed in range(6)]
+    found = [term(me) for term in terms]
+    futures = []
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        future = dist.all_reduce(first, group=group, async_op=True).get_future()
+
+        def add(_: Any, tensor: torch.Tensor = second) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        futures.append(future.then(add))
+    torch.futures.wait_all(futures)
+    assert all(map(torch.equal, found, [reference.of(term, SUM) for term in terms]))
+
+
 def mistakes(group: Any) -> None:
     rank = dist.get_rank(group)
     message = r"different tensors: tensor 0 is float32\[\d\] in process \d, float32\[\d\] in"
@@ -270,7 +287,7 @@ def main() -> None:
     for ranks, group in ((world, dist.group.WORLD), ([0, 1], pair)):
         if dist.get_rank() in ranks:
             reference = Reference(ranks, wire_dtype="float32")
-            for check in (sums, shares, spellings, repeated, coalesced):
+            for check in (sums, shares, spellings, repeated, coalesced, callbacks):
                 check(reference, group)
             for check in (other_sums, copies, messages):
                 check(group, ranks)

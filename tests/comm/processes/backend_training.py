@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -84,6 +85,21 @@ def ddp(
     if hook is not None:
         model.register_comm_hook(groups[backend], hook)
     train(model, kind, sgd(net))
+    return weights(net)
+
+
+def power_sgd(backend: str, kind: str) -> list[torch.Tensor]:
+    """Its callbacks call the group. Over gloo two buckets may wait for each other for ever."""
+    net = Net(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
+        model = DistributedDataParallel(net, process_group=groups[backend])
+    state = powerSGD_hook.PowerSGDState(
+        groups[backend], start_powerSGD_iter=2, min_compression_rate=1
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(model, kind, sgd(net), 4)
+    assert kind == "integers" or state.p_memory_dict, "nothing was compressed"
     return weights(net)
 
 
@@ -172,6 +188,7 @@ def cases() -> Iterator[tuple[str, Callable[[str, str], list[torch.Tensor]]]]:
     yield "views", partial(ddp, gradient_as_bucket_view=True)
     yield "all-reduce hook", partial(ddp, hook=default_hooks.allreduce_hook)
     yield "float16 hook", partial(ddp, hook=default_hooks.fp16_compress_hook)
+    yield "PowerSGD hook", power_sgd
     yield "join", joined
     yield "no_sync", accumulated
     yield "compile", compiled
@@ -213,11 +230,33 @@ def exact() -> None:
     train(gr.torch.DataParallel(net, mesh, ops=ops), "random", sgd(net), 20)
     found["DataParallel"] = digest_of(net)
     assert len(set(found.values())) == 1, found
+    if dist.get_world_size() == 4:
+        hybrid = [hybrid_digest(layers) for layers in (True, True, False)]
+        assert len(set(hybrid)) == 1 and hybrid[0] not in found.values(), (hybrid, found)
     net = Net("random")
     train(DistributedDataParallel(net), "random", sgd(net), 20)
     if dist.get_world_size() > 2:  # of two terms the sum is always exact
         assert digest_of(net) != found["DataParallel"]
     mesh.close()
+
+
+def hybrid_digest(layers: bool) -> str:
+    """Returns the digest of HSDP with exact sums over two copies of two shards."""
+    options = {"pg_options": gr.torch.BackendOptions(exact=True)}
+    copies = [dist.new_group([each, each + 2], **options) for each in range(2)]
+    shards = [dist.new_group([each, each + 1], **options) for each in (0, 2)]
+    rank = dist.get_rank()
+    mesh = DeviceMesh.from_group(
+        [copies[rank % 2], shards[rank // 2]],
+        "cpu",
+        mesh=torch.arange(4).view(2, 2),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    net = Net("random")
+    for layer in net.layers if layers else ():
+        fully_shard(layer, mesh=mesh)
+    train(fully_shard(net, mesh=mesh), "random", sgd(net), 20)
+    return digest_of(net)
 
 
 def compare(name: str, kind: str, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
