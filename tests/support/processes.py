@@ -64,7 +64,7 @@ def run_fault(
     return run(launcher, size, str(FAULT_PROGRAM), launcher, fault, call, str(deadline))
 
 
-def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
+def run(launcher: str, size: int, *script: str, restarts: int = 0, seconds: float = RUN_S) -> Run:
     """Runs a script in several processes; fails if it hangs, or if a process does not end."""
     python, number = sys.executable, str(size)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
@@ -76,7 +76,7 @@ def run(launcher: str, size: int, *script: str, restarts: int = 0) -> Run:
         "slurm": [python, "-c", SRUN, number],
     }[launcher]
     run_id = uuid.uuid4().hex
-    return result_of(start([*command, *script], run_id), run_id)
+    return result_of(start([*command, *script], run_id), run_id, seconds)
 
 
 def start(command: Sequence[str], run_id: str, **variables: str) -> subprocess.Popen[str]:
@@ -103,10 +103,10 @@ def start(command: Sequence[str], run_id: str, **variables: str) -> subprocess.P
     )
 
 
-def result_of(program: subprocess.Popen[str], run_id: str) -> Run:
+def result_of(program: subprocess.Popen[str], run_id: str, seconds: float = RUN_S) -> Run:
     """Waits for the end of a run, and for all of its processes."""
     try:
-        text, _ = program.communicate(timeout=RUN_S)
+        text, _ = program.communicate(timeout=seconds)
         end = time.monotonic() + LEAVE_S
         while (left := list(processes_of(run_id))) and time.monotonic() < end:
             time.sleep(0.02)

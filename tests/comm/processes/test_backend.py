@@ -1,13 +1,13 @@
 """The backend ``"gradreduce"`` of ``torch.distributed``, in processes of torchrun."""
 
+import json
 from pathlib import Path
 
 import pytest
 from support.processes import run
 
 pytestmark = pytest.mark.torch
-
-
+SECONDS = 240.0  # the most; a training of four processes takes 50 s of two cores
 # Tests of PyTorch's wheel that need no GPU, with three processes and without a profiler.
 SAMPLE = [
     "test_all_reduce_sum", "test_all_reduce_sum_async", "test_all_reduce_product",
@@ -15,29 +15,22 @@ SAMPLE = [
     "test_all_gather", "test_broadcast", "test_barrier_full_group", "test_scatter",
     "test_send_recv_any_source", "test_batch_isend_irecv_gloo_tags",
 ]  # fmt: skip
-OTHERS = [
-    "test_all_gather_coalesced_complex", "test_all_gather_coalesced_full_group",
-    "test_all_gather_coalesced_simple", "test_all_gather_coalesced_with_empty",
-    "test_all_gather_complex", "test_all_gather_full_group", "test_all_gather_object_default_pg",
-    "test_all_gather_object_subgroup", "test_all_reduce_coalesced_full_group_max",
-    "test_all_reduce_coalesced_full_group_min", "test_all_reduce_coalesced_full_group_product",
-    "test_all_reduce_coalesced_full_group_sum", "test_all_reduce_coalesced_max",
-    "test_all_reduce_coalesced_max_complex_unsupported", "test_all_reduce_coalesced_min",
-    "test_all_reduce_coalesced_product", "test_all_reduce_complex_unsupported_ops",
-    "test_all_reduce_full_group_max", "test_all_reduce_full_group_min",
-    "test_all_reduce_full_group_product", "test_all_reduce_full_group_sum", "test_all_reduce_max",
-    "test_all_reduce_min", "test_barrier", "test_batch_isend_irecv_gloo",
-    "test_broadcast_full_group", "test_gather", "test_gather_checks", "test_isend",
-    "test_reduce_full_group_max", "test_reduce_full_group_min",
-    "test_reduce_full_group_product", "test_reduce_full_group_sum", "test_reduce_max",
-    "test_reduce_min", "test_reduce_product", "test_reduce_sum", "test_scatter_checks",
-    "test_scatter_complex", "test_scatter_object_list", "test_send_recv",
-    "test_send_recv_with_tag",
-]  # fmt: skip
+# Of all 285 tests of 2.13 gloo passes 114 without GPUs. Some need 8 processes.
+PARTS, MOST_PROCESSES = 24, 8
+MONITORED = (
+    "test_monitored_barrier_failure_order", "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_rank_0_timeout", "test_monitored_barrier_gloo_subgroup",
+    "test_monitored_barrier_wait_all_ranks",
+)  # fmt: skip
+WAIVED = {
+    "test_get_backend": "the backend has another name than gloo",
+    **dict.fromkeys(MONITORED, "PyTorch allows monitored_barrier for gloo alone"),
+}
 
 
 def check(size, program, *arguments):
-    done = run("torchrun", size, str(Path(__file__).with_name(program)), *arguments)
+    script = str(Path(__file__).with_name(program))
+    done = run("torchrun", size, script, *arguments, seconds=SECONDS)
     assert done.returncode == 0, done.text
     assert done.text.count("done") == size
 
@@ -51,9 +44,24 @@ def test_training_gives_the_weights_of_gloo(size, tmp_path):
     check(size, "backend_training.py", str(tmp_path))
 
 
+def outcomes(size, *names):
+    """Returns the outcomes of those tests that gloo passes."""
+    script = str(Path(__file__).with_name("backend_torch_tests.py"))
+    done = run("none", 1, script, size, *names, seconds=SECONDS)
+    assert done.returncode == 0, done.text
+    return json.loads(done.text.splitlines()[-1])
+
+
 @pytest.mark.expecttest
-@pytest.mark.parametrize(
-    "names", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["sample", "others"]
-)
-def test_tests_of_pytorch_pass(names):
-    check(3, "backend_torch_tests.py", *names)
+def test_a_sample_of_the_tests_of_pytorch_passes():
+    assert outcomes("3", *SAMPLE) == dict.fromkeys(SAMPLE, "passed")
+
+
+@pytest.mark.expecttest
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_tests_of_pytorch_that_gloo_passes_pass(part):
+    found = outcomes(str(MOST_PROCESSES), f"{part}/{PARTS}")
+    failed = {name: text for name, text in found.items() if text != "passed"}
+    assert failed.keys() == found.keys() & WAIVED.keys(), failed
+    assert len(found) >= 2
