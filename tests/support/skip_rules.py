@@ -29,6 +29,8 @@ LIBRARIES = (
     "ray",
     "safetensors",
     "expecttest",
+    "lightning",
+    "accelerate",
     "uv",
 )  # markers with their names
 

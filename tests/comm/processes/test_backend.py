@@ -65,3 +65,14 @@ def test_all_tests_of_pytorch_that_gloo_passes_pass(part):
     failed = {name: text for name, text in found.items() if text != "passed"}
     assert failed.keys() == found.keys() & WAIVED.keys(), failed
     assert len(found) >= 2
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param("lightning", marks=pytest.mark.lightning),
+        pytest.param("accelerate", marks=pytest.mark.accelerate),
+    ],
+)
+def test_other_libraries_train_to_the_weights_of_gloo(library):
+    check(2, "backend_libraries.py", library)
