@@ -132,6 +132,7 @@ LATE = {
     "cli/pictures.py": {"new_figure"},
     "device/mesh.py": {"flat_buffer"},
     "comm/description.py": {"digest_of"},
+    "optim/agn/simulate.py": {"__init__"},  # numpy.random
     "cli/system_info.py": {"_gpus", "_import_version", "_read_version", "find_system_info"},
 }
 LATE_IN_NUMPY = np.__numpy_submodules__ - {"dtypes", "exceptions", "lib", "linalg"}

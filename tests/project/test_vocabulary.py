@@ -33,6 +33,7 @@ ALLOWED = {
     "gather": "all_gather _all_gather torch/*",  # the collective, and by index
     "scatter": "reduce_scatter _reduce_scatter ReduceScatter torch/*",  # the collective
     "gathered": "gathered",
+    "lost": "lost",  # messages of a simulated network
     "pull": "optim/agn/* ray/*",  # of AGN
     "push": "optim/agn/* ray/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",

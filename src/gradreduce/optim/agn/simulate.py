@@ -35,7 +35,7 @@ from .push import PushConfig
 from .rounds import PushKind, as_options
 
 Values = dict[str, np.ndarray]
-Gradient = Callable[[Values, int, np.random.Generator], Mapping[str, Any]]
+GradientFunction = Callable[[Values, int, np.random.Generator], Mapping[str, Any]]
 _CONFIG = PushConfig(None, "a simulated worker")
 
 
@@ -55,6 +55,10 @@ class CenterFaults:
         late_seconds: virtual seconds.
         partitions: tuples of begin, end (virtual seconds) and share: between them no message of
             this share of the workers arrives.
+
+    Example:
+        >>> gr.CenterFaults(crashes=0.02, partitions=[(100, 200, 0.25)]).restart_seconds
+        10.0
     """
 
     slowest: float = 1.0
@@ -96,7 +100,7 @@ class CenterRun:
 
 def simulate_center(  # noqa: PLR0913  # options of one call
     start: Mapping[str, Any],
-    gradient: Gradient,
+    gradient: GradientFunction,
     *,
     num_workers: int,
     num_pushes: int | None = None,
@@ -184,7 +188,7 @@ class _Timing(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Worker:
+class _SimulatedWorker:
     """A simulated worker.
 
     Attributes:
@@ -217,7 +221,7 @@ class _Simulation:
         self,
         state: CenterState,
         start: Values,
-        gradient: Gradient,
+        gradient: GradientFunction,
         timing: _Timing,
         num_workers: int,
         period: int,
@@ -225,7 +229,7 @@ class _Simulation:
         seed: int,
     ) -> None:
         self._state, self._gradient, self._timing = state, gradient, timing
-        self._period, self._rate = period, as_positive("learning_rate", learning_rate)
+        self._period, self._lr = period, as_positive("learning_rate", learning_rate)
         self._inner: Optimizer = GradientDescentOptimizer(learning_rate)
         self._random = np.random.default_rng(seed)  # of faults and the network
         self._now, self._numbers = 0.0, count()
@@ -233,7 +237,7 @@ class _Simulation:
         self._log = hashlib.sha256()
         shares = np.linspace(0, 1, num_workers)
         self._workers = [
-            _Worker(
+            _SimulatedWorker(
                 task,
                 timing.step_seconds * timing.faults.slowest ** float(share),
                 np.random.default_rng([seed, task]),
@@ -311,22 +315,22 @@ class _Simulation:
 
     # -- a worker ---------------------------------------------------------------------------------
 
-    def _ask(self, worker: _Worker, message: Values | None) -> None:
+    def _ask(self, worker: _SimulatedWorker, message: Values | None) -> None:
         """Sends a push, or a pull if there is no message, until an answer arrives."""
         worker.request += 1
         worker.waits, worker.kept = True, message
         self._try(worker, worker.request)
 
-    def _try(self, worker: _Worker, request: int) -> None:
+    def _try(self, worker: _SimulatedWorker, request: int) -> None:
         if not worker.waits or worker.request != request:
             return
-        serve = partial(self._serve, worker, request, worker.kept, worker.pulled_at)
-        self._send("request", worker.task, serve)
+        arguments = worker, request, worker.kept, worker.pulled_at
+        self._send("request", worker.task, partial(self._serve, *arguments))
         again = 100 * self._timing.latency + worker.step_seconds
         self._after(again, "timeout", worker.task, partial(self._try, worker, request))
 
     def _receive(
-        self, worker: _Worker, request: int, values: Values, pulled_at: int, is_push: bool
+        self, worker: _SimulatedWorker, request: int, values: Values, pulled_at: int, is_push: bool
     ) -> None:
         """Handles an answer: begins the next period."""
         if not worker.waits or worker.request != request:
@@ -347,7 +351,7 @@ class _Simulation:
         compute = partial(self._compute, worker, request)
         self._after(seconds, "period", worker.task, compute)
 
-    def _crash(self, worker: _Worker, num_answers: int, request: int) -> None:
+    def _crash(self, worker: _SimulatedWorker, num_answers: int, request: int) -> None:
         if worker.num_answers != num_answers or worker.request > request + 1:
             return  # it has ended its period already
         worker.request += 1  # answers to the old request are ignored
@@ -355,7 +359,7 @@ class _Simulation:
         restart = self._timing.faults.restart_seconds
         self._after(restart, "restart", worker.task, partial(self._ask, worker, None))
 
-    def _compute(self, worker: _Worker, request: int) -> None:
+    def _compute(self, worker: _SimulatedWorker, request: int) -> None:
         """Makes the local steps of a period, and pushes."""
         if worker.waits or worker.request != request:
             return
@@ -364,14 +368,16 @@ class _Simulation:
         for _ in range(self._period):
             for name, grad in self._gradient(values, worker.task, worker.random).items():
                 sums[name] += grad
-                values[name] -= self._rate * np.asarray(grad, values[name].dtype)
+                values[name] -= self._lr * np.asarray(grad, values[name].dtype)
         if self._state.options.push == "delta":
             sums = {name: worker.values[name] - value for name, value in values.items()}
         self._ask(worker, sums)
 
     # -- the center -------------------------------------------------------------------------------
 
-    def _serve(self, worker: _Worker, request: int, message: Values | None, pulled_at: int) -> None:
+    def _serve(
+        self, worker: _SimulatedWorker, request: int, message: Values | None, pulled_at: int
+    ) -> None:
         """Handles a request at the center; a repeated push is not applied again."""
         last, is_applied = self._answers.get(worker.task, (0, False))
         if request < last or (request == last and is_applied is None):
@@ -396,7 +402,7 @@ class _Simulation:
             self._look_at_round()
         self._last_push = variables.last_push
 
-    def _end_push(self, worker: _Worker, request: int, is_applied: bool) -> None:
+    def _end_push(self, worker: _SimulatedWorker, request: int, is_applied: bool) -> None:
         self._applied[worker.task] += is_applied
         self._num_dropped += not is_applied
         if self._answers[worker.task][0] == request:  # else it has pushed again
@@ -404,7 +410,7 @@ class _Simulation:
         self._log.update(f"{'applied' if is_applied else 'dropped'} {worker.task};".encode())
         self._answer(worker, request, is_push=is_applied)
 
-    def _answer(self, worker: _Worker, request: int, *, is_push: bool) -> None:
+    def _answer(self, worker: _SimulatedWorker, request: int, *, is_push: bool) -> None:
         values = {name: var.numpy() for name, var in self._state.variables.items()}
         pulled_at = self._state.progress.num_pushes
         receive = partial(self._receive, worker, request, values, pulled_at, is_push)
