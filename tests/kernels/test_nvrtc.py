@@ -34,6 +34,8 @@ PLAIN = (FOR_ALL, "add_n", "pack", "segment_sum")
 PARAMETERS = ("version", "kernel", "arch", "templates")
 # Read in another type than written, or once for a whole chunk: tested by other tests.
 APART = ("square_sum", "clip")
+# Divisions of 64 bits: for each chunk, vector and element of a tail; of take_rows for each chunk.
+DIVISIONS = {"segment_sum": 4, "square_sum": 3, "take_rows": 2}
 READ_ONE = ("pack", "scale", "divide", "take_rows")
 VECTORS = {"LDG.E.128", "STG.E.128"}
 
@@ -172,6 +174,7 @@ def test_nothing_is_spilled_shared_fused_or_flushed(version, kernel, templates, 
     for entry in program.entries.values():
         found = re.findall(r"\.param \.(.*?) ?\w+_param_\d+(\[\d+\])?", entry.parameters)
         assert [" ".join(filter(None, part)) for part in found] == expected
+        assert len(re.findall(r"\bdiv\.[us]64", entry.body)) <= DIVISIONS.get(kernel.name, 0)
 
 
 @programs_of(*ARCHITECTURES)
