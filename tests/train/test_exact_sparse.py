@@ -89,14 +89,6 @@ def test_rows_have_the_bits_that_arrays_have(name, counts, shard, seed):
     assert found[:2] == wanted[:2]
 
 
-@pytest.mark.parametrize("counts", [(1,), (2,), (8,), (2, 2)], ids=str)
-def test_the_number_of_replicas_does_not_change_a_sum(counts):
-    """The weights of all terms are equal, so that any number of replicas has the same mean."""
-    options = {"weights": 1.5}
-    wanted = train([4], dense=True, **options)
-    assert train(counts, **options)[0] == wanted[0]
-
-
 @pytest.mark.parametrize(("before", "after"), [((4,), (4,)), ((4,), (1, 3)), ((2, 2), (4,))])
 def test_a_state_with_rows_that_wait_continues(before, after):
     wanted = train([4], num_required=8)
@@ -117,20 +109,6 @@ def make_step(mesh, check_finite=False, **options):
 
 def rows(*values):
     return gr.IndexedSlices(np.float32(values)[:, None], [3] * len(values))
-
-
-@pytest.mark.parametrize("words", [2, 3])
-def test_a_row_that_does_not_fit_warns_and_names_the_variable(words):
-    with gr.open_mesh(2, backend="sim", strict=True) as mesh:
-        step = make_step(mesh, words=words)
-        terms = [[[rows(1.0, 2.0**-30), rows(2.0**-60)]], [[rows(-1.0, 0)]]]
-        if words == 2:
-            with pytest.warns(gr.InexactSumWarning, match="'table'"):
-                step(terms)
-        else:
-            step(terms)
-            mean = (2.0**-30 + 2.0**-60) / 2
-            assert step.variables[0].numpy()[3] == np.float32(-mean)
 
 
 def test_a_term_that_is_not_finite_adds_nothing():
