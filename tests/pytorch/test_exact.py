@@ -172,30 +172,6 @@ def test_gradients_are_sums_rounded_once(devices, processes, weighted, dtype):
                 assert np.array_equal(grad.double().numpy(), wanted)
 
 
-def names_with_gradients(net):
-    return [name for name, each in net.named_parameters() if each.grad is not None]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_parameter_of_one_replica_has_a_gradient_in_all_and_others_stay_none(processes):
-    def work(group):
-        with gr.open_mesh(2, backend="sim", process_group=group) as mesh:
-            dp, found = make(Net(), mesh), []
-            for step in range(3):
-                for replica, net in enumerate(dp.replicas, 2 * mesh.process_index):
-                    used = [net.first, net.last, net.sometimes][(replica + step) % 3]
-                    (net.first if step == 2 else used).bias.sum().backward()
-                found.append([names_with_gradients(net) for net in dp.replicas])
-                dp.zero_grad(set_to_none=True)
-            return found
-
-    names = ["first.bias", "last.bias", "sometimes.bias"]
-    for first, second, third in run_processes(processes, work):
-        used = [names[:2], names[1:]] if processes == 1 else [names, names]
-        assert (first, second) == ([used[0]] * 2, [used[1]] * 2)
-        assert third == [["first.bias"]] * 2
-
-
 # ---- what is kept, and what is dropped ----------------------------------------------------------
 
 
@@ -204,51 +180,8 @@ def run_all(dp, number=0, weighted=False):
     return gradients(dp)
 
 
-def has_no_gradients(dp):
-    return all(each.grad is None for each in dp.parameters())
-
-
 def fails(_):
     raise MemoryError("of the user")
-
-
-def failing(dp):
-    """The backward of the second replica fails in its last layer, after some gradients."""
-    loss_of(dp.replicas[0], 2).backward()
-    handle = dp.replicas[1].first.weight.register_hook(fails)
-    with pytest.raises(MemoryError):
-        loss_of(dp.replicas[1], 3).backward()
-    handle.remove()
-
-
-DROPS = {
-    "zero_grad": lambda dp: dp.zero_grad(),
-    "set_to_none": lambda dp: dp.zero_grad(set_to_none=True),
-    "some replicas": lambda dp: (loss_of(dp.replicas[0], 2).backward(), dp.zero_grad()),
-    "an error": lambda dp: (failing(dp), dp.zero_grad()),
-    "an error, and None": lambda dp: (failing(dp), torch.optim.SGD(dp.parameters()).zero_grad()),
-}
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("how", DROPS)
-def test_sums_of_a_step_that_is_dropped_are_forgotten(mesh, how, weighted):
-    dp = make(Net(), mesh)
-    wanted = run_all(dp, 4, weighted)
-    dp.zero_grad(set_to_none=True)
-    for _ in range(2):
-        with dp.no_sync(), dp.weight(5) if weighted else nullcontext():
-            for net in dp.replicas:
-                loss_of(net, 9).backward()
-                assert has_no_gradients(dp)
-        DROPS[how](dp)
-        run_all(dp, 4, weighted)
-        for net in dp.replicas:
-            for grad, same in zip(gradients(net), wanted, strict=False):
-                assert (
-                    torch.equal(grad, same) if same is not None else grad is None or not grad.any()
-                )
-        dp.zero_grad(set_to_none=True)
 
 
 def test_the_zero_grad_of_an_optimizer_drops_no_sums(mesh):
@@ -262,49 +195,6 @@ def test_the_zero_grad_of_an_optimizer_drops_no_sums(mesh):
                 loss_of(net, number + micro).backward()
             torch.optim.SGD(dp.parameters()).zero_grad() if micro == 0 else None
     assert_equal(gradients(dp), wanted)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_backward_that_failed_in_one_process_is_repeated(processes):
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = make(Net(), mesh)
-            for fails_in in (processes - 1, None):
-                if fails_in == mesh.process_index:
-                    handle = dp.module.first.weight.register_hook(fails)
-                    with pytest.raises(MemoryError):
-                        loss_of(dp, 9).backward()
-                    handle.remove()
-                dp.zero_grad(set_to_none=True)
-                loss_of(dp, mesh.process_index).backward()
-            return digest(gradients(dp))
-
-    assert len({*run_processes(processes, work)}) == 1
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_weights_of_0_are_an_error_that_changes_nothing(processes):
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = make(Net(), mesh)
-            for net in (dp.module.first, dp.module.never):
-                for parameter in net.parameters():
-                    parameter.grad = torch.full_like(parameter, -0.0)
-            before = gradients(dp)
-            with pytest.raises(ValueError, match="all micro-batches of this step are 0"):
-                with dp.no_sync(), dp.weight(0):
-                    loss_of(dp, 3).backward()
-                with dp.weight(0):
-                    loss_of(dp, 3, weighted=True).backward()
-            assert_equal(gradients(dp), before)
-            assert str(gradients(dp)) == str(before)  # -0.0
-            dp.module.zero_grad()
-            with dp.weight(2 * (1 - mesh.process_index)):
-                dp.module.first.bias.sum().backward()
-            assert dp.module.first.bias.grad.tolist() == [1.0] * 9
-            return names_with_gradients(dp.module)
-
-    assert run_processes(processes, work) == [["first.bias"]] * processes
 
 
 def test_a_micro_batch_of_weight_0_changes_no_bit_of_a_sum(mesh):
@@ -327,63 +217,7 @@ def test_a_micro_batch_of_weight_0_changes_no_bit_of_a_sum(mesh):
     assert dp.module.weight.grad.item() == (4 + 2 * (4 + 1)) / 2
 
 
-def test_a_sum_above_float64_is_an_error_in_all_processes():
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = make(Net(), mesh)
-            with dp.weight(1.7e308), pytest.raises(ValueError, match="exceeds the largest float64"):
-                (loss_of(dp, 0) * 0).backward()
-            dp.zero_grad()
-            loss_of(dp, 0).backward()
-            return gradients(dp)
-
-    one, other = run_processes(2, work)
-    assert_equal(one, other)
-
-
 # ---- modules ------------------------------------------------------------------------------------
-
-
-def tied():
-    net = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5))
-    net[1].weight = net[0].weight
-    return net
-
-
-def frozen():
-    net = tied()
-    net[0].bias.requires_grad_(False)
-    return net
-
-
-class Checkpointed(object if torch is None else torch.nn.Module):
-    """A layer gets two gradients in one backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.shared = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
-
-    def forward(self, x):
-        run = partial(torch.utils.checkpoint.checkpoint, self.shared, use_reentrant=True)
-        return run(run(self.first(x)))
-
-
-MODULES = {"tied": tied, "frozen": frozen, "checkpoint": Checkpointed}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_layout_changes_no_bit_of_other_modules(name):
-    found = []
-    for devices in (1, 2, 4):
-        with gr.open_mesh(devices, backend="sim") as mesh:
-            torch.manual_seed(0)
-            dp = make(MODULES[name](), mesh)
-            for _ in range(2):
-                dp.zero_grad()
-                with dp.weight(1):
-                    run_step(dp, np.arange(8).reshape(devices, -1).tolist())
-            found += [digest(gradients(net)) for net in dp.replicas]
-    assert len(set(found)) == 1
 
 
 def test_replicas_may_run_in_threads(mesh, monkeypatch):
@@ -414,34 +248,6 @@ def test_replicas_may_run_in_threads(mesh, monkeypatch):
     assert_equal(gradients(dp), wanted)
 
 
-def test_processes_with_fewer_batches_join():
-    """Two processes have the bits of one that has all batches."""
-    numbers = [[0, 1, 2, 3], [4, 5]]
-
-    def work(group):
-        with gr.open_mesh(1, backend="sim", process_group=group) as mesh:
-            dp = make(Net(), mesh)
-            optimizer = torch.optim.SGD(dp.parameters(), 0.1)
-            for number in gr.torch.uneven(numbers[mesh.process_index], dp, optimizer):
-                dp.zero_grad()
-                with dp.weight(1.5):
-                    loss_of(dp, number).backward()
-                optimizer.step()
-            return digest(list(detached(dp)[0].parameters()))
-
-    with gr.open_mesh(1, backend="sim") as mesh:
-        dp = make(Net(), mesh)
-        optimizer = torch.optim.SGD(dp.parameters(), 0.1)
-        for row in ([0, 4], [1, 5], [2], [3]):
-            dp.zero_grad()
-            for number in row:
-                with dp.weight(1.5), nullcontext() if number == row[-1] else dp.no_sync():
-                    loss_of(dp, number).backward()
-            optimizer.step()
-        wanted = digest(list(detached(dp)[0].parameters()))
-    assert run_processes(2, work) == [wanted] * 2
-
-
 def test_replicas_are_compared_and_states_are_loaded(mesh):
     dp = make(Net(), mesh, check_replicas=1)
     wanted, state = run_all(dp), {key: each.clone() for key, each in dp.state_dict().items()}
@@ -463,7 +269,7 @@ REFUSED = {
         "bfloat16",
     ),
     "wire": (
-        lambda: tied().double(), ValueError,
+        lambda: torch.nn.Linear(5, 5).double(), ValueError,
         "wire_dtype='float32' cannot be combined with exact=True for float64: terms would be "
         "rounded on the way; pass None",
     ),
@@ -550,16 +356,6 @@ def test_another_data_parallel_may_use_the_parameters(mesh):
     assert {state() for state in states} == {None}
     dp.zero_grad()
     assert_equal(run_all(dp, 4), wanted)
-
-
-def test_the_sums_are_freed_with_the_module(mesh):
-    dp = make(Net(), mesh)
-    with dp.no_sync():
-        loss_of(dp.replicas[0], 9).backward()
-    states = [weakref.ref(state) for state in dp._reducer._states]
-    del dp
-    gc.collect()
-    assert {state() for state in states} == {None}
 
 
 def test_a_step_after_a_failed_reduction_is_right():

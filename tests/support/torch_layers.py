@@ -24,12 +24,13 @@ def open_mesh(devices, group=None):
     return gr.open_mesh(devices, backend="sim", process_group=group)
 
 
-def in_processes(processes, work, make=layers, devices=1, **options):
+def in_processes(processes, work, make=layers, devices=1, *, exact=False, **options):
     """Calls ``work(dp, mesh)`` with a DataParallel in each process; returns the results."""
 
     def run(group):
         with open_mesh(devices, group) as mesh:
-            return work(gr.torch.DataParallel(make(), mesh, **options), mesh)
+            more = {"ops": gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)} if exact else {}
+            return work(gr.torch.DataParallel(make(), mesh, **options, **more), mesh)
 
     return run_processes(processes, run) if processes > 1 else [run(None)]
 
