@@ -88,17 +88,6 @@ def test_a_sum_of_many_weights_is_exact(make):
     assert acc.state_dict()["weight"] == state["weight"]
 
 
-def test_a_state_without_weights_loads(make):
-    acc = make(Dense, "float32")
-    for _ in range(3):
-        acc.apply_grad([4.0])
-    state = acc.state_dict()
-    assert "weight" not in state
-    acc.load_state_dict(state)
-    acc.apply_grad([0.0], weight=3)
-    assert same(acc.take_grad(4), np.float32([2]))
-
-
 def test_wrong_weights_change_nothing(make, device):
     dense, rows = make(Dense, "float32"), make(Sparse, "float32")
     calls = [
@@ -110,8 +99,6 @@ def test_wrong_weights_change_nothing(make, device):
     with device.mesh.journal() as journal:
         for weight, kind, message in (
             (-1, ValueError, "weight=-1 must be a finite number of at least 0"),
-            (float("inf"), ValueError, "weight=inf must be a finite number of at least 0"),
-            (True, TypeError, f"weight=True {number}"),
             (np.ones(1), TypeError, f"weight=ndarray float64[1] {number}"),
         ):
             for call in calls:
@@ -121,17 +108,14 @@ def test_wrong_weights_change_nothing(make, device):
     assert not journal.records
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
+def test_wrong_weights_of_replicas_change_nothing(device):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    for weight, message in (
         ([1, -2], "weight[1]=-2 must be a finite number of at least 0"),
         ([1, 2], "accumulator 'conditional_accumulator': weight has 2 entries; "),
-    ],
-)
-def test_wrong_weights_of_replicas_change_nothing(device, weight, message):
-    acc = gr.ConditionalAccumulator("float32", device=device)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        acc.apply_grad([1.0], weight=weight)
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            acc.apply_grad([1.0], weight=weight)
     assert counters(acc) == [(0, 0, 0)]
 
 
@@ -144,25 +128,18 @@ def test_a_weighted_gradient_without_rows_is_saved(make, weight):
     assert same(acc.take_grad(2)[1], np.float32([[4]]))
 
 
-@pytest.mark.parametrize(
-    ("weight", "kind", "message"),
-    [
-        ("3", TypeError, "['weight']='3' must be a list of numbers"),
-        ([-1.0], ValueError, "['weight']=[-1.0] must be finite numbers, whose sum is at le"),
-        (
-            [float("nan")],
-            ValueError,
-            "['weight']=[nan] must be finite numbers, whose sum",
-        ),
-    ],
-)
-def test_wrong_saved_weights_are_refused(make, weight, kind, message):
+def test_wrong_saved_weights_are_refused(make):
     acc = make(Dense, "float32")
     acc.apply_grad([1.0])
     state = acc.state_dict()
-    with pytest.raises(kind) as caught:
-        acc.load_state_dict({**state, "weight": weight})
-    assert message in str(caught.value)  # an actor's begins with the name
+    for weight, kind, message in (
+        ("3", TypeError, "['weight']='3' must be a list of numbers"),
+        ([-1.0], ValueError, "['weight']=[-1.0] must be finite numbers, whose sum is at le"),
+        ([float("nan")], ValueError, "['weight']=[nan] must be finite numbers, whose sum"),
+    ):
+        with pytest.raises(kind) as caught:
+            acc.load_state_dict({**state, "weight": weight})
+        assert message in str(caught.value)  # an actor's begins with the name
     assert same(acc.take_grad(1), np.float32([1]))
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exact_data import FLOATS, exact_data, same
-from support.exact_sums import exact_sums
 from support.libraries import jnp, torch
 from support.ray_cluster import in_actor
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
 from gradreduce.errors import brief
 
 pytestmark = pytest.mark.ray
@@ -182,32 +180,14 @@ def test_a_sparse_accumulator_has_the_mean_of_one_in_this_process(unique_name):
         assert shared.take_grad(2, timeout=60)[1].tolist() == [[2.0], [6.0]]
 
 
-def test_exact_sums_have_one_result_in_any_order(unique_name, tmp_path):
-    """Also after the actors were restarted; the process that takes is warned of inexact ones."""
-    rng = np.random.default_rng(0)
-    specs: dict[str, Any] = {"big": ("float32", BIG), "half": ("bfloat16", [3])}
-    terms = [
-        {name: rng.standard_normal(shape).astype(as_dtype(dtype)) * 10**number
-         for name, (dtype, shape) in specs.items()}
-        for number in range(4)
-    ]  # fmt: skip
-    options = {"exact": True, "num_shards": 2, "snapshots": tmp_path, "durability": "push"}
-    with gr.ray.AccumulatorSet(specs, unique_name, "SUM", **options) as shared:
+def test_the_process_that_takes_is_warned_of_an_inexact_sum(unique_name):
+    """``test_exact.py`` has the sums, their orders and restarts, without Ray."""
+    with gr.ray.ConditionalAccumulator("float32", BIG, unique_name, exact=True) as shared:
         other = pickle.loads(pickle.dumps(shared))
-        for step, order in enumerate([(0, 1, 2, 3), (2, 3, 1, 0), (1, 3, 0, 2)]):
-            for number, index in enumerate(order):
-                assert (shared, other)[number % 2].apply_grads(terms[index], step)
-                if number == step:
-                    for name in (unique_name, f"{unique_name}#1"):
-                        in_actor(name, lambda actor: actor._load(actor._snapshots.newest()))
-            taken = other.take_grads(4, timeout=30)
-            for name, found in taken.items():
-                wanted = exact_sums([term[name] for term in terms])
-                assert (found.dtype, found.tobytes()) == (wanted.dtype, wanted.tobytes())
         for scale in (1.0, 1e-12, 1e-24, 1e-36):
-            assert shared.apply_grads([np.full(BIG, scale, np.float32), [0.0] * 3], 3)
-        with pytest.warns(gr.InexactSumWarning, match=r"^the exact sum of 'big' did not fit into"):
-            other.take_grads(4, timeout=30)
+            assert shared.apply_grad(np.full(BIG, scale, np.float32))
+        with pytest.warns(gr.InexactSumWarning, match=f"^the exact sum of {unique_name!r} did not"):
+            other.take_grad(4, timeout=30)
 
 
 def test_other_float_dtypes_are_cast_when_asked(unique_name):
