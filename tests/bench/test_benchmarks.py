@@ -34,7 +34,12 @@ ON_DEVICES = {
 }
 # Cases that a quick run leaves out, because they are large.
 LARGE = ("one tensor, ", "bytes, 1,073,741,824", "host, 100,000")
-ELSEWHERE = {"processes": {"torch", "mpi4py"}, "ray": {"ray"}, "torch": {"torch"}}
+ELSEWHERE = {
+    "backend": {"torch"},
+    "processes": {"torch", "mpi4py"},
+    "ray": {"ray"},
+    "torch": {"torch"},
+}
 
 
 @pytest.fixture
@@ -144,7 +149,7 @@ def test_benchmarks_of_torch_without_a_launcher_have_measured_values(load, capsy
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["torch", "interop"])
+@pytest.mark.parametrize("name", ["backend", "torch", "interop"])
 def test_benchmarks_of_other_libraries_run(load, name):
     bench = load(f"bench_{name}")
     made = bench.BENCHMARK.measured(quick=True)

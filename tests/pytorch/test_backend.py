@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import threading
@@ -216,6 +217,33 @@ def test_a_callback_may_call_its_own_group(group, monkeypatch):
     assert after.wait() is two
     last.wait()
     assert order == ["two", "three"]
+
+
+def test_a_call_on_a_gpu_is_one_wait_of_each_stream(monkeypatch):
+    """The host waits until the call is queued, and for no stream: these cannot be synchronized."""
+    from gradreduce.torch.backend import GroupWork
+    from gradreduce.torch.worker import BackwardWorker
+
+    waits = []
+
+    class Stream:
+        def __init__(self, device, name="the worker's"):
+            self.device, self.name = device, name
+
+        def wait_stream(self, other):
+            waits.append((self.name, other.name))
+
+    own = Stream("cuda:0", "the caller's")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
+    worker = BackwardWorker(in_thread=True)
+    for _ in range(3):
+        waits.clear()
+        work = GroupWork(worker.submit(int, [own]), torch.futures.Future(), [])
+        assert waits == [("the worker's", "the caller's")]
+        assert work.wait()
+        assert waits[1:] == [("the caller's", "the worker's")]
 
 
 def test_a_group_ends_although_its_last_call_fails(group, monkeypatch):
