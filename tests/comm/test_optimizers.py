@@ -54,9 +54,9 @@ def test_each_kind_of_gradient_is_averaged(counts, algorithm):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ("names", "reduce different tensors: tensor 0 is w{0} float32.2. in process {0}"),
-        ("number", "the processes reduce different tensors: "),
-        ("kind", "the processes make different calls: call is "),
+        ("names", "pass different tensors: tensor 0 is w{0} float32.2. in process {0}"),
+        ("number", "the processes pass different tensors: "),
+        ("kind", "the processes make different calls: "),
     ],
     ids=["names", "number", "kind"],
 )

@@ -19,7 +19,7 @@ class Description(NamedTuple):
     Attributes:
         digest: a hash, equal for equal calls.
         text: JSON with the values on which all processes must agree, by name, and with the names of
-            the tensors.
+            the tensors. Processes may have other ``sizes``, which the flight record shows.
     """
 
     digest: str
@@ -73,20 +73,31 @@ def _describe_tensors(what: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _with_tensors(what: Mapping[str, Any]) -> str:
+    """Returns the name of a call and its first tensors: ``"all_reduce of float32[2, 3]"``."""
+    tensors = [each for each in _describe_tensors(what) if isinstance(each, str)]
+    return f"{what['call']} of {listed(tensors, 2)}" if tensors else str(what["call"])
+
+
 def describe_difference(own_text: str, other_text: str | None, rank: int, other: int) -> str:
     """Describes the first difference between two calls."""
     if other_text is None:
         return f"process {other} makes another call than process {rank}"
     here, there = json.loads(own_text), json.loads(other_text)
+    if here["call"] != there["call"]:
+        return (
+            f"the processes make different calls: {_with_tensors(here)} in process {rank}, "
+            f"{_with_tensors(there)} in process {other}"
+        )
     for name, value in here.items():
-        if name not in ("tensors", "names") and there.get(name) != value:
+        if name not in ("tensors", "names", "sizes") and there.get(name) != value:
             return (
                 f"the processes make different calls: {name} is {value} in process {rank}, "
                 f"{there.get(name)} in process {other}"
             )
     mine, others = here["tensors"], there["tensors"]
     names, other_names = here.get("names") or [], there.get("names") or []
-    differ = "the processes reduce different tensors: "
+    differ = "the processes pass different tensors: "
     if len(mine) != len(others):
         alone = [
             f" ({listed(missing)} only in process {number})"

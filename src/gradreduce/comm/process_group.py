@@ -45,11 +45,13 @@ class ComparedCall(NamedTuple):
         number: the number of the call, from 0.
         description: what the call does.
         history: a hash of all calls up to this one.
+        time_ns: when the call began, in nanoseconds since 1970.
     """
 
     number: int
     description: Description
     history: str
+    time_ns: int
 
 
 class ProcessGroup(Processes):
@@ -58,6 +60,7 @@ class ProcessGroup(Processes):
     Attributes:
         rank, size, timeout, counts, move_on_gpu, collective: see ``Processes``.
         confirmed: the number of the last call that ``look`` has found equal in all processes.
+        ended: the number of a call that is known to be done; -1: of none.
         sends_host_memory: whether ``exchange`` works.
         gpu_library: how GPU memory can be moved: ``"host"``: through host memory; ``"nccl"``: by a
             communicator of this mesh; ``"group"``: by ``exchange_on_gpu`` and
@@ -80,7 +83,7 @@ class ProcessGroup(Processes):
         self._last_calls: deque[ComparedCall] = deque(maxlen=_KEPT_CALLS)
         self._call = ""  # number and digest of the last call
         self._exchanges = 0  # in that call
-        self.confirmed = -1
+        self.confirmed = self.ended = -1
         self._looked_at: ComparedCall | None = None
         self._unknown: set[int] = set()  # processes that are not known to have made it
         self._next_look = 0.0
@@ -261,7 +264,7 @@ class ProcessGroup(Processes):
         self._calls += 1
         before = "" if self.last_call is None else self.last_call.history
         history = digest_of(f"{before} {description.digest}".encode())
-        call = ComparedCall(number, description, history)
+        call = ComparedCall(number, description, history, time.time_ns())
         self._last_calls.append(call)
         self._call, self._exchanges = f"{number} {description.digest}", 0
         place = self._known.pop(description.digest, -1)
@@ -299,6 +302,7 @@ class ProcessGroup(Processes):
         """See ``Processes``.
 
         All calls but the last are known to be done, because an exchange ends before the next call.
+        The last one is done if its number is ``ended``.
         """
         calls = self._last_calls.copy()
         last = self._calls - 1
@@ -306,10 +310,15 @@ class ProcessGroup(Processes):
             "process": self.rank,
             "num_processes": self.size,
             "calls": [
-                {"number": number, "digest": each.digest, "done": number < last}
-                for number, each, _ in calls
+                {
+                    "number": each.number,
+                    "digest": each.description.digest,
+                    "done": each.number < last or each.number == self.ended,
+                    "time_ns": each.time_ns,
+                }
+                for each in calls
             ],
-            "descriptions": {each.digest: json.loads(each.text) for _, each, _ in calls},
+            "descriptions": {each.digest: json.loads(each.text) for _, each, _, _ in calls},
         }
 
     def next_tag(self) -> int:
@@ -338,7 +347,7 @@ class ProcessGroup(Processes):
             The difference; empty if there is none; None if the other process has not made its call
             in time.
         """
-        number, own, history = call
+        number, own, history, _ = call
         while True:
             # Checked before the notice is read: a process may post a notice and then leave.
             is_last = time.monotonic() >= end or self.departure_reason(rank) is not None
@@ -415,7 +424,7 @@ class ProcessGroup(Processes):
             return None
         try:
             self._signs.answer()
-            return self._difference_of_all() or "; ".join(self.reasons(self.others, 0.0)) or None
+            return self._difference_of_all() or next(iter(self.reasons(self.others, 0.0)), None)
         finally:
             end = time.monotonic()
             self._next_look = end + 19 * (end - begin)

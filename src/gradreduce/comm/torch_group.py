@@ -127,6 +127,67 @@ class TorchGroup(ProcessGroup):
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], rank, tag + _UNUSED_TAG).wait(_MOMENT)
 
+    @inside_library()
+    def run_collective(self, start: Callable[[], Any], seconds: float) -> Any:
+        """Runs a collective of gloo, in which all processes take part, as the present call.
+
+        Args:
+            start: starts the collective and returns its work.
+            seconds: the time limit.
+
+        Returns:
+            The work, which has ended.
+
+        Raises:
+            CollectiveError: another process has not come within ``seconds``, has ended, or makes
+                another call. The other processes are told, and all connections are closed.
+            Exception: ``start`` has raised it.
+        """
+        end = time.monotonic() + seconds
+        work = start()
+        thread = self._thread()
+        thread.start(work.wait)
+        try:
+            self.post_kept()
+            while not thread.has_ended(_LOOK_SECONDS):
+                reason = self.look()
+                if reason is None and time.monotonic() >= end:
+                    reason = self.describe_late(seconds, asks=True) or (
+                        f"{self.called} has not ended within {seconds:.3g} s, but all processes "
+                        "have come"
+                    )
+                if reason is not None:
+                    raise CollectiveError(reason)
+        except BaseException as error:
+            if not isinstance(error, CollectiveError):
+                error = CollectiveError(self._describe_break(error))
+            self.tell_failure(str(error))  # before connections close, which ends the others' calls
+            self._abort(self._last_tag, self.others)
+            thread.stop()
+            raise error from None
+        self._idle.append(thread)
+        return work
+
+    def _describe_break(self, error: BaseException) -> str:
+        """Returns why a collective of gloo has failed: usually a process has ended."""
+        broken = []
+        for rank in self.others:
+            try:
+                self._group.recv([torch.empty(1)], rank, self._last_tag + _UNUSED_TAG)
+            except RuntimeError:  # at once: the connection is closed
+                broken.append(rank)
+        reasons = self.reasons(self.others, 0.0) or self.reasons(broken)
+        if reasons:
+            return reasons[0]
+        difference = self._difference_of_all()
+        if difference or not broken:
+            return difference or f"{self.called} failed: {error}"
+        names, have = ("process", "has") if len(broken) == 1 else ("processes", "have")
+        return (
+            f"{names} {listed(broken)} of {self.size} {have} ended, or the connection has broken "
+            f"({_without_advice(error)})"
+        )
+
     def exchange_on_gpu(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
     ) -> None:
@@ -389,7 +450,7 @@ def _wait_for_bytes(
         _wait(sends, end, [])
 
 
-def _without_advice(error: RuntimeError) -> str:
+def _without_advice(error: BaseException) -> str:
     """Returns the first sentence of a gloo error, without its source line."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from gradreduce.device import Done, Mesh, MeshState, ModuleLock, inside_library
-from gradreduce.errors import CollectiveError
+from gradreduce.errors import CollectiveError, InvalidArgumentError
 
 
 class Task:
@@ -125,8 +125,8 @@ def _run(tasks: SimpleQueue[Task | None]) -> None:
 
 
 def with_name(error: Exception, bucket: str) -> Exception:
-    """Adds the name of a bucket to an error; replaces a CollectiveError."""
-    if type(error) is CollectiveError:
-        return CollectiveError(f"{bucket}: {error}")
+    """Adds the name of a bucket to an error; replaces errors of calls over processes."""
+    if type(error) in (CollectiveError, InvalidArgumentError):
+        return type(error)(f"{bucket}: {error}")
     error.add_note(f"It was about {bucket}.")
     return error

@@ -52,7 +52,7 @@ def test_processes_that_reduce_other_tensors_raise_before_a_launch(here, algorit
         return str(caught.value)
 
     for said in run_all("ours", [[0], [1, 2]], work):
-        assert "the processes reduce different tensors: tensor 0 is float64[" in said
+        assert "the processes pass different tensors: tensor 0 is float64[" in said
 
 
 def test_known_calls_in_another_order_are_an_error_in_both_processes(here, algorithm):
@@ -68,7 +68,7 @@ def test_known_calls_in_another_order_are_an_error_in_both_processes(here, algor
         return str(caught.value)
 
     for said in run_all("ours", [[0], [1, 2]], work):
-        assert "the processes reduce different tensors: tensor 0 is float32[" in said
+        assert "the processes pass different tensors: tensor 0 is float32[" in said
 
 
 def test_one_call_in_another_order_is_found_later(here, algorithm):

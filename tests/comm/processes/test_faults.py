@@ -18,7 +18,7 @@ TENSORS = r"packs 1 to 2 of 2 \(tensors 0 to 1\): "
 LATE = r"process 1 of \d (did not answer within [\d.]+ s)"
 GONE = r"process 1 of \d has ended, or its connection has broken \(.*\)"
 ENDED = r"process 1: ended without closing its mesh after 3 calls"
-DIFFERENT = r"the processes reduce different tensors: tensor 0 is "
+DIFFERENT = r"the processes pass different tensors: tensor 0 is "
 STOPPED = r"(process 1( of \d)?(:| did not answer| has ended)|process \d: .*process 1)"
 INTERRUPTED = r"^KeyboardInterrupt|process 1: stopped in .*tensor.*: KeyboardInterrupt\(\)"
 
@@ -36,7 +36,7 @@ FAULTS = {
     "stopped_without_deadline": TENSORS + LATE,
     "shape": DIFFERENT + r"float32\[(21|6)\]",
     "new_plan": r"num_packs is \d in process \d, \d in process \d",
-    "dtype": r"the processes reduce different tensors: tensor 1 is float(32|64)\[80000\]",
+    "dtype": r"the processes pass different tensors: tensor 1 is float(32|64)\[80000\]",
     "order": DIFFERENT + r"float(32\[6\]|64\[80000\])",
     "known_plan": TENSORS + DIFFERENT + r"float32\[[36]\]",
     "fewer_steps": TENSORS + r"process 1: closed its mesh after 3 calls",
