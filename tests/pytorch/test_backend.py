@@ -176,6 +176,32 @@ def test_timeouts_become_shorter(group):
     assert subgroup._deadline(None) == 5
 
 
+def test_wait_on_gpus_is_one_wait_of_the_current_stream(monkeypatch):
+    from gradreduce.torch.backend import GroupWork
+    from gradreduce.torch.worker import BackwardWorker
+
+    waits = []
+
+    class Stream:  # has no method by which the host waits
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def wait_stream(self, other: Any) -> None:
+            waits.append((self, other))
+
+    user = Stream("cuda:0")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: user)
+    worker = BackwardWorker(in_thread=True)
+    future = torch.futures.Future()
+    for _ in range(2):  # buckets
+        waits.clear()
+        assert GroupWork(worker.submit(lambda: None, [user]), future, []).wait()
+        (own, before), (after, again) = waits
+        assert before is after is user and own is again is not user
+
+
 def test_an_aborted_group_can_be_destroyed(group):
     torch.distributed.all_reduce(torch.ones(2))
     group.abort()
@@ -192,7 +218,7 @@ def test_a_failed_sum_ends_a_backward_of_ddp_by_its_error(group, monkeypatch):
     monkeypatch.setattr(group._sums, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="SystemExit") as caught:
         ddp(torch.ones(1, 3)).sum().backward()
-    assert re.fullmatch(r"It was about allreduce \d+ of .*", caught.value.__notes__[0])
+    assert re.fullmatch(r"It was about all_reduce \d+ of .*", caught.value.__notes__[0])
 
 
 def test_a_callback_may_call_its_own_group(group, monkeypatch):
@@ -217,33 +243,6 @@ def test_a_callback_may_call_its_own_group(group, monkeypatch):
     assert after.wait() is two
     last.wait()
     assert order == ["two", "three"]
-
-
-def test_a_call_on_a_gpu_is_one_wait_of_each_stream(monkeypatch):
-    """The host waits until the call is queued, and for no stream: these cannot be synchronized."""
-    from gradreduce.torch.backend import GroupWork
-    from gradreduce.torch.worker import BackwardWorker
-
-    waits = []
-
-    class Stream:
-        def __init__(self, device, name="the worker's"):
-            self.device, self.name = device, name
-
-        def wait_stream(self, other):
-            waits.append((self.name, other.name))
-
-    own = Stream("cuda:0", "the caller's")
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
-    worker = BackwardWorker(in_thread=True)
-    for _ in range(3):
-        waits.clear()
-        work = GroupWork(worker.submit(int, [own]), torch.futures.Future(), [])
-        assert waits == [("the worker's", "the caller's")]
-        assert work.wait()
-        assert waits[1:] == [("the caller's", "the worker's")]
 
 
 def test_a_group_ends_although_its_last_call_fails(group, monkeypatch):

@@ -34,7 +34,7 @@ from .torch_on_gpu import on_stream, start_collective, tensor_of
 _FIRST_TAG = 1 << 28
 # Added to a tag this makes a tag that no exchange has, on the same connection (gloo chooses the
 # connection by the remainder of the tag).
-_UNUSED_TAG = 60 << 23
+UNUSED_TAG = 60 << 23
 _LOOK_SECONDS = 0.05  # between two checks for notices of processes that an exchange waits for
 _OPEN_SECONDS = 0.01
 _PAUSE_SECONDS = 5e-4
@@ -112,7 +112,7 @@ class TorchGroup(ProcessGroup):
                 raise
             rank = ranks[len(done if len(works) == len(ranks) else works)]
             late = time.monotonic() >= end - 2e-3  # gloo rounds down to milliseconds
-            gone = f"has ended, or its connection has broken ({_without_advice(error)})"
+            gone = f"has ended, or its connection has broken ({without_advice(error)})"
             alive = f"did not answer within {seconds:.3g} s, but is not known to have ended"
             why = alive if late else gone
             raise ProcessError(rank, why) from error
@@ -125,68 +125,7 @@ class TorchGroup(ProcessGroup):
         """
         for rank in dict.fromkeys(ranks):
             with suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], rank, tag + _UNUSED_TAG).wait(_MOMENT)
-
-    @inside_library()
-    def run_collective(self, start: Callable[[], Any], seconds: float) -> Any:
-        """Runs a collective of gloo, in which all processes take part, as the present call.
-
-        Args:
-            start: starts the collective and returns its work.
-            seconds: the time limit.
-
-        Returns:
-            The work, which has ended.
-
-        Raises:
-            CollectiveError: another process has not come within ``seconds``, has ended, or makes
-                another call. The other processes are told, and all connections are closed.
-            Exception: ``start`` has raised it.
-        """
-        end = time.monotonic() + seconds
-        work = start()
-        thread = self._thread()
-        thread.start(work.wait)
-        try:
-            self.post_kept()
-            while not thread.has_ended(_LOOK_SECONDS):
-                reason = self.look()
-                if reason is None and time.monotonic() >= end:
-                    reason = self.describe_late(seconds, asks=True) or (
-                        f"{self.called} has not ended within {seconds:.3g} s, but all processes "
-                        "have come"
-                    )
-                if reason is not None:
-                    raise CollectiveError(reason)
-        except BaseException as error:
-            if not isinstance(error, CollectiveError):
-                error = CollectiveError(self._describe_break(error))
-            self.tell_failure(str(error))  # before connections close, which ends the others' calls
-            self._abort(self._last_tag, self.others)
-            thread.stop()
-            raise error from None
-        self._idle.append(thread)
-        return work
-
-    def _describe_break(self, error: BaseException) -> str:
-        """Returns why a collective of gloo has failed: usually a process has ended."""
-        broken = []
-        for rank in self.others:
-            try:
-                self._group.recv([torch.empty(1)], rank, self._last_tag + _UNUSED_TAG)
-            except RuntimeError:  # at once: the connection is closed
-                broken.append(rank)
-        reasons = self.reasons(self.others, 0.0) or self.reasons(broken)
-        if reasons:
-            return reasons[0]
-        difference = self._difference_of_all()
-        if difference or not broken:
-            return difference or f"{self.called} failed: {error}"
-        names, have = ("process", "has") if len(broken) == 1 else ("processes", "have")
-        return (
-            f"{names} {listed(broken)} of {self.size} {have} ended, or the connection has broken "
-            f"({_without_advice(error)})"
-        )
+                self._group.recv([torch.empty(1)], rank, tag + UNUSED_TAG).wait(_MOMENT)
 
     def exchange_on_gpu(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], gpu: int, stream: int
@@ -333,7 +272,7 @@ class TorchGroup(ProcessGroup):
         raise ProcessError(
             rank,
             f"process {rank} of {self.size} has ended without closing its mesh, or its connection "
-            f"has broken ({_without_advice(error)})",
+            f"has broken ({without_advice(error)})",
         )
 
     def _thread(self) -> _CallingThread:
@@ -450,7 +389,7 @@ def _wait_for_bytes(
         _wait(sends, end, [])
 
 
-def _without_advice(error: BaseException) -> str:
+def without_advice(error: BaseException) -> str:
     """Returns the first sentence of a gloo error, without its source line."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error)).partition(". ")[0]
 
@@ -535,7 +474,7 @@ def _make_default_group(address: tuple[Any, int, int], timeout: float, on_gpus: 
             missing = _call(lambda: _absent(store, begun) or _absent(store, ended), _STORE_SECONDS)
         others = [other for other in missing if other != rank]
         raise CollectiveError(
-            f"{_not_come(size, timeout, others)} ({_without_advice(error)})"
+            f"{_not_come(size, timeout, others)} ({without_advice(error)})"
         ) from error
     store.set(ended[rank], "")
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -11,15 +13,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradreduce.comm.torch_flight import GroupRecord
 from gradreduce.errors import brief
 from gradreduce.hide_from_torch_compile import hide_from_compiler
 
 from .backend_options import BackendOptions, check_equal, options_from
+from .flight_dump import VARIABLE, write_dumps
+from .group_calls import GroupCollective, has_future, tensors_in
 from .group_sums import GroupSums, op_of
 from .worker import BackwardWorker, Task, with_name
 
 _NAME = "gradreduce"
 _SHUTDOWN_SECONDS = 10.0  # for calls that run when the group is destroyed
+# gloo's own limit, after which it closes all connections, is later than ours.
+_LATER = timedelta(seconds=5)
+_ABORTED = "its process group was aborted"
 
 
 class GroupWork(dist.Work):  # type: ignore[misc]
@@ -60,7 +68,7 @@ class GroupWork(dist.Work):  # type: ignore[misc]
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, with or without an error; on GPUs: also its GPU work."""
+        """Whether the call has ended, with or without an error; on GPUs: whether it is queued."""
         return bool(self._future.done())
 
     def is_success(self) -> bool:
@@ -126,7 +134,7 @@ def _point_to_point(name: str) -> Any:
             start().wait()
             return tensors
 
-        return self._submit(name, tensors, run)
+        return self._submit(f"{name} of group {self.group_name!r}", tensors, run)
 
     call.__name__ = name
     return call
@@ -164,6 +172,8 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._limit = options.deadline
         self._worker = BackwardWorker(in_thread=True)
         self._numbers = count()
+        self._began = time.time()
+        self._has_failed = False
         self._coalesced: list[GroupWork] | None = None
 
     def _share_backends(self, made_by: Any) -> None:
@@ -171,7 +181,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         found: dict[str, tuple[Any, Any]] = {}
         place = (made_by.group_rank, made_by.group_size)
         gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", made_by.store), *place, timeout=made_by.timeout
+            dist.PrefixStore("gloo", made_by.store), *place, timeout=made_by.timeout + _LATER
         )
         gloo._set_sequence_number_for_group()
         found["cpu"] = dist.ProcessGroup.BackendType.GLOO, gloo
@@ -188,24 +198,25 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.inner_group._set_group_name(made_by.group_id)
         # So that functions of torch.distributed take the inner group.
         world = dist.distributed_c10d._world
-        ranks = made_by.global_ranks_in_group or range(made_by.group_size)
-        world.pg_group_ranks[self.inner_group] = {each: rank for rank, each in enumerate(ranks)}
+        self._global_ranks = [*(made_by.global_ranks_in_group or range(made_by.group_size))]
+        world.pg_group_ranks[self.inner_group] = {
+            each: rank for rank, each in enumerate(self._global_ranks)
+        }
         names = [f"{device}:{kind.name.lower()}" for device, (kind, _) in found.items()]
         world.pg_backend_config[self.inner_group] = ",".join(names)
 
     def _submit(
-        self, name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]
+        self, label: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]
     ) -> GroupWork:
         """Gives a call to the worker.
 
         Args:
-            name: the method.
+            label: the call, for errors.
             tensors: all that the call reads or writes.
             call: returns the value of the work's future.
         """
         devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
-        number = next(self._numbers)
 
         def run() -> None:
             try:
@@ -214,10 +225,6 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
                 result = call()
             except BaseException as error:
-                shapes = ", ".join(
-                    [f"{_dtype_name(each)}{list(each.shape)}" for each in tensors[:3]]
-                )
-                label = f"{name} {number} of group {self.group_name!r} ({shapes})"
                 failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 named = with_name(failure, label)
                 future.set_exception(named)
@@ -234,16 +241,68 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _call_inner(self, name: str, *arguments: Any, **options: Any) -> GroupWork:
-        """Gives a call of the inner group to the worker."""
+    def _submit_collective(
+        self,
+        collective: GroupCollective,
+        call: Callable[[float | None], Any],
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Gives a collective to the worker, which compares it with those of the other processes.
+
+        Args:
+            collective: the collective.
+            call: runs it within so many seconds (None: the timeout), and returns the value of the
+                work's future.
+            timeout: see ``_deadline``.
+        """
+        deadline = self._deadline(timeout)
 
         def run() -> Any:
-            return getattr(self.inner_group, name)(*arguments, **options).get_future().wait()
+            try:
+                result = call(self._sums.begin(collective, deadline))
+            except BaseException:
+                self._note_failure()
+                raise
+            self._sums.end()
+            return result
 
-        return self._submit(name, list(_tensors_in([*arguments, *options.values()])), run)
+        label = f"{collective.name} {next(self._numbers)} of group {self.group_name!r}"
+        return self._submit(f"{label} ({collective.shapes})", collective.tensors, run)
+
+    def _call_inner(self, name: str, *arguments: Any, **options: Any) -> GroupWork:
+        """Gives a collective of the inner group to the worker."""
+        start = partial(getattr(self.inner_group, name), *arguments, **options)
+        collective = GroupCollective(name, [*arguments, *options.values()])
+
+        def run(deadline: float | None) -> Any:
+            work = self._sums.run(start, deadline, is_on_gpu=collective.is_on_gpu)
+            return work.get_future().wait() if has_future(work) else _listed(arguments[0])
+
+        return self._submit_collective(collective, run, collective.timeout)
+
+    def _note_failure(self) -> None:
+        """If the group has failed, lets its other calls fail, and writes the flight record."""
+        reason = self._sums.failure
+        if reason is None or self._has_failed:
+            return
+        self._has_failed = True
+        self._sums.fail(reason)
+        prefix = os.environ.get(VARIABLE)
+        failed = self._flight_record()
+        if prefix and failed is not None:
+            groups = list(dist.distributed_c10d._world.pg_map)
+            ours = [each for each in groups if isinstance(each, GradreduceGroup)]
+            records = [each._flight_record() for each in ours]
+            write_dumps(prefix, [each for each in records if each is not None], failed, self._began)
+
+    def _flight_record(self) -> GroupRecord | None:
+        record = self._sums.flight_record()
+        if record is None:
+            return None
+        return GroupRecord(self.group_name, self.group_desc, self._global_ranks, record)
 
     def _deadline(self, timeout: timedelta | None) -> float | None:
-        """Returns the seconds for a sum; None: those of the mesh."""
+        """Returns the seconds for a collective; None: those of the mesh."""
         passed = 0.0 if timeout is None else timeout.total_seconds()
         limits = [each for each in (passed, self._limit) if each is not None and each > 0]
         return min(limits, default=None)
@@ -266,13 +325,12 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         op = op_of(opts.reduceOp, tensors)
         if op is None:
             return self._call_inner(name, tensors, opts)
-        deadline = self._deadline(opts.timeout)
 
-        def run() -> Any:
+        def run(deadline: float | None) -> Any:
             self._sums.all_reduce(tensors, op, deadline)
             return tensors
 
-        return self._submit(name, tensors, run)
+        return self._submit_collective(GroupCollective(name, [tensors, opts]), run, opts.timeout)
 
     def reduce(
         self,
@@ -290,13 +348,15 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         ours = op_of(opts.reduceOp, tensors)
         if ours is None or len(tensors) != 1:
             return self._call_inner("reduce", tensors, opts)
-        deadline, root = self._deadline(opts.timeout), opts.rootRank
+        root = opts.rootRank
 
-        def run() -> Any:
+        def run(deadline: float | None) -> Any:
             self._sums.reduce(tensors[0], ours, root, deadline)
             return tensors
 
-        return self._submit("reduce", tensors, run)
+        return self._submit_collective(
+            GroupCollective("reduce", [tensors, opts]), run, opts.timeout
+        )
 
     def reduce_scatter(
         self,
@@ -311,19 +371,19 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts = _options(dist.ReduceScatterOptions, opts, op, timeout)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        tensors = list(_tensors_in([outputs, inputs]))
+        tensors = list(tensors_in([outputs, inputs]))
         ours = op_of(opts.reduceOp, tensors)
         is_regular = len(outputs) == 1 and len(tensors) == 1 + self.size()
         if ours is None or not is_regular or len({each.shape for each in tensors}) > 1:
             return self._call_inner("reduce_scatter", outputs, inputs, opts)
-        deadline = self._deadline(opts.timeout)
 
-        def run() -> Any:
+        def run(deadline: float | None) -> Any:
             whole = torch.stack([tensor.detach() for tensor in inputs[0]])
             self._sums.reduce_scatter(outputs, [whole], ours, deadline)
             return outputs
 
-        return self._submit("reduce_scatter", tensors, run)
+        collective = GroupCollective("reduce_scatter", [outputs, inputs, opts])
+        return self._submit_collective(collective, run, opts.timeout)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> GroupWork:
         """See ``torch.distributed.reduce_scatter_single``."""
@@ -347,13 +407,13 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         if op is None or sizes != [(each.numel(), each.dtype) for each in inputs]:
             lists = (outputs, inputs) if name.endswith("coalesced") else (outputs[0], inputs[0])
             return self._call_inner(name, *lists, opts)
-        deadline = self._deadline(opts.timeout)
 
-        def run() -> Any:
+        def run(deadline: float | None) -> Any:
             self._sums.reduce_scatter(outputs, inputs, op, deadline)
             return outputs
 
-        return self._submit(name, tensors, run)
+        collective = GroupCollective(name, [outputs, inputs, opts])
+        return self._submit_collective(collective, run, opts.timeout)
 
     # -- by the inner group -----------------------------------------------------------------------
 
@@ -401,8 +461,8 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         return _Works(works or [])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the limit of later calls; that of sums can only become shorter."""
-        super().set_timeout(timeout)
+        """Sets the limit of later calls; that of collectives can only become shorter."""
+        super().set_timeout(timeout + _LATER)
         self._limit = self._deadline(timeout)
 
     def shutdown(self) -> None:
@@ -413,7 +473,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
         try:
             task = self._worker.submit(self._sums.close, ())
             if not task.wait(_SHUTDOWN_SECONDS):
-                self._sums.abort()
+                self._sums.fail(_ABORTED)
         finally:
             super().shutdown()
             world = dist.distributed_c10d._world
@@ -422,7 +482,7 @@ class GradreduceGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Ends calls that run, by an error."""
-        self._sums.abort()
+        self._sums.fail(_ABORTED)
         super().abort()
 
 
@@ -444,19 +504,6 @@ def _options(
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors in lists of lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _create(made_by: Any, passed: Any) -> GradreduceGroup:

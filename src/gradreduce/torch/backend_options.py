@@ -29,7 +29,7 @@ class BackendOptions:
         exact: see ``AllReduceCrossDeviceOps``.
         all_reduce_alg: see ``AllReduceCrossDeviceOps``.
         wire_dtype: see ``AllReduceCrossDeviceOps``.
-        deadline: the most seconds for a sum. Default: the ``timeout`` of the group.
+        deadline: the most seconds for a collective. Default: the ``timeout`` of the group.
         kernels: for tensors on the CPU; see ``open_mesh``.
 
     Raises:

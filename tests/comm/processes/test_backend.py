@@ -1,6 +1,9 @@
 """The backend ``"gradreduce"`` of ``torch.distributed``, in processes of torchrun."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,43 @@ def outcomes(size, *names):
     done = run("none", 1, script, size, *names, seconds=SECONDS)
     assert done.returncode == 0, done.text
     return json.loads(done.text.splitlines()[-1])
+
+
+# Case -> what PyTorch's analyzer says of its flight records.
+MISSING = r"Not all ranks joining collective, sequence number: 1\n[^#]*missing ranks: \{%d\}\n"
+WRONG = r"Collective sequence number: 1 has errors\n[^#]*Error type: %s_MISMATCH"
+ERRORS = {"shape": "SIZE_OR_SYNTAX", "dtype": "COLLECTIVE_DTYPE", "operation": "COLLECTIVE_TYPE"}
+FAULTS = {
+    **dict.fromkeys(("sum_never", "copy_never", "shares_never"), MISSING % 1),
+    **{"sum_killed": MISSING % 2, "copy_killed": MISSING % 3},
+    **{f"sum_{what}": WRONG % error for what, error in ERRORS.items()},
+    **{f"copy_{what}": WRONG % error for what, error in ERRORS.items()},
+}
+ANALYZE = """
+import sys
+from torch.distributed.flight_recorder.fr_trace import main
+for folder in sys.argv[1:]:
+    print("#", folder, flush=True)
+    main([folder])
+"""
+
+
+def test_a_faulty_process_is_named_by_errors_and_by_the_analyzer(tmp_path):
+    cases = [*FAULTS, "sum_late", "copy_late", "first_late"]
+    for case in cases:
+        (tmp_path / case).mkdir()
+    done = run("slurm", 4, str(Path(__file__).with_name("backend_faults.py")), str(tmp_path))
+    assert done.text.count("done") == 2, done.text
+    said = subprocess.run(
+        [sys.executable, "-c", ANALYZE, *[str(tmp_path / case) for case in FAULTS]],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout
+    for case, pattern in FAULTS.items():
+        assert re.search(rf"# \S+/{case}\n[^#]*{pattern}", said.stdout), said.stdout
+    num_files = {case: len(list((tmp_path / case).iterdir())) for case in cases}
+    assert num_files == dict.fromkeys(cases, 4) | {"sum_killed": 3, "first_late": 2}
 
 
 @pytest.mark.expecttest
