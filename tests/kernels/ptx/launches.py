@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from support.exact_data import finite_data, random_data, same, specials
 from support.exact_sums import adversarial_terms
@@ -27,7 +28,7 @@ CHUNK = 112  # items: seven vectors of bytes
 FAR = 1 << 33  # is added to the numbers of rows, before which nothing exists
 # The items of the rows of a launch.
 ROWS = (224, 13, 0, 1, 16, 4, 80, 20, 112, 111, 224, 113, 229, 0, 108, 12, 73, 337, 56, 8, 28)
-ROWS += (0, 5)
+ROWS += (0, 68, 5)
 
 
 class Operand(NamedTuple):
@@ -259,7 +260,11 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     _prepare_results(kernel, scalars, made, number)
     if kernel.name == "exact_sum" and number % 2:
         num_inputs = num_operands - num_written
-        made[num_written:] = adversarial_terms(num_inputs, size, dtypes[-1], number, dtypes[0])
+        made[num_written:] = (
+            terms_apart(num_inputs, size, dtypes[-1], number)
+            if number % 4 == 3
+            else adversarial_terms(num_inputs, size, dtypes[-1], number, dtypes[0])
+        )
     if kernel.name == "clip":
         made[2], skipped[2] = np.array([(2.0, np.inf, 30.0, np.nan, 7.0)[number % 5]]), 0
     if isinstance(kernel, RuleKernel):
@@ -272,34 +277,61 @@ def elementwise(kernel: Kernel, template: Template, scalars: Sequence[float], nu
     return row
 
 
+def terms_apart(count: int, size: int, dtype: np.dtype, number: int) -> list[np.ndarray]:
+    """Sums with every exponent, of terms so far apart that two words do not hold them."""
+    info, rng = ml_dtypes.finfo(dtype), np.random.default_rng(number)
+    apart = int(info.nmant) + 7
+    exponents = int(info.maxexp) - 2 - np.arange(size) % (int(info.maxexp) - int(info.minexp))
+    signs = rng.choice([1.0, -1.0], (count, size)) * (1 + rng.random((count, size)))
+    return [
+        np.ldexp(each, exponents - apart * place).astype(dtype) for place, each in enumerate(signs)
+    ]
+
+
 def _prepare_results(kernel: Kernel, scalars: Sequence[float], made: list[np.ndarray],
                      number: int) -> None:  # fmt: skip
-    """Some sums are -0.0 or infinite; some quotients are just above ties of bfloat16, rounded."""
+    """Some sums are -0.0 or infinite; some quotients are beside ties of bfloat16, rounded to them.
+
+    Those above even numbers tell one rounding from two, those below odd numbers how it rounds.
+    """
     for each in made if number % 3 else ():
         if each.dtype.kind not in "iu":
             each[3::17], each[5::17] = -0.0, np.inf
     if kernel.name == "pack" and made[1].dtype == np.float32 and scalars[0] != 1:
-        ties = (made[1][1::2].view(np.uint32) & 0xFFFE0000 | 0x8000).view(np.float32)
+        some = made[1][np.arange(made[1].size) % 3 > 0]
+        odd = np.arange(some.size) % 2
+        ties = (some.view(np.uint32) & 0xFFFE0000 | 0x8000 | odd << 16).astype(np.uint32)
         with np.errstate(all="ignore"):
-            away = np.copysign(np.float32(np.inf), ties)
-            made[1][1::2] = np.nextafter(ties * np.float32(scalars[0]), away)
+            beside = np.where(odd, 0, np.copysign(np.inf, ties.view(np.float32)))
+            products = ties.view(np.float32) * np.float32(scalars[0])
+            made[1][np.arange(made[1].size) % 3 > 0] = np.nextafter(products, beside.astype("f4"))
 
 
 def _prepare_state(made: list[np.ndarray], kinds: list[str], number: int) -> None:
-    """Every third master rounds to its variable; the roots of many slots are numbers."""
+    """Every third master rounds to its variable, one of nine is a tie that no gradient changes.
+
+    Some variables are infinite, with other finite operands. The roots of many slots are numbers.
+    """
     with np.errstate(all="ignore"):
         for kind, array in zip(kinds, made, strict=True):
             if kind == "slot" and number % 2:
                 array[...] = np.abs(array)
+        for array in made[1:]:
+            array[2::9], array[6::9] = 1.0, 0.0
+        made[0][2::9] = np.inf
         if kinds[1] == "master":
-            made[0][::3] = made[1].astype(made[0].dtype)[::3]
+            narrow, master = made[0], made[1]
+            between = narrow[6::9].astype(master.dtype) + np.nextafter(narrow[6::9], np.inf)
+            master[2::9], master[6::9] = np.inf, between / 2
+            narrow[6::9] = master[6::9]
+            narrow[::3] = master.astype(narrow.dtype)[::3]
 
 
 # ---- other kernels ------------------------------------------------------------------------------
 
 
 def segments(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
-    """A third of the sums is added to rows of the output.
+    """A third of the sums is added to rows of the output; the sums of one column are -0.0.
 
     A huge row has many rows before those of the sums.
     """
@@ -308,10 +340,11 @@ def segments(template: Template, scalars: Sequence[float], number: int, before: 
     places = np.where(np.arange(plan.num_segments) % 3, plan.indices, ~plan.indices)
     has_into, has_divisors, _ = scalars
     num_rows, skipped = 9 if has_into else plan.num_segments, before // width
+    added = values(plan.order.size * width, str(template[1]), number + 300)
+    added[number % width :: width] = -0.0
     row = [operand(values(num_rows * width, str(template[0]), number), start,
                    0 if has_into else before),
-           operand(values(plan.order.size * width, str(template[1]), number + 300), start,
-                   FAR * width + before),
+           operand(added, start, FAR * width + before),
            operand(plan.order, 0, FAR + skipped, FAR + skipped)]  # fmt: skip
     if has_into:
         row.append(operand(places, 0, skipped))
@@ -337,13 +370,19 @@ def taken(template: Template, _: Sequence[float], number: int, before: int) -> R
 
 
 def squares(template: Template, scalars: Sequence[float], number: int, before: int) -> Row:
+    """Some sums are zero."""
     lanes, terms, start = int(scalars[0]), int(scalars[1]), (0, 1, 0, 2)[number // 5 % 4]
     block = lanes * terms
-    size = (block, 1, lanes, 7 * block - 1, 2 * block + lanes + 3)[number % 5]
+    size = (5 * block, 1, lanes, 7 * block - 1, 2 * block + lanes + 3)[number % 5]
     num_blocks = -(-size // block)
+    terms_of = values(size, str(template[0]), number + 300)
+    if number % 2 == 0:  # rising squares: the last bits of each one count
+        rising = np.exp2(np.arange(size) // lanes % terms / 2)
+        terms_of[...] = rising * (1 + np.random.default_rng(number).random(size))
+    terms_of[number % lanes :: lanes] = -0.0
     return [
         operand(values(lanes * num_blocks, "float64", number), start, before),
-        operand(values(size, str(template[0]), number + 300), start, before * terms),
+        operand(terms_of, start, before * terms),
     ]
 
 
@@ -417,13 +456,13 @@ def scalars_of(kernel: Kernel, template: Template) -> list[tuple[float, ...]]:
         return [all_scalars(kernel, template, numbers, first=k % 2, divisor=(3.5, 2.0, 1.0)[k % 3])
                 for k in range(4)]  # fmt: skip
     if name == "all_sum":
-        by, n = (10.1, 7.0) if divides else (1.0, 1.0), template[2]
+        by, n = (10.1, 7.3) if divides else (1.0, 1.0), template[2]
         if n:
             return [made, (2, n, 0, by[0]), (1, n, min(1, n - 1), by[1]), made]
-        return [(2, 9, 0, by[0]), (2, 4, 2, by[0]), (1, 13, 1, by[1]), (2, 3, 2, 1.0),
-                (1, 8, 3, 1.0), (1, 7, 4, by[0])]  # fmt: skip
+        return [(2, 5, 0, by[0]), (2, 4, 2, by[0]), (2, 13, 1, by[1]), (2, 3, 2, 1.0),
+                (1, 8, 3, 1.0), (1, 6, 3, 1.0), (1, 8, 4, by[0]), (2, 1, 0, by[1])]  # fmt: skip
     several: dict[str, list[tuple[float, ...]]] = {
-        "pack": [(3.0,), (1.0,), (10.0,), (1.0,)] if divides else [(1.0,)] * 4,
+        "pack": [(10.1,), (1.0,), (7.3,), (1.0,)] if divides else [(1.0,)] * 4,
         "scale": [(0.1, 1.0), (3.0, 10.0), (1e-3, 3.0), (7.0, 1.0)] if divides
         else [(3.0, 1.0), (2.0, 1.0), (5.0, 1.0), (300.0, 1.0)],
         "add_scaled": [(0.1,), (3.0,), (1e-3,), (7.0,)] if divides

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from .instructions import C_TYPES, FUNCTIONS, TABLE, bits_of
-from .text import Entry, Instruction
+from .text import Entry, Instruction, parsed
 
 SPACES = ("global", "param")
 # Bits of an address: its space if it is generic (0 for global), its segment, its place there.
@@ -45,6 +45,7 @@ static Segment* segments;
 static uint64_t num_segments, num_steps, most;
 static int32_t lane, current;
 static uint8_t* executed;
+static int32_t mutant;
 static const int NOBODY = -1, SEVERAL = -2;
 
 template <typename R, typename T> void write(R& into, T value) {{
@@ -91,8 +92,9 @@ static uint8_t* at(uint64_t address, int size, int space, bool writes) {{
 RUN = """
 extern "C" const char* run(Segment* given, uint64_t count, const uint64_t* parameters,
                            uint32_t grid, uint32_t threads, uint32_t first_block, uint64_t limit,
-                           uint8_t* reached, uint64_t* steps, int32_t* place) {
+                           uint8_t* reached, int32_t changed, uint64_t* steps, int32_t* place) {
     segments = given, num_segments = count, most = limit, num_steps = 0, executed = reached;
+    mutant = changed;
     const char* failure = nullptr;
     try {
         for (lane = 0; lane < (grid - first_block) * threads; ++lane)
@@ -150,9 +152,14 @@ class Memory:
 
 
 class Machine:
-    """An entry that has been compiled.
+    """An entry that has been compiled, together with its mutants.
+
+    Args:
+        entry: the entry.
+        changes: of each mutant, the place of an instruction and the text that is there instead.
 
     Attributes:
+        mutant: the number of the mutant that runs; None: the entry.
         executed: the places in the text of the instructions that lanes of the last run reached.
         num_steps: how many blocks of instructions they have run.
 
@@ -160,12 +167,13 @@ class Machine:
         PtxError: an instruction is unknown.
     """
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, changes: Sequence[tuple[int, str]] = ()) -> None:
         self._instructions = [*entry.instructions()]
+        self.mutant: int | None = None
         self.executed, self.num_steps = set[int](), 0
         with tempfile.TemporaryDirectory() as folder:
             text, library = Path(folder, "text.cpp"), Path(folder, "text.so")
-            text.write_text(HEADER + "\n".join(_Translation(entry).lines()) + RUN)
+            text.write_text(HEADER + "\n".join(_Translation(entry, changes).lines()) + RUN)
             command = ["g++", *FLAGS, "-o", str(library), str(text)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
@@ -196,8 +204,8 @@ class Machine:
         failure = self._run(
             segments, ctypes.c_uint64(len(segments)),
             (ctypes.c_uint64 * len(addresses))(*addresses), grid, threads, first_block,
-            ctypes.c_uint64(most), ctypes.c_void_p(reached.ctypes.data), ctypes.byref(steps),
-            ctypes.byref(place),
+            ctypes.c_uint64(most), ctypes.c_void_p(reached.ctypes.data),
+            -1 if self.mutant is None else self.mutant, ctypes.byref(steps), ctypes.byref(place),
         )  # fmt: skip
         self.num_steps = steps.value
         self.executed = {self._instructions[k].start for k in np.flatnonzero(reached)}
@@ -208,9 +216,15 @@ class Machine:
 class _Translation:
     """The text of a function of C++ that runs one lane of an entry."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, changes: Sequence[tuple[int, str]]) -> None:
         self._entry = entry
-        self._names = {name: f"r{number}" for number, name in enumerate(entry.registers)}
+        self._changes: dict[int, list[tuple[int, Entry]]] = {}  # by the place of the instruction
+        self._registers = dict(entry.registers)
+        for mutant, (start, text) in enumerate(changes):
+            changed = parsed("", text if text[:1] in ("", "{") else f"{text};")
+            self._changes.setdefault(start, []).append((mutant, changed))
+            self._registers |= changed.registers
+        self._names = {name: f"r{number}" for number, name in enumerate(self._registers)}
         self._symbols = {name: (64, f"parameters[{number}]")
                          for number, name in enumerate(entry.parameters)}  # fmt: skip
         self._symbols |= {name: (32, text) for name, text in SPECIAL.items()}
@@ -218,19 +232,26 @@ class _Translation:
     def lines(self) -> Iterator[str]:
         yield "static void one(const uint64_t* parameters, uint32_t grid, uint32_t threads,"
         yield "                uint32_t block, uint32_t thread) {"
-        for name, bits in self._entry.registers.items():
+        for name, bits in self._registers.items():
             random = "random_bits() & 1" if bits == 1 else "random_bits()"
             yield f"{REGISTERS[bits]} {self._names[name]} = {random};"
         number = 0
         for block, instructions in enumerate(self._entry.blocks):
             yield f"L{block}: step();"
             for each in instructions:
-                guard = ""
-                if each.guard:
-                    guard = f"if ({self._read(each.guard[0], 'pred')} == {int(each.guard[1])}) "
-                yield f"current = {number}; executed[{number}] = 1; {guard}{{ {self._text(each)} }}"
+                yield f"current = {number}; executed[{number}] = 1;"
+                for mutant, changed in self._changes.get(each.start, ()):
+                    texts = map(self._guarded, changed.instructions())
+                    yield f"if (mutant == {mutant}) {{ {' '.join(texts)} }} else"
+                yield f"{{ {self._guarded(each)} }}"
                 number += 1
         yield f"L{len(self._entry.blocks)}: return; }}"
+
+    def _guarded(self, each: Instruction) -> str:
+        text = f"{{ {self._text(each)} }}"
+        if not each.guard:
+            return text
+        return f"if ({self._read(each.guard[0], 'pred')} == {int(each.guard[1])}) {text}"
 
     def _text(self, each: Instruction) -> str:
         opcode, *modifiers = each.name.split(".")
@@ -250,7 +271,7 @@ class _Translation:
     def _read(self, text: str, kind: str, *, wider: bool = False) -> str:
         """An operand as a value of this type."""
         if text in self._names:
-            self._check_width(text, self._entry.registers[text], kind, wider)
+            self._check_width(text, self._registers[text], kind, wider)
             value = self._names[text]
         elif text in self._symbols:
             width, value = self._symbols[text]
@@ -262,7 +283,7 @@ class _Translation:
     def _write(self, text: str, kind: str, value: str, *, wider: bool = False) -> str:
         if text not in self._names:
             raise PtxError(f"{text} is no register")
-        self._check_width(text, self._entry.registers[text], kind, wider)
+        self._check_width(text, self._registers[text], kind, wider)
         if kind[0] == "f":
             return f"write({self._names[text]}, {C_TYPES[kind]}({value}));"
         return f"{self._names[text]} = {C_TYPES[kind]}({value});"  # filled by the sign

@@ -21,7 +21,7 @@ WIDTHS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64}
 class Instruction:
     """One instruction."""
 
-    text: str  # of the instruction, without the semicolon
+    text: str  # of the instruction, without the semicolon, with the names of ``Entry.registers``
     start: int  # its place in the body
     name: str  # such as ``add.rn.f32``
     operands: tuple[str, ...]  # their texts, the destination first
@@ -86,7 +86,7 @@ def _declare(entry: Entry, scopes: list[dict[str, str]], statement: str) -> None
         names = [f"{several[1]}{k}" for k in range(int(several[2]))] if several else [name]
         for each in names:
             if len(scopes) > 1:  # unlike all names of other scopes
-                scopes[-1][each] = each = f"{each}@{len(entry.registers)}"
+                scopes[-1][each] = each = f"{each}${len(entry.registers)}"
             entry.registers[each] = WIDTHS[found[1]]
 
 
@@ -101,6 +101,6 @@ def _append(entry: Entry, scopes: list[dict[str, str]], statement: str, start: i
 
     guard = (renamed(found[2]), not found[1]) if found[2] else None
     operands = tuple(renamed(operand) for operand in OPERAND.findall(found[4]))
-    entry.blocks[-1].append(Instruction(statement, start, found[3], operands, guard))
+    entry.blocks[-1].append(Instruction(renamed(statement), start, found[3], operands, guard))
     if found[3].split(".")[0] in ("bra", "ret"):
         entry.blocks.append([])
