@@ -146,7 +146,7 @@ def gradients_of(kind, seed, count, dtype, shape, out=None, *, exact=True):
     return [(luck.integers(0, 7, n), each[:n]) for each, n in zip(rows, sizes, strict=True)]
 
 
-def shuffled(luck, gradient):
+def in_any_order(luck, gradient):
     order = luck.permutation(len(gradient[0]))
     return np.asarray(gradient[0])[order], gradient[1][order]
 
@@ -160,7 +160,7 @@ def added(luck, kinds, accumulators, gradients, weights, mesh, exact):
 
     def pop(at, home=None):
         number = left[at].pop()
-        return grad_of(kinds[at], shuffled(luck, gradients[at][number]), home), weights[number]
+        return grad_of(kinds[at], in_any_order(luck, gradients[at][number]), home), weights[number]
 
     while any(left):
         home = mesh.devices[luck.integers(len(mesh))]
@@ -384,7 +384,7 @@ def test_equal_sums_have_equal_states_which_go_on_alike(implementation, kind, da
             for home in (mesh, mesh.devices[2]):
                 acc, fresh = [make(kind, dtype, mean, device=home, words=8) for _ in range(2)]
                 for number in luck.permutation(count):
-                    gradient = shuffled(luck, gradients[number])
+                    gradient = in_any_order(luck, gradients[number])
                     add(acc, gradient, replica=number % 3, weight=weights[number])
                 state = acc.state_dict()
                 assert states.setdefault(home is mesh, saved(state)) == saved(state)
@@ -392,7 +392,7 @@ def test_equal_sums_have_equal_states_which_go_on_alike(implementation, kind, da
                 assert saved(fresh.state_dict()) == saved(state)
                 for each in (acc, fresh):
                     for number in luck.permutation(count) + count:
-                        gradient = shuffled(luck, gradients[number])
+                        gradient = in_any_order(luck, gradients[number])
                         add(each, gradient, replica=number % 3, weight=weights[number])
                     assert equal(taken(each, 2 * count), wanted)
 
