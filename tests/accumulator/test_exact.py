@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 from accumulator.kinds import KINDS, MEANS, Dense, Sparse, bits, options_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.accumulator_states import check_refused, frozen
 from support.exact_data import same
@@ -211,7 +211,10 @@ def taken_together(accumulators, count):
     return list(map(content, found)), {str(each.message).split("'")[1] for each in caught}
 
 
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck])
+@settings(
+    max_examples=examples(200), deadline=None, suppress_health_check=[*HealthCheck],
+    phases=[Phase.generate],  # a smaller example takes minutes
+)  # fmt: skip
 @given(data=st.data())
 def test_every_order_has_the_bits_of_the_definition(implementation, data):
     """Orders, calls, joint calls, devices and meshes; or a warning that names the sum."""
