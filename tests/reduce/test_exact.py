@@ -24,6 +24,7 @@ from support.meshes import implementation
 from support.thread_group import run_replicas
 
 import gradreduce as gr
+from gradreduce.backends.sim.device import SimDevice
 
 __all__ = ["implementation"]
 
@@ -342,6 +343,8 @@ def test_a_sum_of_float64_that_does_not_fit_warns_in_every_call(mesh, dtype):
     for _ in range(2):
         with pytest.warns(gr.InexactSumWarning, match="tensor b"):
             step()
+        mesh.mesh_state.fail("planted")
+        mesh.reset(timeout=30)
     for row in grads:
         row["b"][:] = -3
     with mesh.journal() as journal:
@@ -354,6 +357,25 @@ def test_a_sum_of_float64_that_does_not_fit_warns_in_every_call(mesh, dtype):
         "their words; use prepare"
     )
     assert operations(journal) == []
+
+
+@pytest.mark.parametrize("num_packs", [1, 3])
+def test_in_place_nothing_is_allocated_after_the_first_launch(num_packs, monkeypatch):
+    """So a failed allocation leaves the arrays unchanged: float64 has flags on each device."""
+    with gr.open_mesh((0, 1, 1), backend="sim", strict=True) as mesh:
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True, num_packs=num_packs)
+        own = [[device.upload(np.ones(size)) for size in (9000, 7, 9000)] for device in mesh]
+        allocate, before = SimDevice._allocate, []
+        with mesh.journal() as journal, monkeypatch.context() as patch:
+            patch.setattr(
+                SimDevice, "_allocate", lambda *given: before.append(len(journal.of("launch")))
+                or allocate(*given),
+            )  # fmt: skip
+            ops.all_reduce(own, SUM, out=own)
+        assert journal.of("copy") == []
+        assert {each.device for each in journal.of("launch")} == {0, 1}
+        assert set(before) == {0}
+        assert (own[2][0].numpy() == 3).all()
 
 
 NCCL = (
@@ -389,3 +411,30 @@ def test_settings_that_round_are_refused(options, error, text):
     with pytest.raises(error) as raised:
         gr.AllReduceCrossDeviceOps(**{"exact": True, **options})
     assert str(raised.value) == text
+
+
+class Overridden(gr.AllReduceCrossDeviceOps):
+    def reduce_batch(self, *arguments, **options):
+        raise AssertionError
+
+
+def test_accumulators_are_exact_if_what_adds_them_is(mesh):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True)
+    wrong = [
+        (gr.ConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact=False"),
+        (gr.SparseConditionalAccumulator, {"cross_device_ops": ops}, "exact=True, but .* exact="),
+        (gr.ConditionalAccumulator,
+         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
+         "exact=False, but the accumulator has exact=True"),
+        (gr.SparseConditionalAccumulator,
+         {"cross_device_ops": gr.AllReduceCrossDeviceOps(mesh=mesh), "exact": True},
+         "exact=False, but the accumulator has exact=True"),
+        (gr.ConditionalAccumulator,
+         {"cross_device_ops": Overridden(mesh=mesh, exact=True), "exact": True},
+         "overrides reduce_batch, which cannot add exact partial sums"),
+    ]  # fmt: skip
+    with mesh.journal() as journal:
+        for make, options, text in wrong:
+            with pytest.raises(ValueError, match=text):
+                make("float32", device=mesh, **options)
+    assert operations(journal) == []

@@ -124,8 +124,8 @@ def run_replicas(
     def run(group: ProcessGroup | None) -> Any:
         rank = 0 if group is None else group.rank
         process = {} if group is None else {"process_group": group}
-        devices = placement or counts[rank]
-        with gr.open_mesh(devices, backend="sim", strict=True, **process, **options) as mesh:
+        devices, options_here = placement or counts[rank], {"strict": True, **process, **options}
+        with gr.open_mesh(devices, backend="sim", **options_here) as mesh:
             return work(mesh, range(firsts[rank], firsts[rank + 1]))
 
     return [run(None)] if len(counts) == 1 else run_processes(len(counts), run)

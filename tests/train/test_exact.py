@@ -1,6 +1,7 @@
 """Steps with exact sums: one training has the same bits on any layout of its micro-batches."""
 
 import hashlib
+import warnings
 from functools import cache
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 from support.exact_data import same
 from support.exact_sums import exact_means
 from support.exhaustive import seeds
+from support.thread_group import run_replicas
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
+from gradreduce.backends.sim.device import SimDevice, memory_of
+from gradreduce.device import Buffer, as_dtype
 
 FORMS = {"w": ((5, 3), "float32"), "half": ((37,), "bfloat16"), "bias": ((), "float32"),
          "wide": ((7,), "float64")}  # fmt: skip
@@ -92,6 +95,8 @@ def on_one_replica(**options):
 
 
 WEIGHTS = tuple(np.random.default_rng(1).choice([0.25, 1, 3, 0.7, 1e-3], NUM_TERMS).tolist())
+# The largest float64; as two numbers of float32 the largest one and a NaN.
+LARGEST = 0x7FEFFFFF7F7FFFFF
 WAYS = (
     {}, {"shard_optimizer": True}, {"check_finite": True},
     {"check_finite": True, "shard_optimizer": True},
@@ -188,6 +193,29 @@ def test_a_step_has_no_wait_of_its_own_and_as_many_launches_for_any_number_of_te
         assert counts[0].count("add_words") == 6  # of three dtypes, on two GPUs
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("counts", [(3,), (3, 1)], ids=str)
+def test_what_memory_held_before_sets_no_flag(counts, dtype, monkeypatch):
+    """Sums are added with the gaps between them, which hold the largest numbers here."""
+    allocate = SimDevice._allocate
+
+    def filled(device, nbytes):
+        block = allocate(device, nbytes)
+        memory_of(Buffer(block, 0, (nbytes // 8,), as_dtype("int64"))).fill(LARGEST)
+        return block
+
+    def work(mesh, replicas):
+        made = [gr.Variable(np.ones(size), f"v{size}", dtype=dtype, device=mesh) for size in (1, 3)]
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, exact=True)
+        step = gr.SyncStep(made, gr.GradientDescentOptimizer(1.0), ops)
+        monkeypatch.setattr(SimDevice, "_allocate", filled)
+        assert step([[[np.ones(size, dtype)] for size in (1, 3)]] * len(replicas))
+        assert made[1].numpy().tolist() == [0, 0, 0]
+
+    with warnings.catch_warnings(action="error"):
+        run_replicas(counts, work, strict=False)
+
+
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=str)
 def test_a_replica_without_terms_changes_no_mean_of_minus_zero(options):
     """The mean is -0.0, and -0.0 minus that is +0.0."""
@@ -233,7 +261,9 @@ def test_a_term_that_is_not_finite_adds_nothing(is_weighted):
             with pytest.raises(FloatingPointError, match="'w' in replica 1 is not finite"):
                 step([[[one, one]], [[one, wrong]]], weights=weights)
         assert (step.global_step, step.accumulators[0].num_accumulated()) == (0, 0)
-        assert step([[[large, large]], [[-large, -2 * one]]], weights=weights)
+        with mesh.journal() as journal:
+            assert step([[[large, large]], [[-large, -2 * one]]], weights=weights)
+        assert [each.name for each in journal.of("launch")].count("scale") == is_weighted
         wanted = (59999 / 3.5) if is_weighted else (59998 / 2)
         assert same(made.numpy(), np.full(3, -np.float16(wanted)))
 

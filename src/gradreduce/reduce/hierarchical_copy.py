@@ -12,7 +12,7 @@ replicas TensorFlow leaves out the last one; here any number works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradreduce.device import (
@@ -23,6 +23,7 @@ from gradreduce.device import (
     by_physical,
     ensure_accessible,
 )
+from gradreduce.sums.exact_terms import exact_sum_command
 
 from .algorithm import (
     Algorithm,
@@ -207,6 +208,18 @@ class ExactCopy(HierarchicalCopy):
         self._groups, self._order = [range(len(self.senders))], list(range(len(self.senders)))
         self._split = 0
 
+    def _direct(self, work: Sequence[tuple[int, Job]], queue: Queue) -> Steps:
+        """See ``HierarchicalCopy``. The flags of float64 are allocated now."""
+        rows: dict[tuple[int, float], tuple[list[Sequence[Buffer]], list[Sequence[Buffer]]]] = {}
+        for main, job in work:
+            outs, inputs = rows.setdefault((main, job.divisor), ([], []))
+            outs.append(job.outs)
+            inputs.append(job.inputs)
+        return _launch_all(
+            [exact_sum_command(*each, divisor=divisor, device=self.devices[main], queue=queue)
+             for (main, divisor), each in rows.items()]
+        )  # fmt: skip
+
     def _steps(self, main: int, job: Job, queue: Queue) -> Steps:
         """Copies terms that are not accessible, and adds all of them."""
         home = self.devices[main]
@@ -214,6 +227,13 @@ class ExactCopy(HierarchicalCopy):
         yield
         yield  # as many steps as for groups
         yield from self._write(main, job, terms, queue)
+
+
+def _launch_all(launches: Sequence[Callable[[], None]]) -> Steps:
+    """Calls the launches in one step."""
+    for launch in launches:
+        launch()
+    yield
 
 
 def _reduce_in_steps(slices: Sequence[Steps]) -> Steps:

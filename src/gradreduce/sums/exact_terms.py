@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,12 +79,33 @@ def sum_exactly(
     The arguments are those of ``ops.exact_sum``; and ``names``, the name of each sum in the
     warning, by default the label of this thread's work.
     """
+    command = exact_sum_command(
+        outs, inputs, divisor=divisor, device=device, queue=queue, names=names
+    )
+    command()
+
+
+def exact_sum_command(
+    outs: Sequence[Sequence[Buffer]],
+    inputs: Sequence[Sequence[Buffer]],
+    *,
+    names: Sequence[str] = (),
+    **options: Any,
+) -> Callable[[], None]:
+    """Allocates flags, and returns a function that does what ``sum_exactly`` does.
+
+    So a caller can allocate the memory of several launches before the first launch.
+    """
     flags: Sequence[Buffer] = ()
     if any([needs_flag(terms[0].dtype) for terms in inputs]):
-        flags = new_flags([device] * len(inputs))
-    ops.exact_sum(outs, inputs, divisor=divisor, flags=flags, device=device, queue=queue)
-    if flags:
-        report_flags(flags, names)
+        flags = new_flags([options["device"]] * len(inputs))
+
+    def launch() -> None:
+        ops.exact_sum(outs, inputs, flags=flags, **options)
+        if flags:
+            report_flags(flags, names)
+
+    return launch
 
 
 def needs_flag(dtype: DType) -> bool:

@@ -290,7 +290,8 @@ class SyncStep(NotCopied):
             if self._scaling.checks:
                 checked = [[[part] for part in row] for row in gradients]
                 if self._is_exact:
-                    checked = by.products(placed) if by and not stale else list(placed.values())
+                    placed = by.products(placed) if by and not stale else placed
+                    checked = list(placed.values())
             step = self._earliest(step, list(placed), checked, by)
             pending_gradients = self._pending(placed, gradients, by)
             with DeferInterrupts(), self.devices[0].mesh_state.label_scope(self._label):

@@ -108,22 +108,21 @@ class TermWeights:
 
     def products(
         self, placed: Mapping[int, Sequence[Sequence[Part]]]
-    ) -> list[list[Sequence[Part]]]:
-        """Returns ``[variable][replica]``: the terms that were read, times their weights.
-
-        A replica that is not read has none.
+    ) -> dict[int, list[Sequence[Part]]]:
+        """Multiplies terms in the accumulate dtype. Afterwards each has weight 1.
 
         Args:
             placed: the terms that were read, ``[replica][term]`` of each variable.
         """
-        return [
-            [
+        made: dict[int, list[Sequence[Part]]] = {}
+        for index, of_one in placed.items():
+            made[index] = [
                 [term if weight == 1 else _scale(term, weight)
-                 for term, weight in zip(terms, kept[index], strict=False)]
+                 for term, weight in zip(terms, kept[index] or [1.0] * len(terms), strict=True)]
                 for terms, kept in zip(of_one, self.kept, strict=True)
-            ]
-            for index, of_one in placed.items()
-        ]  # fmt: skip
+            ]  # fmt: skip
+        self.kept = [[[] for _ in row] for row in self.kept]
+        return made
 
     def sum_terms(
         self,
