@@ -27,7 +27,6 @@ from gradreduce.device import as_dtype
 __all__ = ["implementation"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-NARROW = DTYPES[:3]  # of sparse accumulators
 PLACEMENTS = ((0,), (0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1, 1, 0))
 SHAPES = ((18,), (2, 9), (1,))  # of a row
 WEIGHTS = (1, 1, 0.5, 3, float(np.float32(0.1)), 0)
@@ -199,7 +198,7 @@ def may_overflow(dtype, gradients, weights):
 
 
 FORMS = st.tuples(*map(st.sampled_from, ([Dense], DTYPES, SHAPES, MEANS, [False, True]))) | (
-    st.tuples(*map(st.sampled_from, ([Sparse], NARROW, SHAPES, MEANS, [False, True])))
+    st.tuples(*map(st.sampled_from, ([Sparse], DTYPES, SHAPES, MEANS, [False, True])))
 )
 
 
@@ -266,7 +265,7 @@ def test_a_sum_is_rounded_once_and_a_mean_divided_afterwards(mesh, kind):
     Rows may have different divisors, of which some are 1.
     """
     bits_of = {"float16": (11, 24), "bfloat16": (8, 40), "float32": (24, 50), "float64": (53, 108)}
-    for dtype, mean in product(NARROW if kind is Sparse else DTYPES, MEANS):
+    for dtype, mean in product(DTYPES, MEANS):
         unit, least = (2.0**-bits for bits in bits_of[dtype])
         gradients = [row(each, dtype) for each in (1, unit, 0, least, 0)]
         if kind is Sparse:
@@ -370,7 +369,7 @@ def saved(state):
 @given(data=st.data())
 def test_equal_sums_have_equal_states_which_go_on_alike(implementation, kind, data):
     """In any order of the terms of a device, a state of eight words of which fewer are used."""
-    dtype = data.draw(st.sampled_from(NARROW if kind is Sparse else DTYPES), "dtype")
+    dtype = data.draw(st.sampled_from(DTYPES), "dtype")
     seed, count = data.draw(st.integers(0, 9999), "seed"), data.draw(st.integers(1, 6), "count")
     mean, luck = data.draw(st.sampled_from(MEANS), "mean"), np.random.default_rng(seed)
     weights = [1, *luck.choice(WEIGHTS, 2 * count - 1).tolist()]
@@ -474,8 +473,6 @@ ADDS_OTHERWISE = "adds partial sums with exact={}, but the accumulator has exact
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_before_anything_is_launched(mesh, kind, options, error, text):
-    if kind is Sparse and "dtype" in options:
-        error, text = TypeError, "exact=True does not support float64 for IndexedSlices yet"
     given = {"dtype": "float32", "device": mesh, **options}
     with mesh.journal() as journal, pytest.raises(error) as raised:
         make(kind, **given)

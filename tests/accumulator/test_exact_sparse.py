@@ -62,7 +62,7 @@ def test_the_launches_of_a_gradient_and_a_take(repeats):
 
 
 @pytest.mark.parametrize("repeats", [2, 100])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("over_mesh", [True, False])
 def test_no_call_compiles_after_its_first_launch(over_mesh, dtype, repeats):
     """However many rows have the same index, and on however many devices."""

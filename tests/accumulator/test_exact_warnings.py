@@ -80,6 +80,13 @@ def test_words_of_several_devices_are_added_without_a_limit(kind):
                 with pytest.warns(gr.InexactSumWarning):
                     taken(acc, 5)
         assert taken(acc, 4)[1].tolist() == [[2.0**-30]]
+        acc = make(kind, "float64", device=mesh, words=8)  # nine do not fit into eight
+        terms = [2.0 ** (-100 * number) for number in range(9)]
+        for device, of_device in enumerate((terms[::2], terms[1::2])):
+            for term in of_device:
+                add(acc, row(term, "float64"), replica=device)
+        with pytest.warns(gr.InexactSumWarning):
+            assert taken(acc, 9)[1].tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("wait", ["take", "numpy", "synchronize", "state_dict"])

@@ -230,10 +230,7 @@ def test_rows_have_the_bits_of_any_order_of_arrival(modules, actors, sparse_mean
 
 def test_what_is_refused(modules, actors):
     make, dense = modules.accumulators.AccumulatorSet, [("float32", [2])]
-    rows = ("exact=True does not support float64 for IndexedSlices yet: pass a narrower dtype, or "
-            "exact=False")  # fmt: skip
     for error, text, specs, options in (
-        (TypeError, rows, {"rows": ("float64", [2, 1], True)}, {"exact": True}),
         (TypeError, "exact='yes' must be True or False", dense, {"exact": "yes"}),
         (ValueError, "words=9 must be at least 2, and at most 8", dense, {"words": 9}),
     ):

@@ -71,6 +71,7 @@ OPTIONS = {
     "checked": {"check_finite": True},
     "weighted and checked": {"weights": 3, "check_finite": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "float64": {"dtype": "float64"},
 }
 
 

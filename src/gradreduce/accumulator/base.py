@@ -263,7 +263,7 @@ def create_state(  # noqa: PLR0913  # options of one call
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
     grad_shape = None if shape is None else as_shape("shape", shape, known=False)
-    reducer = _as_reducer(cross_device_ops, grad_dtype, storage)
+    reducer = _as_reducer(cross_device_ops, storage)
     devices, over_mesh = _choose_devices(device, shared_name or "", reducer.mesh)
     if shared_name:
         check_one_process(
@@ -283,18 +283,10 @@ def create_state(  # noqa: PLR0913  # options of one call
     return _find_or_register(shared_name, state, cross_device_ops) if shared_name else state
 
 
-def _as_reducer(
-    cross_device_ops: CrossDeviceOps | None, dtype: DType, storage: Storage
-) -> CrossDeviceOps:
-    """Returns what reduces partial sums of this dtype; checks the types."""
-    is_exact = storage.num_words > 1
-    if is_exact and storage.is_sparse and dtype == as_dtype("float64"):
-        raise TypeError(
-            "exact=True does not support float64 for IndexedSlices yet: pass a narrower dtype, or "
-            "exact=False"
-        )
+def _as_reducer(cross_device_ops: CrossDeviceOps | None, storage: Storage) -> CrossDeviceOps:
+    """Returns what reduces the partial sums of a storage; checks the type."""
     if cross_device_ops is None:
-        return default_ops(exact=is_exact)
+        return default_ops(exact=storage.num_words > 1)
     if not isinstance(cross_device_ops, CrossDeviceOps):
         raise TypeError(f"cross_device_ops={brief(cross_device_ops)} must be a CrossDeviceOps")
     return cross_device_ops

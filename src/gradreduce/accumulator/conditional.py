@@ -251,8 +251,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     Raises:
         TypeError: ``dtype`` is not supported, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is not a ``CrossDeviceOps``, or, on a mesh, not an
-            ``AllReduceCrossDeviceOps``; ``exact`` is not a bool, or is True with float64; or
-            ``shape`` is not a list of integers and None.
+            ``AllReduceCrossDeviceOps``; ``exact`` is not a bool; or ``shape`` is not a list of
+            integers and None.
         ValueError: ``reduction_type`` or ``sparse_mean`` is unknown, ``sparse_mean`` is
             ``"per_gradient"`` with ``"SUM"``, an extent is negative, the mesh does not have the
             device, ``shared_name`` exists with other arguments, ``words`` is not 2 to 8, or

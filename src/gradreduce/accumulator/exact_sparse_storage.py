@@ -29,7 +29,7 @@ from gradreduce.ops import (
     plan_segments,
 )
 from gradreduce.reduce.process_values import slices_of_all
-from gradreduce.sums.exact_terms import new_flags
+from gradreduce.sums.exact_terms import new_flags, sum_rows_exactly
 from gradreduce.sums.slices import concatenate_rows
 from gradreduce.weights import from_units
 
@@ -120,7 +120,7 @@ class ExactSparseStorage(SparseStorage):
             in_order = [word for of_place in zip(*words, strict=True) for word in of_place]
             rows = ops.split_rows(concatenate_rows(home, in_order), self.num_words)
         out = home.empty((plan.num_segments, *rows[0].shape[1:]), state.dtype)
-        ops.sum_rows(out, rows, plan, divisor)
+        sum_rows_exactly(out, rows, plan, divisor, state.label)
         return IndexedSlices.of(out, plan.indices, state.sum_shape)
 
     def _words_of_all(
@@ -173,4 +173,4 @@ def _use_all_kernels(
         terms = [as_term(values, 1, words[0].dtype)]
         ops.add_rows_command([words], flags, terms, [plan], [into], device=home)()
         out = home.empty((plan.num_segments, 2), state.dtype)
-        ops.sum_rows(out, words, plan, 1.0)
+        sum_rows_exactly(out, words, plan, 1.0, state.label)

@@ -177,7 +177,13 @@ def _levels(plan: Segments) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int
     return by_count, rows[np.argsort(level, kind="stable")], list(groups)
 
 
-def sum_rows(out: Buffer, rows: Sequence[Buffer], segments: Segments, divisor: Divisor) -> None:
+def sum_rows(
+    out: Buffer,
+    rows: Sequence[Buffer],
+    segments: Segments,
+    divisor: Divisor,
+    flag: Buffer | None = None,
+) -> None:
     """Adds rows of words as real numbers, rounds each sum once, and divides it.
 
     A sum that is not divided by 1 is rounded to the accumulate dtype, and divided there, before it
@@ -189,6 +195,7 @@ def sum_rows(out: Buffer, rows: Sequence[Buffer], segments: Segments, divisor: D
         rows: the words of the rows, ``(num_rows, …)`` each.
         segments: the rows that are added.
         divisor: see ``segment_sum_command``.
+        flag: for rows of float64; see ``exact_sum``.
     """
     if not out.size:
         return
@@ -198,11 +205,12 @@ def sum_rows(out: Buffer, rows: Sequence[Buffer], segments: Segments, divisor: D
     take_rows_command(words, rows, [order] * len(rows), device=home)()
     each_once = single_row_segments(segments.num_segments)
     by = 1.0 if isinstance(divisor, np.ndarray) else divisor
-    sums = _rounded(words, levels, out, out.dtype, by)
+    rounded = partial(_rounded, words, levels, out, flag)
+    sums = rounded(out.dtype, by)
     segment_sum_command([out], [sums], [each_once], into=[by_count], device=home)()
     if isinstance(divisor, np.ndarray):
         if sums.dtype != dtype:
-            sums = _rounded(words, levels, out, dtype)
+            sums = rounded(dtype)
         divisors = divisor[by_count]
         divided = np.flatnonzero(divisors != 1)
         places = np.concatenate([divided, np.flatnonzero(divisors == 1)])
@@ -223,6 +231,7 @@ def _rounded(
     words: Sequence[Buffer],
     levels: Sequence[tuple[int, int]],
     like: Buffer,
+    flag: Buffer | None,
     dtype: DType,
     divisor: float = 1,
 ) -> Buffer:
@@ -232,6 +241,7 @@ def _rounded(
         words: the words of the rows, in the order of ``_levels``.
         levels: from ``_levels``.
         like: has the shape of the result, and its device.
+        flag: see ``sum_rows``.
         dtype: the dtype of the result.
         divisor: divides all sums.
     """
@@ -247,5 +257,6 @@ def _rounded(
                 [word.view((start + after) * width, shape)
                  for start in starts[: level + 1] for word in words]
             )  # fmt: skip
-    exact_sum(outs, inputs, divisor=divisor, device=like.device)
+    flags = () if flag is None else [flag] * len(outs)
+    exact_sum(outs, inputs, divisor=divisor, flags=flags, device=like.device)
     return sums

@@ -50,7 +50,7 @@ class AccumulatorSet(SharedAccumulator):
         sparse_mean: the option of all sparse accumulators; see
             ``gr.SparseConditionalAccumulator``.
         exact: True adds the gradients as real numbers, so that their order does not change a bit;
-            see ``gr.ConditionalAccumulator``. Sparse accumulators of float64 are refused then.
+            see ``gr.ConditionalAccumulator``.
         words: how many floats hold an element of an exact sum; see ``gr.ConditionalAccumulator``.
             The process that takes or saves a sum that does not fit is warned.
         num_shards: number of actors; the accumulators are distributed over them by bytes.

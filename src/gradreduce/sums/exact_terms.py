@@ -18,6 +18,7 @@ from gradreduce.device import (
     ensure_accessible,
     flat_layout,
 )
+from gradreduce.ops import Divisor, Segments
 
 from .aggregators import AddN, MultiDeviceSum, round_to, scaled
 from .term_weights import check_whole
@@ -106,6 +107,16 @@ def exact_sum_command(
             report_flags(flags, names)
 
     return launch
+
+
+def sum_rows_exactly(
+    out: Buffer, rows: Sequence[Buffer], segments: Segments, divisor: Divisor, name: str
+) -> None:
+    """Calls ``ops.sum_rows``; if a float64 sum does not fit, a later call warns, with this name."""
+    flags = new_flags([out.device]) if needs_flag(rows[0].dtype) else [None]
+    ops.sum_rows(out, rows, segments, divisor, *flags)
+    if flags[0] is not None:
+        report_flags(flags, [name])
 
 
 def needs_flag(dtype: DType) -> bool:

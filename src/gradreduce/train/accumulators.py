@@ -36,7 +36,7 @@ def make_accumulator(
     """Makes the accumulator of a variable; its mean divides by the number of all gradients.
 
     Raises:
-        TypeError: the sums of a variable with sparse gradients and this dtype cannot be exact.
+        TypeError: accumulators do not support the variable's dtype.
         ValueError: ``wire_dtype`` would round the terms of exact sums.
     """
     options: dict[str, Any] = {
