@@ -282,6 +282,65 @@ def test_a_sum_is_rounded_once_and_a_mean_divided_afterwards(mesh, kind):
                 assert once == [1 + 2 * unit], "rounded twice, it is 1"
 
 
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_rows_are_terms_however_they_are_split(implementation, data):
+    """In any order, in any IndexedSlices, on any devices, with arrays; or a warning."""
+    dtype, other = data.draw(st.tuples(*[st.sampled_from(DTYPES)] * 2), "dtypes")
+    words = data.draw(st.sampled_from([2, 3, 8]), "words")
+    count, num_arrays = data.draw(st.tuples(st.integers(1, 9), st.integers(0, 2)), "terms")
+    weight = data.draw(st.sampled_from(WEIGHTS[:-1]), "weight")
+    seed = data.draw(st.integers(0, 9999), "seed")
+    luck = np.random.default_rng(seed)
+    rows = exact_terms(count, (18,), other, seed, None if dtype == "float64" else dtype)
+    indices = luck.integers(0, 4, count)
+    arrays = list(luck.choice([0.0, -0.0, 1.5, 2.0**-9], (num_arrays, 4, 18)).astype(other))
+    by_index = [
+        [*np.array(rows)[indices == index], *[array[index] for array in arrays], np.zeros(18)]
+        for index in range(4)
+    ]
+    terms_of = [
+        [weigh(dtype, np.asarray(each, other), weight) for each in terms] for terms in by_index
+    ]
+    wanted = np.array(
+        [exact_reduction(terms, mean=False, divisor=1, out=dtype) for terms in terms_of]
+    )
+    for turn in range(2):
+        luck = np.random.default_rng([seed, turn])
+        placement, peers = PLACEMENTS[luck.integers(len(PLACEMENTS))], bool(luck.integers(2))
+        with opened(placement, kernels=implementation, peer_access=peers) as mesh:
+            home = mesh if luck.integers(2) else mesh.devices[luck.integers(len(mesh))]
+            acc = make(Dense, dtype, shape=(4, 18), device=home, words=words)
+            parts = np.split(luck.permutation(count), np.sort(luck.integers(0, count + 1, 2)))
+            grads = [gr.IndexedSlices(np.array(rows)[part], indices[part]) for part in parts]
+            grads += arrays
+            for at in luck.permutation(len(grads)):
+                with gr.replica(luck.integers(len(mesh))):
+                    acc.apply_grad(grads[at], weight=weight, cast=True)
+            (found,), warned = taken_together([acc], len(grads))
+        if warned:
+            assert any(len(terms) > words + 1  # the zero is no term that needs a word
+                       or may_overflow(dtype, [([0], np.asarray(each, other)) for each in terms],
+                                       [weight] * len(terms))
+                       for terms in by_index)  # fmt: skip
+        else:
+            assert same(found[1][0], wanted)
+
+
+def test_rows_and_arrays_are_added_by_few_launches():
+    with opened((0,)) as mesh:
+        accs = [make(Dense, shape=(9, 4), mean="MEAN", device=mesh) for _ in range(2)]
+        rows = gr.IndexedSlices(mesh[0].upload(np.ones((5, 4), "float32")), [5, 2, 7, 7, 7])
+        array = mesh[0].upload(np.ones((9, 4), "float32"))
+        for grads in ([rows, array], [rows, rows], [array, array]):
+            with mesh.journal() as journal:
+                gr.apply_grads(accs, grads)
+            adds = ["take_rows", "add_words", "add_words", "segment_sum"] * (grads[0] is rows)
+            assert [each.name for each in journal.of("launch")] == ["add_words", *adds]
+            assert (journal.copies, journal.syncs) == (0, 0)
+        assert taken(accs[0], 3)[1][0, 7].tolist() == [np.float32(7) / 3] * 4
+
+
 def test_what_any_gradient_may_be(mesh):
     """Lists, IndexedSlices, PerReplica, Buffers, several dtypes with cast=True, empty ones."""
     rows = gr.IndexedSlices(np.float32([[1e8, 1], [0.5, 1], [0.25, 1]]), [1, 0, 1])
@@ -291,8 +350,7 @@ def test_what_any_gradient_may_be(mesh):
         with gr.replica(2):
             acc.apply_grad(gr.IndexedSlices(np.float16([[2, 2]]), [1], (2, 2)), cast=True)
         acc.apply_grad(gr.PerReplica([each.upload(np.zeros((2, 2))) for each in mesh]), cast=True)
-        # to_dense adds the rows of one gradient in float32.
-        assert taken(acc, 7)[1].tolist() == [[[0.625, 1], [2, 4]]]
+        assert taken(acc, 7)[1].tolist() == [[[0.625, 1], [2.25, 4]]]
     for acc in on_each(mesh, shape=(None, 0)):
         acc.apply_grad(np.zeros((5, 0), np.float32))
         acc.apply_grad(gr.PerReplica([np.zeros((5, 0), np.float32)] * 4, mesh))

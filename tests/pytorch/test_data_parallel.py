@@ -131,8 +131,9 @@ def test_gradients_are_the_means_of_all_replicas(case, devices, processes):
 
 @pytest.mark.whole_product
 @pytest.mark.parametrize("has_others", [True, False])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, processes):
+def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, processes, exact):
     """Rows of several replicas, an embedding that one replica uses, and one that none uses."""
     n = devices * processes
 
@@ -151,14 +152,16 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(has_others, devices, proc
 
     shared = [1 / n, 0.0, 2.0, (n - 1) / n, 0.0]
     one = [1.0, 0.0, 2.0, 0.0, 0.0] if n == 1 else [0.0, 0.0, 2 / n, 1 / n, 0.0]
-    for found in in_processes(processes, work, partial(embeddings, has_others), devices):
+    make = partial(embeddings, has_others)
+    for found in in_processes(processes, work, make, devices, exact=exact):
         for step, rows in enumerate(found):
             at_first = {0: shared, 1: [0.0] * 5}.get(step)
             assert rows == [[shared, one, None, at_first]] * devices
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_sparse_gradient_without_rows_is_added_to(processes):
+def test_a_sparse_gradient_without_rows_is_added_to(processes, exact):
     def work(dp, _):
         for names in (["all"], []):  # a mean with rows, then one of the zeroed gradient
             dp.zero_grad(set_to_none=False)
@@ -168,9 +171,12 @@ def test_a_sparse_gradient_without_rows_is_added_to(processes):
         with dp.no_sync():
             for net in dp.replicas:
                 net["all"](torch.tensor([1])).sum().backward()
+            assert not exact or net["all"].weight.grad is None  # moved to the sum
+        for net in dp.replicas:
+            (0 * net["all"](torch.tensor([1]))).sum().backward()
         return [of_column(net["all"].weight.grad) for net in dp.replicas]
 
-    found = in_processes(processes, work, partial(embeddings, True), devices=2)
+    found = in_processes(processes, work, partial(embeddings, True), devices=2, exact=exact)
     assert found == [[[0.0, 1.0, 0.0, 0.0, 0.0]] * 2] * processes
 
 

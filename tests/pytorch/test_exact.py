@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import math
 import threading
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.exact_sums import added_in, exact_means
+from support.exact_sums import weighted as scaled
 from support.libraries import torch
 from support.thread_group import run_processes
 from support.torch_layers import assert_equal, gradients
@@ -134,6 +136,66 @@ def one_weight(dtype):
             return trained(*layout, weighted=True, dtype=dtype, **options)
 
     return run
+
+
+def rows_of(number, dtype):
+    """The indices and the gradients of the rows of a micro-batch."""
+    luck = np.random.default_rng(number)
+    rows = luck.standard_normal((3, 2)) * np.exp2(luck.integers(-9, 9, (3, 2)))
+    return luck.integers(0, 5, 3), rows.astype(as_dtype(dtype))
+
+
+def means_of_rows(numbers, dtype):
+    """The mean of the rows of these micro-batches for each index, divided by all weights."""
+    terms, by = {}, math.fsum(map(weight_of, range(12)))
+    for number in numbers:
+        for index, row in zip(*rows_of(number, dtype), strict=True):
+            if weight_of(number):
+                terms.setdefault(int(index), []).append(scaled(row, weight_of(number)))
+    return {index: exact_means(rows, by, dtype).astype(float).tolist()
+            for index, rows in terms.items()}  # fmt: skip
+
+
+def run_rows(dp, rows, dtype):
+    """A step of ``[replica][micro-batch]``; the table "b" is used by number 0 alone."""
+    for micro, column in enumerate(rows.T):
+        is_last = micro == rows.shape[1] - 1
+        for net, number in zip(dp.replicas, column, strict=True):
+            indices, rows_here = rows_of(number, dtype)
+            indices, factors = torch.tensor(indices), torch.tensor(rows_here.astype(float))
+            factors = factors.to(net["a"].weight.dtype)
+            tables = [net[name] for name in ("ab" if number == 0 else "a")]
+            with nullcontext() if is_last else dp.no_sync(), dp.weight(weight_of(number)):
+                sum((table(indices) * factors).sum() for table in tables).backward()
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_of_an_embedding_is_a_term(dtype, devices, processes):
+    """Of each backward, also where it is repeated, or where a replica or a process has none."""
+    numbers = np.random.default_rng(devices).permutation(12).reshape(processes, devices, -1)
+
+    def work(group):
+        with gr.open_mesh(devices, backend="sim", process_group=group) as mesh:
+            options = {"sparse": True, "dtype": getattr(torch, dtype)}
+            net = torch.nn.ModuleDict({name: torch.nn.Embedding(5, 2, **options) for name in "abc"})
+            dp, found = make(net, mesh), []
+            for _ in range(2):
+                run_rows(dp, numbers[mesh.process_index], dtype)
+                found += [[as_rows(net[name].weight.grad) for name in "abc"] for net in dp.replicas]
+                dp.zero_grad(set_to_none=True)
+            return found
+
+    wanted = [means_of_rows(range(12), dtype), means_of_rows([0], dtype), None]
+    for found in run_processes(processes, work) if processes > 1 else [work(None)]:
+        assert found == [wanted] * (2 * devices)
+
+
+def as_rows(grad):
+    if grad is None:
+        return None
+    assert grad.is_sparse
+    return dict(zip(grad._indices()[0].tolist(), grad._values().tolist(), strict=True))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -273,12 +335,6 @@ REFUSED = {
         "wire_dtype='float32' cannot be combined with exact=True for float64: terms would be "
         "rounded on the way; pass None",
     ),
-    "sparse": (
-        lambda: torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1)),
-        ValueError,
-        "0.weight is the weight of an embedding with sparse=True: exact=True does not support "
-        "IndexedSlices yet",
-    ),
 }  # fmt: skip
 
 
@@ -296,12 +352,15 @@ def test_what_has_no_exact_sum_is_refused_and_nothing_changed(case, mesh):
     gr.torch.DataParallel(nets, mesh)  # no hook is left
 
 
-def test_a_sparse_gradient_of_a_function_is_refused(mesh):
+def test_a_gradient_of_another_layout_is_refused(mesh):
     dp = make(torch.nn.Embedding(5, 2), mesh)
     loss = torch.nn.functional.embedding(torch.tensor([1]), dp.module.weight, sparse=True).sum()
     text = "the gradient of weight has layout torch.sparse_coo; only dense gradients are allowed"
     with pytest.raises(ValueError, match=text):
         loss.backward()
+    dp = make(torch.nn.Embedding(5, 2, sparse=True), mesh)
+    with pytest.raises(ValueError, match="weight has a dense gradient, but its embedding has"):
+        dp.module.weight.sum().backward()
 
 
 def test_a_sum_that_does_not_fit_names_its_parameter(mesh):

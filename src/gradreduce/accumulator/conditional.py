@@ -116,12 +116,13 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
         Args:
             grad: an array, a number or a nested list; IndexedSlices, which are converted to a dense
-                array; or a ``PerReplica`` of these, each replica of which counts as one gradient,
-                added in order. IndexedSlices without a ``dense_shape`` get the accumulator's shape,
-                if it is known. A gradient is added on its own device if the accumulator uses that
-                device, otherwise on the accumulator's first device. A host array goes to the device
-                of the enclosing ``gr.replica``, otherwise to the first. After the call, work on the
-                current stream of the array's library may overwrite the array.
+                array, or of which each row is a term of an exact sum; or a ``PerReplica`` of these,
+                each replica of which counts as one gradient, added in order. IndexedSlices without
+                a ``dense_shape`` get the accumulator's shape, if it is known. A gradient is added
+                on its own device if the accumulator uses that device, otherwise on the
+                accumulator's first device. A host array goes to the device of the enclosing
+                ``gr.replica``, otherwise to the first. After the call, work on the current stream
+                of the array's library may overwrite the array.
             local_step: the ``global_step`` with which the gradient was computed: an int64, or a
                 Variable that holds one. The first time that a gradient without ``local_step`` is
                 dropped, a warning is logged.

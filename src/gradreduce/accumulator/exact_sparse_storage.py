@@ -33,7 +33,7 @@ from gradreduce.sums.exact_terms import new_flags, sum_rows_exactly
 from gradreduce.sums.slices import concatenate_rows
 from gradreduce.weights import from_units
 
-from .exact_storage import as_term
+from .exact_storage import as_term, rehearse_rows
 from .sparse_storage import SparseStorage, rows_in_use
 from .state import AccumulatorState, Addition
 
@@ -65,8 +65,9 @@ class ExactSparseStorage(SparseStorage):
     def rehearse(self, state: AccumulatorState, dtype: DType, weight: float = 1) -> None:
         """See ``Storage``. Any number of rows and of devices may have the same index."""
         super().rehearse(state, dtype, weight)
-        work = partial(_use_all_kernels, self.num_words, state, dtype)
-        compile_ahead(state.devices, (self, state.dtype, dtype, "all kernels"), work)
+        rehearse_rows(self.num_words, state, dtype)
+        work = partial(_sum_rows, self.num_words, state)
+        compile_ahead(state.devices, (self, state.dtype, "sums of words"), work)
 
     def _scaled(self, addition: Addition, values: Buffer, weight: float) -> tuple[Buffer, float]:
         """Returns rows that can be added to words, and the weight 1."""
@@ -161,16 +162,11 @@ def exact_sparse_storage(num_words: int) -> ExactSparseStorage:
     return ExactSparseStorage(num_words)
 
 
-def _use_all_kernels(
-    num_words: int, state: AccumulatorState, dtype: DType, dry_run: DryRunMesh
-) -> None:
-    """Compiles the kernels of any number of rows with the same index."""
+def _sum_rows(num_words: int, state: AccumulatorState, dry_run: DryRunMesh) -> None:
+    """Compiles the kernels that add the words of any number of devices."""
     plan = ops.segments_for_all_kernels(num_words)
-    shape, into = (num_words * plan.num_rows, 2), plan.indices
     for home in dry_run.devices_like(state.devices):
+        shape = (num_words * plan.num_rows, 2)
         words = ops.split_rows(home.empty(shape, accumulate_dtype(state.dtype)), num_words)
-        values, flags = home.empty((plan.num_rows, 2), dtype), new_flags([home])
-        terms = [as_term(values, 1, words[0].dtype)]
-        ops.add_rows_command([words], flags, terms, [plan], [into], device=home)()
         out = home.empty((plan.num_segments, 2), state.dtype)
         sum_rows_exactly(out, words, plan, 1.0, state.label)

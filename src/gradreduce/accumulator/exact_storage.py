@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 
 from gradreduce import checkpoint, ops
 from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.backends.compile_ahead import compile_ahead
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.device import (
     Buffer,
     Device,
     DType,
     accumulate_dtype,
 )
+from gradreduce.ops import Segments, plan_segments
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 from gradreduce.sums.aggregators import round_to, scaled
 from gradreduce.sums.exact_terms import new_flags, sum_exactly
@@ -33,7 +37,8 @@ from .dense_storage import (
     names_of,
     steps_of,
 )
-from .state import AccumulatorState, Addition
+from .state import AccumulatorState, Addend, Addition, launch_all
+from .validate import to_sum_device
 
 
 class WordSum(NamedTuple):
@@ -48,6 +53,14 @@ class WordSum(NamedTuple):
     flag: Buffer
 
 
+class _Rows(NamedTuple):
+    """Rows that are added to words, and those that have the same index."""
+
+    segments: Segments
+    values: Buffer
+    weight: float
+
+
 class ExactStorage(DenseStorage):
     """Stores each partial sum as a ``WordSum`` of this many words."""
 
@@ -57,12 +70,31 @@ class ExactStorage(DenseStorage):
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words
 
+    def to_addend(self, state: AccumulatorState, grad: Any) -> Addend:
+        """See ``Storage``. Each row of IndexedSlices is a term: equal rows are not added here."""
+        if not isinstance(grad, IndexedSlices):
+            return super().to_addend(state, grad)
+        index, rows = to_sum_device(state, grad.values)
+        rehearse_rows(self.num_words, state, rows.dtype)
+        assert grad.dense_shape is not None, "validate has checked it"
+        return Addend(index, rows, grad.dense_shape, plan_segments(grad.indices))
+
     def allocate(self, additions: Sequence[Addition]) -> None:
-        """See ``Storage``. New sums are allocated back to back; a take need not pack them."""
+        """See ``Storage``. New sums are allocated back to back; a take need not pack them.
+
+        Rows are added after arrays, and a zero to all elements: so each has a term, however the
+        rows are distributed over gradients.
+        """
         fresh = [addition for addition in additions if addition.total is None]
         for addition, gradients in zip(additions, accessible_gradients(additions), strict=True):
             addition.in_place = addition.total is not None
-            addition.steps = steps_of(gradients)
+            pairs = list(zip(addition.gradients, gradients, strict=True))
+            arrays = [each for part, each in pairs if part.segments is None]
+            rows = [_Rows(part.segments, *each) for part, each in pairs if part.segments]
+            if rows:
+                shape, dtype = addition.gradients[0].shape, addition.owner.dtype
+                arrays.append((addition.device.zeros(shape, dtype), 1.0))
+            addition.steps = [*steps_of(arrays), *rows]
         if not fresh:
             return
         sums = [(each.device, each.owner.dtype, each.gradients[0].shape) for each in fresh]
@@ -78,17 +110,13 @@ class ExactStorage(DenseStorage):
 
     def command(self, steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
         """See ``Storage``."""
-        first, of_first = steps[0]
-        sums = [addition.total for addition, _ in steps]
-        dtypes = [total.words[0].dtype for total in sums]
-        terms = [
-            [as_term(gradient, weight, dtype) for gradient, weight in step]
-            for (_, step), dtype in zip(steps, dtypes, strict=True)
+        of_rows = [isinstance(step, _Rows) for _, step in steps]
+        prepared = [
+            prepare([each for each, is_rows in zip(steps, of_rows, strict=True) if is_rows is kind])
+            for kind, prepare in ((False, _array_command), (True, _row_command))
+            if kind in of_rows
         ]
-        return partial(
-            ops.add_words, [total.words for total in sums], [total.flag for total in sums], terms,
-            fresh=not first.in_place and of_first is first.steps[0], device=first.device,
-        )  # fmt: skip
+        return prepared[0] if len(prepared) == 1 else partial(launch_all, prepared)
 
     def take(
         self, states: Sequence[AccumulatorState], guard: ExitStack
@@ -153,6 +181,50 @@ class ExactStorage(DenseStorage):
             return WordSum(words, new_flags([device])[0])
 
         return upload
+
+
+def _array_command(steps: Sequence[tuple[Addition, Any]]) -> Callable[[], None]:
+    """Prepares a launch that adds arrays to words."""
+    first, of_first = steps[0]
+    sums = [addition.total for addition, _ in steps]
+    dtypes = [total.words[0].dtype for total in sums]
+    terms = [
+        [as_term(gradient, weight, dtype) for gradient, weight in step]
+        for (_, step), dtype in zip(steps, dtypes, strict=True)
+    ]
+    return partial(
+        ops.add_words, [total.words for total in sums], [total.flag for total in sums], terms,
+        fresh=not first.in_place and of_first is first.steps[0], device=first.device,
+    )  # fmt: skip
+
+
+def _row_command(steps: Sequence[tuple[Addition, _Rows]]) -> Callable[[], None]:
+    """Prepares launches that add rows to words."""
+    sums = [addition.total for addition, _ in steps]
+    plans = [rows.segments for _, rows in steps]
+    terms = [
+        as_term(rows.values, rows.weight, total.words[0].dtype) if rows.values.size else rows.values
+        for (_, rows), total in zip(steps, sums, strict=True)
+    ]
+    return ops.add_rows_command(
+        [total.words for total in sums], [total.flag for total in sums], terms, plans,
+        [plan.indices for plan in plans], device=steps[0][0].device,
+    )  # fmt: skip
+
+
+def rehearse_rows(num_words: int, state: AccumulatorState, dtype: DType) -> None:
+    """Compiles the kernels that add any number of rows of a dtype with the same index."""
+    work = partial(_add_rows, num_words, state, dtype)
+    compile_ahead(state.devices, ("rows of words", num_words, state.dtype, dtype), work)
+
+
+def _add_rows(num_words: int, state: AccumulatorState, dtype: DType, dry_run: DryRunMesh) -> None:
+    plan = ops.segments_for_all_kernels(num_words)
+    shape, into = (num_words * plan.num_rows, 2), plan.indices
+    for home in dry_run.devices_like(state.devices):
+        words = ops.split_rows(home.empty(shape, accumulate_dtype(state.dtype)), num_words)
+        terms = [as_term(home.empty((plan.num_rows, 2), dtype), 1, words[0].dtype)]
+        ops.add_rows_command([words], new_flags([home]), terms, [plan], [into], device=home)()
 
 
 @cache

@@ -147,7 +147,7 @@ class DataParallel(NotCopied, torch.nn.Module, Generic[ModuleT]):  # type: ignor
         trained = [[each for each in row if each[1].requires_grad] for row in named]
         sparse = sparse_indices(replicas[0], trained[0])
         if ops.exact:
-            check_exact_parameters(trained[0], sparse, ops.settings)
+            check_exact_parameters(trained[0], ops.settings)
         _check_parameters(named, trained)
         options = {"broadcast_buffers": broadcast_buffers, "check_replicas": check_replicas}
         options |= {f"requires_grad of {name}": each.requires_grad for name, each in named[0]}

@@ -8,25 +8,33 @@ rounded sum, and sets every ``.grad`` to the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from gradreduce.accumulator.conditional import ConditionalAccumulator
+from gradreduce.accumulator.conditional import (
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+)
 from gradreduce.accumulator.exact_storage import ExactStorage
 from gradreduce.accumulator.multi import add_all
 from gradreduce.accumulator.state import LAST_STEP, AccumulatorState, hold_locks
 from gradreduce.accumulator.take_queue import take_locked
 from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffers
+from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import replica as use_replica
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Buffer, as_dtype
 from gradreduce.reduce.algorithms import Settings, check_wire
+from gradreduce.weights import to_units
 
 from .reducer import Reducer
 from .replica import Replica, run_for
+from .sparse_gradients import as_coo, check_sparse
 from .weights import StepDivisor, multiplier
 
 
@@ -34,6 +42,15 @@ class _ParameterSum(ConditionalAccumulator):
     """An accumulator over the devices of all processes."""
 
     _spans_processes = True
+
+
+class _RowSum(SparseConditionalAccumulator):
+    """The same for the sparse gradients of an embedding; divides by all weights."""
+
+    _spans_processes = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, sparse_mean="per_gradient", **options)
 
 
 class ExactReducer(Reducer):
@@ -45,18 +62,18 @@ class ExactReducer(Reducer):
     _multiplier = staticmethod(partial(multiplier, exact=True))
 
     def __init__(self, *arguments: Any) -> None:
-        names, replicas, _, _, mesh, ops, _ = arguments
+        names, replicas, frozen, sparse, mesh, ops, bucket_bytes = arguments
+        options = {"device": mesh, "cross_device_ops": ops, "exact": True, "words": ops.words}
+        kinds = [_RowSum if index in sparse else _ParameterSum for index in range(len(names))]
         self._accumulators = [  # a state is closed with its last accumulator
-            _ParameterSum(
-                _dtype_of(parameter), tuple(parameter.shape), name=name, device=mesh,
-                cross_device_ops=ops, exact=True, words=ops.words,
-            )
-            for name, parameter in zip(names, replicas[0], strict=True)
-        ]  # fmt: skip
+            kind(_dtype_of(parameter), tuple(parameter.shape), name=name, **options)
+            for kind, name, parameter in zip(kinds, names, replicas[0], strict=True)
+        ]
         self._states = [each.accumulator_ref for each in self._accumulators]
         for state, name in zip(self._states, names, strict=True):
             state.tensor = name
-        super().__init__(*arguments)  # last: its hooks use the states
+        # Last: its hooks use the states. It reduces no sparse gradients.
+        super().__init__(names, replicas, frozen, (), mesh, ops, bucket_bytes)
 
     def _move_gradients(self, replica: Replica) -> None:
         """Moves the gradients of a micro-batch to the sums: every ``.grad`` becomes None.
@@ -83,7 +100,7 @@ class ExactReducer(Reducer):
         states = [self._states[index] for index in used]
         parameters = [all_parameters[index] for index in used]
         with use_replica(replica.index):
-            grads = [_dense_gradient(*pair) for pair in zip(states, parameters, strict=True)]
+            grads = [_checked_gradient(*pair) for pair in zip(states, parameters, strict=True)]
             add_all(states, grads, LAST_STEP, cast=False, weight=weight)
         for parameter in parameters:
             parameter.grad = None
@@ -111,12 +128,17 @@ class ExactReducer(Reducer):
         used = self._find_used()
         with StreamScope():
             with hold_locks(self._states):
-                means = take_locked(self._states, lambda _, guard: self._take(used, divisor))
+                take = partial(self._take, used, divisor)
+                means = take_locked(self._states, lambda _, guard: take(guard))
             for replica in self._replicas:
                 parameters = replica.parameters
-                row = from_buffers([of_one[replica.index] for of_one in means], "torch")
+                row = [of_one[replica.index] for of_one in means]
+                dense = from_buffers([each for each in row if isinstance(each, Buffer)], "torch")
+                tensors = iter(dense)
                 for index, mean in zip(used, row, strict=True):
-                    parameters[index].grad = mean
+                    parameters[index].grad = (
+                        as_coo(mean) if isinstance(mean, IndexedSlices) else next(tensors)
+                    )
 
     def _find_used(self) -> list[int]:
         """Returns the indices of the parameters with a gradient in any replica of any process."""
@@ -127,11 +149,26 @@ class ExactReducer(Reducer):
             is_used = [any(column) for column in zip(*rows, strict=True)]
         return [index for index, each in enumerate(is_used) if each]
 
-    def _take(self, used: Sequence[int], divisor: float) -> list[tuple[Buffer, ...]]:
+    def _take(
+        self, used: Sequence[int], divisor: float, guard: ExitStack
+    ) -> list[tuple[Part, ...]]:
         """Returns the means ``[used parameter][replica]``."""
         states = [self._states[index] for index in used]
+        dense = [state for state in states if not state.storage.is_sparse]
+        rows = [state for state in states if state.storage.is_sparse]
+        for state in rows:
+            self._complete(state, divisor)
+        means = self._reduce_sums(dense, divisor)
+        for state in rows:
+            means |= state.storage.take([state], guard)
+        return [means[state] for state in states]
+
+    def _reduce_sums(
+        self, states: Sequence[AccumulatorState], divisor: float
+    ) -> dict[AccumulatorState, tuple[Part, ...]]:
+        """Returns the means of sums of arrays."""
         if not states:
-            return []
+            return {}
         storage = states[0].storage
         assert isinstance(storage, ExactStorage)
         means = self.cross_device_ops.reduce_buffers(
@@ -139,22 +176,30 @@ class ExactReducer(Reducer):
             out_dtypes=[state.dtype for state in states], names=[state.tensor for state in states],
         )  # fmt: skip
         storage.report_inexact(states)
-        return means
+        return dict(zip(states, means, strict=True))
+
+    def _complete(self, state: AccumulatorState, divisor: float) -> None:
+        """Gives every replica a sum of rows, and the state the weights of all processes."""
+        for device, total in zip(state.devices, state.totals, strict=True):
+            if total is None:
+                shape = tuple([extent or 0 for extent in state.shape or ()])
+                nothing = IndexedSlices(device.empty((0, *shape[1:]), state.dtype), (), shape)
+                with use_replica(device.index):
+                    add_all([state], [nothing], LAST_STEP, cast=False)
+        state.update(excess=0)
+        state.update(excess=to_units(divisor) - state.weight())
 
 
-def check_exact_parameters(
-    named: Sequence[tuple[str, Any]], sparse: Sequence[int], settings: Settings
-) -> None:
+def check_exact_parameters(named: Sequence[tuple[str, Any]], settings: Settings) -> None:
     """Raises if the sums of the gradients of a parameter cannot be exact.
 
     Args:
         named: the parameters of a replica that require gradients, with their names.
-        sparse: the indices of those with sparse gradients.
         settings: those of the exact sums.
 
     Raises:
         TypeError: a parameter is complex.
-        ValueError: a parameter has sparse gradients, or ``wire_dtype`` would round its terms.
+        ValueError: ``wire_dtype`` would round the terms of a parameter.
     """
     for name, parameter in named:
         if _dtype_of(parameter) not in ("float64", "float32", "float16", "bfloat16"):
@@ -163,16 +208,13 @@ def check_exact_parameters(
                 "float32, float16 and bfloat16"
             )
         check_wire(settings, as_dtype(_dtype_of(parameter)))
-    for index in sparse:
-        raise ValueError(
-            f"{named[index][0]} is the weight of an embedding with sparse=True: exact=True does "
-            "not support IndexedSlices yet"
-        )
 
 
-def _dense_gradient(state: AccumulatorState, parameter: Any) -> Any:
+def _checked_gradient(state: AccumulatorState, parameter: Any) -> Any:
     grad = parameter.grad.detach()
-    if grad.layout is not torch.strided:
+    if state.storage.is_sparse:
+        check_sparse(state.tensor, grad)
+    elif grad.layout is not torch.strided:
         raise ValueError(
             f"the gradient of {state.tensor} has layout {grad.layout}; only dense gradients are "
             "allowed"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradreduce.arrays.distributed import ReduceOp
+from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.comm.replicas import Replicas
 from gradreduce.device import Mesh
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
@@ -68,8 +69,7 @@ def average_sparse(
     for row, of_replica in zip(parameters, means, strict=True):
         for parameter, mean, found in zip(row, of_replica.values(), is_set, strict=True):
             if found:
-                # PyTorch adds to a gradient without rows by resizing it, but ours owns no storage.
-                parameter.grad = mean if mean._nnz() else mean.clone()
+                parameter.grad = _growable(mean)
 
 
 def _sparse_gradient(name: str, parameter: Any) -> Any:
@@ -81,9 +81,24 @@ def _sparse_gradient(name: str, parameter: Any) -> Any:
         return torch.ops.aten._sparse_coo_tensor_unsafe(
             indices, parameter.detach()[:0], parameter.shape
         )
+    check_sparse(name, grad)
+    return grad.coalesce()
+
+
+def check_sparse(name: str, grad: Any) -> None:
+    """Raises ``ValueError`` if the gradient of an embedding with sparse=True is dense."""
     if not grad.is_sparse:
         raise ValueError(
             f"{name} has a dense gradient, but its embedding has sparse=True: use it only by "
             "calls of the embedding, or make that with sparse=False"
         )
-    return grad.coalesce()
+
+
+def as_coo(mean: IndexedSlices) -> Any:
+    """Converts rows in a Buffer to the gradient of an embedding."""
+    return _growable(mean._as_result("coo"))
+
+
+def _growable(mean: Any) -> Any:
+    """PyTorch adds to a gradient without rows by resizing it, but ours owns no storage."""
+    return mean if mean._nnz() else mean.clone()
