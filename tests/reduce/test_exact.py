@@ -285,7 +285,10 @@ NARROW = (
     "wire_dtype='float32' cannot be combined with exact=True for float64: terms would be rounded "
     "on the way; pass None"
 )
-DENSE = "exact=True does not support IndexedSlices: pass .to_dense()"
+DENSE = (
+    "exact=True does not support IndexedSlices in this call: pass .to_dense() if no index is "
+    "repeated, or use a SparseConditionalAccumulator with exact=True"
+)
 
 
 def slices():

@@ -118,10 +118,12 @@ def test_a_single_term_is_returned_itself():
 
 
 SLICES = gr.IndexedSlices(np.ones((1, 2), np.float32), [0], (3, 2))
+ROWS = (
+    "exact=True does not support IndexedSlices in this call: pass .to_dense() if no index is "
+    "repeated, or use a SparseConditionalAccumulator with exact=True"
+)
 REFUSED = [
-    ([SLICES], ValueError, "exact=True does not support IndexedSlices: pass .to_dense()"),
-    ([np.ones((3, 2), np.float32), SLICES], ValueError,
-     "exact=True does not support IndexedSlices: pass .to_dense()"),
+    ([np.ones((3, 2), np.float32), SLICES], ValueError, ROWS),
     ([np.float32([1]), np.float16([1])], TypeError,
      "inputs have dtypes that don't all match: input 0 is float32, input 1 is float16"),
     ([np.float32([1]), np.float32([1, 2])], ValueError,
@@ -146,3 +148,19 @@ def test_what_it_cannot_add_is_refused_before_a_launch(mesh, terms, error, text)
                 call()
             assert str(raised.value) == text
     assert not [each for each in journal.records if each.kind == "launch"]
+
+
+def test_rows_are_refused_only_where_they_would_be_rounded(mesh):
+    half = gr.IndexedSlices(np.ones((1, 2), np.float16), [2], (3, 2))
+    for terms, weights in (([SLICES] * 2, None), ([half], None), ([SLICES] * 2, [0.1, 3])):
+        plain, found = (
+            gr.aggregate(terms, weights=weights, exact=exact) for exact in (False, True)
+        )
+        assert found.indices.tolist() == plain.indices.tolist()
+        assert same(found.values, plain.values)
+    for call in (
+        lambda: gr.add_n([SLICES], exact=True),
+        lambda: gr.aggregate([half, half], weights=[0.1, 3], exact=True),
+    ):
+        with pytest.raises(ValueError, match="does not support IndexedSlices"):
+            call()

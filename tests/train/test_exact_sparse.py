@@ -4,7 +4,11 @@ import warnings
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.compiled_first import watched_compiles
+from support.exact_sums import adversarial_terms, exact_means, fit_into
+from support.exhaustive import examples
 from support.thread_group import run_processes
 from train import training
 
@@ -88,6 +92,53 @@ def test_rows_have_the_bits_that_arrays_have(name, counts, shard, seed):
         wanted = train([4], dense=True, **options)
         found = train(counts, shard_optimizer=shard, seed=seed, **options)
     assert found[:2] == wanted[:2]
+
+
+LAYOUTS = [(1,), (2,), (4,), (1, 1), (1, 3), (2, 2), (1, 2, 1)]
+
+
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    seed=st.integers(0, 9999),
+    dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
+    counts=st.sampled_from(LAYOUTS),
+    num_calls=st.sampled_from([1, 2]),
+)
+def test_rows_are_terms_however_they_are_split(seed, dtype, counts, num_calls):
+    """Over gradients, replicas, processes and calls, in any order; or a warning."""
+    luck = np.random.default_rng(seed)
+    values = adversarial_terms(20, 18, dtype, seed)
+    indices = luck.integers(0, 5, 20)
+    of_term = np.sort(luck.integers(0, NUM_TERMS, 20))  # micro-batches, some without rows
+    order, terms = luck.permutation(20), []
+    for number in range(NUM_TERMS):
+        own = order[of_term == number]
+        terms.append(gr.IndexedSlices(np.array(values)[own], indices[own], (5, 18)))
+    size = NUM_TERMS // num_calls // sum(counts)
+
+    def work(mesh, replicas):
+        table = gr.Variable(np.zeros((5, 18)), "table", dtype=dtype, device=mesh)
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh, exact=True, words=8)
+        step = gr.SyncStep(
+            [table], gr.GradientDescentOptimizer(1.0), ops, sparse_variables=[table],
+            num_required=num_calls * sum(counts),
+        )  # fmt: skip
+        for call in range(num_calls):
+            starts = [(call * sum(counts) + replica) * size for replica in replicas]
+            own = [[terms[at : at + size]] for at in starts]
+            step(own, weights=[[1] * size] * len(replicas))
+        return table.numpy()
+
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = training.run_replicas(counts, work)
+    for index in range(5):
+        rows = list(np.array(values)[indices == index])
+        with np.errstate(all="ignore"):
+            wanted = -exact_means(rows, NUM_TERMS) if rows else np.zeros(18)
+        held = np.ones(18, bool) if not caught else fit_into(8, list(map(np.abs, rows or [wanted])))
+        for each in found:
+            difference = each[index] == wanted.astype(each.dtype)
+            assert (difference | np.isnan(wanted) | ~held).all()
 
 
 @pytest.mark.parametrize(("before", "after"), [((4,), (4,)), ((4,), (1, 3)), ((2, 2), (4,))])

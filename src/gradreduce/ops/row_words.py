@@ -135,9 +135,11 @@ def _commands(parts: Sequence[_RowAddition], device: Device) -> list[Callable[[]
         targets = np.where(into < 0, ~into, into)[by_count]
         each_once, row_shape = single_row_segments(plan.num_segments), rows.shape[1:]
         held = [device.empty((plan.num_segments, *row_shape), word.dtype) for word in words]
-        terms = device.empty((plan.num_rows, *row_shape), rows.dtype)
+        terms = rows
         taken += [(part, word, targets) for part, word in zip(held, words, strict=True)]
-        taken.append((terms, rows, order))
+        if order is not None:
+            terms = device.empty((plan.num_rows, *row_shape), rows.dtype)
+            taken.append((terms, rows, order))
         put += [(word, part, each_once, targets) for part, word in zip(held, words, strict=True)]
         start, width, of_tensor = 0, terms.size // plan.num_rows, list[_WordAddition]()
         for num_segments, num_levels in levels:
@@ -157,14 +159,18 @@ def _commands(parts: Sequence[_RowAddition], device: Device) -> list[Callable[[]
     return [take, *adds, write]
 
 
-def _levels(plan: Segments) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+def _levels(plan: Segments) -> tuple[np.ndarray, np.ndarray | None, list[tuple[int, int]]]:
     """Groups the rows of segments by their place in the segment, their level.
 
     Returns:
         The segments, those with the most rows first; the rows, level by level, each in this order
-        of segments; and the number of segments that have rows of each level, and of how many
-        levels it is the number.
+        of segments, or None for all rows in their own order; and the number of segments that have
+        rows of each level, and of how many levels it is the number.
     """
+    if plan.num_segments == plan.num_rows:
+        segment = np.empty_like(plan.order)
+        segment[plan.order] = np.arange(plan.num_rows)
+        return segment, None, [(plan.num_rows, 1)]
     counts = np.diff(plan.bounds)
     by_count = np.argsort(-counts, kind="stable")
     ranked, starts = counts[by_count], plan.bounds[:-1][by_count]
@@ -187,8 +193,9 @@ def sum_rows(
     """Adds rows of words as real numbers, rounds each sum once, and divides it.
 
     A sum that is not divided by 1 is rounded to the accumulate dtype, and divided there, before it
-    is rounded to the output's dtype. Launches a gather, ``exact_sum`` for each number of rows that
-    segments have, and a scatter; a few more if rows have different divisors.
+    is rounded to the output's dtype. Launches a gather unless all segments have one row,
+    ``exact_sum`` for each number of rows that segments have, and a scatter; a few more if rows have
+    different divisors.
 
     Args:
         out: ``(num_segments, …)``; overwritten. Its device launches.
@@ -201,8 +208,10 @@ def sum_rows(
         return
     home, dtype = out.device, rows[0].dtype
     by_count, order, levels = _levels(segments)
-    words = [home.empty((segments.num_rows, *out.shape[1:]), dtype) for _ in rows]
-    take_rows_command(words, rows, [order] * len(rows), device=home)()
+    words = rows
+    if order is not None:
+        words = [home.empty((segments.num_rows, *out.shape[1:]), dtype) for _ in rows]
+        take_rows_command(words, rows, [order] * len(rows), device=home)()
     each_once = single_row_segments(segments.num_segments)
     by = 1.0 if isinstance(divisor, np.ndarray) else divisor
     rounded = partial(_rounded, words, levels, out, flag)

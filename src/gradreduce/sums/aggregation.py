@@ -26,6 +26,7 @@ from gradreduce.arrays.trace_context import current_reader
 from gradreduce.arrays.types import ArrayT, OutputType
 from gradreduce.device import (
     Buffer,
+    accumulate_dtype,
     as_dtype,
     as_shape,
     compatible,
@@ -310,7 +311,8 @@ def aggregate(
     Raises:
         ValueError: ``method`` or ``output_type`` is invalid, shapes differ, an index exceeds the
             ``dense_shape`` of the first term, there is not one weight for each term, a weight is
-            negative or not finite, all weights are 0, or a term of ``exact=True`` is IndexedSlices.
+            negative or not finite, all weights are 0, or ``exact=True`` would round the rows of
+            IndexedSlices: those among arrays, and products of 16-bit ones.
         TypeError: dtypes differ (for ACCUMULATE_N the error is also a ``ValueError``), a term is
             not an array, IndexedSlices among arrays have no ``dense_shape``, or ``terms`` is a
             ``PerReplica`` or ``Mirrored``, which must be reduced across devices.
@@ -495,9 +497,19 @@ def _aggregate_exactly(
     kept = [(as_slices(term), by) for term, by in pairs if term is not None and by]
     for term, _ in kept:
         kind_of_term(term)  # raises for what is no array
-        check_exact_term(term)
     if not kept:
         return None
+    slices = [term for term, _ in kept]
+    # Their rows are not added. The rows of a result have its dtype, which rounds 16-bit products.
+    if (
+        name == "aggregate"
+        and all_sparse(slices)
+        and not (weights and any([accumulate_dtype(each.dtype) != each.dtype for each in slices]))
+    ):
+        of_rows = [weight for _, weight in kept] if weights else None
+        return _aggregate_list(slices, AggregationMethod.ADD_N, of_rows, output_type)
+    for term in slices:
+        check_exact_term(term)
     if len(kept) == 1 and not weights:
         return _to_result_kind(kept[0][0], output_type)
     kind = as_result_kind(output_type, kind_of_term(kept[0][0]))

@@ -33,7 +33,10 @@ def check_exact_term(term: Any) -> None:
         term: an array of any library, a Buffer, IndexedSlices, or a list.
     """
     if isinstance(term, IndexedSlices):
-        raise ValueError("exact=True does not support IndexedSlices: pass .to_dense()")
+        raise ValueError(
+            "exact=True does not support IndexedSlices in this call: pass .to_dense() if no index "
+            "is repeated, or use a SparseConditionalAccumulator with exact=True"
+        )
 
 
 def check_exact_terms(terms: Sequence[Buffer], weights: Sequence[float]) -> None:
