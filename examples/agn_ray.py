@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import ray
 import rich
-from agn_threads import AGNWorker
+from agn_threads import AGNWorker, rule_of
 from command_line import open_devices
 from digits import Digits, accuracy, initial_weights, load
 from report import History, per_step
@@ -57,7 +57,8 @@ def work(
         method: how the terms of a gradient are summed.
     """
     with open_devices(options) as mesh:
-        center = gr.ray.AGNCenter(name, mesh=mesh, worker=f"worker {index}")
+        worker_name = f"worker {index}"
+        center = gr.ray.AGNCenter(name, mesh=mesh, worker=worker_name, **rule_of(options))
         num_pushes = gr.Variable(0, "global_step", trainable=False, device=mesh.devices[0])
         worker = AGNWorker(index, mesh, center, num_pushes, make_optimizer(), options)
         with mesh.journal() as journal:
@@ -83,7 +84,7 @@ def train_agn(
         gr.ray.init(logging_level="warning")
         name = f"digits-{uuid.uuid4().hex[:8]}"  # two trainings on a cluster share no center
         # At the end, also after an error, workers that still train get a CancelledError.
-        with closing(gr.ray.AGNCenter(name, mesh=mesh)) as center:
+        with closing(gr.ray.AGNCenter(name, mesh=mesh, **rule_of(options))) as center:
             return train_on(center, digits, options, (name, make_optimizer, method))
     finally:
         if not was_initialized:

@@ -31,6 +31,19 @@ from rich.progress import Progress
 import gradreduce as gr
 
 WAIT_S = 60  # for the other workers, at the start
+# name -> a function from the number of workers to the rule of the center, for deltas
+RULES: dict[str, Callable[[int], gr.center_rules.CenterRule]] = {
+    "mean": lambda num_workers: gr.center_rules.Mean(1 / num_workers),
+    "staleness-scaled": lambda num_workers: gr.center_rules.StalenessScaled(0.5, 0.1),
+    "delayed-nesterov": lambda num_workers: gr.center_rules.DelayedNesterov(num_workers, 0.7, 0.6),
+}
+
+
+def rule_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of an ``AGNCenter`` for ``--rule``; none for AGN's own."""
+    if options.rule == "agn":
+        return {}
+    return {"center_rule": RULES[options.rule](options.workers), "push": "delta"}
 
 
 class AGNWorker:
@@ -135,7 +148,8 @@ def train_agn(
     method: gr.AggregationMethod,
 ) -> History:
     """Trains with ``options.workers`` threads of ``options.replicas`` devices each."""
-    center = gr.AGNCenter(mesh)  # its variables are distributed over all devices
+    # Its variables are distributed over all devices.
+    center = gr.AGNCenter(mesh, **rule_of(options))
     global_step = gr.Variable(0, "global_step", trainable=False, device=mesh.devices[0])
     size, over = options.replicas, threading.Event()
     workers = [

@@ -176,6 +176,8 @@ def make_parser() -> Parser:
     flag("--engine", "threads", *one_of("threads", "ray"), "AGN: a worker is a thread, or a "
          "process that Ray starts")  # fmt: skip
     flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "AGN: steps between two pushes")
+    flag("--rule", "agn", *one_of("agn", *agn_threads.RULES), "AGN: how a push changes the center; "
+         "agn: the mean gradient of its steps, by the optimizer")  # fmt: skip
     flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "AGN: devices per worker")
     flag("--devices", None, in_range(int, 1, 64), "1 to 64",
          "number of devices of each process; none: 4, or those of all AGN workers")  # fmt: skip

@@ -52,6 +52,15 @@ def test_four_threads_reach_the_goal(early):
     assert is_picture(early.folder / "train_digits.png")
 
 
+def test_a_rule_of_the_center(script):
+    """One worker; the mean of deltas with the rate 1 replaces the center by what the worker has."""
+    found = [agn(script, "--workers", "1", "--steps", "4", "--period", period, "--rule", "mean")
+             for period in ("1", "4")]  # fmt: skip
+    assert [each.num_pushes for each in found] == [4, 1]
+    for name, value in found[0].weights.items():
+        assert np.allclose(value, found[1].weights[name], atol=1e-6)
+
+
 def test_replicas_of_a_worker_are_one_mean(script):
     """Against plain descent on the mean loss of all their micro-batches, and AGN's rule."""
     flags = ("--workers", "1", "--replicas", "2", "--micro-batches", "3", "--period", "2")

@@ -22,6 +22,7 @@ BAD_FLAGS = {
         ],
         "sync, agn": ["--mode async"],
         "threads, ray": ["--mode agn --engine mpi", "--engine ray"],
+        "agn, mean, staleness-scaled": ["--mode agn --rule nesterov"],
         "1 to 10000": ["--mode agn --period 0", "--steps 0"],
         "auto, sim, cuda": ["--backend gpu"],
         "each device": ["--placement 0,0,1", "--devices 3 --placement 0,0,1,1"],

@@ -1,5 +1,7 @@
 """A center on shards of this process, without Ray: what a push costs, changes and keeps."""
 
+import pickle
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from ray_actors.actor_world import load
 from support.compiled_first import check_compiled_first
 
 import gradreduce as gr
+from gradreduce.optim.agn.rounds import AS_AGN
 
 SHAPES = {"a": (3,), "b": (5, 2), "big": (200, 100)}
 MORE = {"big": 1}  # launches of tensors that travel alone; the simulation does not copy them
@@ -43,7 +46,7 @@ def state_of(modules, optimizer):
 
     def push(names):
         config = push_config(None, "w")
-        command = commands.Push([names], frozenset(), config, scalars, {}, 2.0)
+        command = commands.Push([names], frozenset(), config, scalars, {}, 2.0, 0)
         ones = [np.ones(SHAPES[name], np.float32) for name in names]
         return state.run(command, message(modules, *ones))
 
@@ -113,30 +116,51 @@ def test_each_command_has_one_method_that_runs_it(modules):
 class Client:
     """Stands for a ``Client`` and its coordinator; the shards are in this process."""
 
-    def __init__(self, modules: SimpleNamespace, num_shards: int) -> None:
-        self._modules, self.num_shards = modules, num_shards
+    def __init__(self, modules: SimpleNamespace, num_shards: int, options: Any = AS_AGN) -> None:
+        self._modules, self.num_shards, self._options = modules, num_shards, options
+        self._round: list[tuple[Any, Any]] = []  # pushes that wait for others, and their arrays
+        self._changed = threading.Condition()
         self.restart()
 
     def restart(self) -> None:
         """Replaces the shards by new ones, which have no snapshot."""
         settings = self._modules.shard.ActorSettings("c", 0, self.num_shards, None, 1, 0, "numpy")
         self.states = [
-            self._modules.center_state.CenterShardState(settings._replace(shard=shard))
+            self._modules.center_state.CenterShardState(
+                settings._replace(shard=shard), pickle.loads(pickle.dumps(self._options))
+            )
             for shard in range(self.num_shards)
         ]
 
     def call(self, command: Any, messages: Any = (), *options: Any) -> list[Any]:
-        sent = [[each] for each in messages] or [[]] * self.num_shards
+        with self._changed:
+            if not self.states[0].is_of_round(command):
+                return self._run(command, [[each] for each in messages])
+            self._round.append((command, messages))
+            waiting = self._round
+            if len(waiting) == self._options.num_required:
+                self._round = []
+                pushes, of_pushes = zip(*waiting, strict=True)
+                self._run(
+                    self._modules.commands.PushRound(pushes), list(zip(*of_pushes, strict=True))
+                )
+                self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._round is not waiting, 60)
+            return [True]
+
+    def _run(self, command: Any, messages: Any) -> list[Any]:
+        sent = messages or [[]] * self.num_shards
         if self.states[0].may_raise(command):
             for state, each in reversed(list(zip(self.states, sent, strict=True))):
                 state.check(command, *each)
         return [state.run(command, *each) for state, each in zip(self.states, sent, strict=True)]
 
     def read(self, command: Any) -> list[Any]:
-        return [state.run(command) for state in self.states]
+        with self._changed:
+            return [state.run(command) for state in self.states]
 
     def ask(self, command: Any) -> Any:
-        return self.states[0].run(command)
+        return self.read(command)[0]
 
 
 def worker_of(modules, client, names, rule):

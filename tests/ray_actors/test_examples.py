@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 
@@ -153,6 +153,46 @@ def reached(folder: Path, monkeypatch: pytest.MonkeyPatch, *command: str) -> dic
 @pytest.mark.slow
 def test_backup_workers_reach_the_goal(tmp_path, monkeypatch):
     assert int(reached(tmp_path, monkeypatch, "sync_replicas_ray.py")["accepted"]) >= 1600
+
+
+def kill_task(index: int) -> None:
+    """Kills one of the processes of this cluster that run ``work``, a worker of AGN."""
+    token = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_ours = token in (folder / "environ").read_bytes().split(b"\0")
+            if is_ours and (folder / "cmdline").read_bytes().startswith(b"ray::work"):
+                found.append(int(folder.name))
+    os.kill(sorted(found)[index], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_rule_reaches_the_goal_although_two_workers_are_killed(cluster, tmp_path, monkeypatch):
+    """Ray starts them again. Each acknowledged push counts once, in the center's own counts."""
+    import agn_ray
+
+    watch, counts = agn_ray.watch, dict[str, int]()
+
+    def killing(center, tasks, period):
+        for index in range(2):
+            assert wait_until_true(
+                lambda: min([each.step for each in center.workers()] or [0]) >= 5 * period
+            )
+            kill_task(index)
+        watch(center, tasks, period)
+        counts.update(center.state_dict()["progress"])
+
+    monkeypatch.setattr(agn_ray, "watch", killing)
+    monkeypatch.chdir(tmp_path)
+    with redirect_stdout(StringIO()) as text:
+        status = importlib.import_module("train_digits").main(
+            [*AGN[1:], "--rule", "delayed-nesterov", "--micro-batches", "1", "--steps", "500"]
+        )
+    assert status == 0, text.getvalue()
+    assert counts["num_pushes"] == counts["num_updates"]
+    # All pushes of the workers that ended well, and from 5 to 50 of each that was killed.
+    assert 4 * 50 + 2 * 5 <= counts["num_pushes"] <= 6 * 50
 
 
 @pytest.mark.slow

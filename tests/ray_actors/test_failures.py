@@ -334,6 +334,88 @@ def test_after_a_push_was_given_up_a_start_begins_another(unique_name, monkeypat
         assert weights.numpy().tolist() == [-3.0, -3.0]
 
 
+def worker_of_rounds(center: Any, period: int = 1) -> tuple[Any, Any]:
+    """One of two workers of a center, and a function that makes a step with this gradient."""
+    getter = gr.AGNCustomGetter(gr.default_mesh()[0], center=center)
+    weights = [gr.get_variable(name, np.zeros(2), custom_getter=getter) for name in "ab"]
+    inner = gr.GradientDescentOptimizer(0.5)
+    optimizer = gr.AGNOptimizer(inner, 2, getter, communication_period=period)
+    return optimizer, lambda grad: optimizer.apply_gradients(
+        [(np.full(2, grad), variable) for variable in weights]
+    )
+
+
+def rule_of_this_program() -> Any:
+    """A rule whose class Ray sends by value, as one of ``__main__``."""
+
+    class Counting(gr.center_rules.CenterRule):
+        _slot_names = ("count",)
+
+        def update(
+            self, center: Any, slots: dict[str, Any], push: Any, age: int, weight: float
+        ) -> None:
+            slots["count"] += 1
+            center -= push
+
+    return Counting()
+
+
+def test_every_round_counts_once_although_all_shards_are_killed(unique_name, tmp_path):
+    rounds = 20
+
+    @ray.remote(num_cpus=1)
+    def work(center: Any, task: int) -> int:
+        optimizer, step = worker_of_rounds(center)
+        with optimizer.make_session_run_hook(False, task, wait_timeout=LIMIT_S):
+            return sum(step(1.0 + 2 * task) for _ in range(rounds + 2 * task))
+
+    make = partial(
+        gr.ray.AGNCenter, unique_name,
+        num_shards=2, snapshots=tmp_path, durability="push", num_required=2,
+    )  # fmt: skip
+    with make(center_rule=rule_of_this_program()) as center:
+        tasks = [work.remote(center, task) for task in range(2)]
+        for name in (f"{unique_name}#1", unique_name):
+            count = center.state_dict()["progress"]["num_pushes"]
+            now = lambda: center.state_dict()["progress"]["num_pushes"]  # noqa: E731
+            wait_until(lambda: now() > count, *tasks)  # noqa: B023
+            kill(name)
+        assert ray.get(tasks, timeout=3 * LIMIT_S) == [rounds, rounds + 2]
+        # Each round of both is a mean of 2; the last two are those of one worker, with 3.
+        assert {name: each.tolist() for name, each in center.values().items()} == {
+            name: [-2.0 * rounds - 6.0] * 2 for name in "ab"
+        }
+        state = center.state_dict()
+        progress = {"num_pushes": 2 * rounds + 2, "num_updates": rounds + 2, "weight": [42.0]}
+        assert state["progress"] == progress
+        assert {
+            np.unique(slot["count"]).item() for slot in state["optimizer"]["slots"].values()
+        } == {rounds + 2}
+        text = "center_rule \"<Counting 'Counting'>\", not \"<Mean 'Mean' learning_rate=1.0>\"; use"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            make(center_rule=gr.center_rules.Mean())
+
+
+def test_a_push_that_was_given_up_stays_in_its_round(unique_name, monkeypatch):
+    rule = gr.center_rules.Mean(0.5)
+    make = partial(gr.ray.AGNCenter, unique_name, center_rule=rule, num_required=2)
+    with make() as center:
+        hasty = make(timeout=2.0)
+        (_, one), (_, two) = [worker_of_rounds(each, period=2) for each in (hasty, center)]
+        one(1.0)
+        text = (
+            "the round of this push has 1 of 2 pushes after 2 s; the next call waits for it again"
+        )
+        with pytest.raises(DeadlineExceededError, match=f"^{re.escape(text)}$"):
+            one(1.0)
+        monkeypatch.setattr(hasty._client, "_timeout", LIMIT_S)
+        two(3.0)
+        with in_thread(lambda: one(5.0)):  # waits for the round first
+            assert two(3.0)
+        assert center.values()["a"].tolist() == [-1.0] * 2
+        assert center.state_dict()["progress"]["num_pushes"] == 2
+
+
 def test_another_definition_of_a_name_is_an_error_that_changes_nothing(idle, tmp_path):
     idle.apply_grads(ones(), idle.global_step)
     other, folder, rest = {**SPECS, "w": ("float32", [20_000])}, brief(str(tmp_path)), "use another"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray_actors.actor_world import LOST, Process, RayTaskError, World, answer_of, load
+from ray_actors.actor_world import LOST, Process, RayTaskError, answer_of, load
+from ray_actors.tally import FailOn, Run, Tally
 from support.exhaustive import seeds
 from support.signal_injection import ctrl_c
 
@@ -25,236 +23,18 @@ def modules() -> Iterator[SimpleNamespace]:
         yield found
 
 
-@dataclass(frozen=True)
-class FailOn:
-    """A command that raises on one shard."""
-
-    shard: int
-
-
-@dataclass(frozen=True)
-class Save:
-    """A command that returns what a shard has."""
-
-
-def weight_of(name: str) -> int:
-    """The weight of a gradient; one with weight 0 is not sent."""
-    return int(name.rpartition(".")[2]) % 3
-
-
-class Tally:
-    """A ``ShardState`` that knows the names of the gradients in its sum.
-
-    The ``local_step`` of an ``Apply`` is the name of its gradient; see ``weight_of``.
-    """
-
-    clock = 0
-
-    def __init__(self, settings: Any) -> None:
-        self.shard, self._checks_all = settings.shard, settings.period == 4
-        self.registered: set[int] = set()
-        self.load(None)
-
-    def run(self, command: Any, *message: Any) -> Any:
-        methods = {
-            "Apply": self.apply,
-            "FailOn": self.fail_on,
-            "LastTake": self.last_take,
-            "Save": self.save,
-            "Take": self.take,
-        }
-        return methods[type(command).__name__](*vars(command).values(), *message)
-
-    def may_raise(self, command: Any) -> bool:
-        applies = type(command).__name__ == "Apply"
-        return isinstance(command, FailOn) or (applies and self._checks_all)
-
-    def check(self, command: Any, *message: Any) -> None:
-        if not isinstance(command, FailOn):
-            name = command.local_step
-            assert message == (((name, self.shard),) if weight_of(name) else ())
-        elif command.shard == self.shard:
-            raise ArithmeticError(f"on shard {command.shard}")
-
-    def fail_on(self, shard: int) -> bool:
-        assert shard != self.shard
-        return True
-
-    def register(self, tasks: Any) -> None:
-        self.registered |= set(tasks)
-
-    def apply(self, name: str, kinds: Any, weight: float, message: Any = None) -> bool:
-        assert weight == weight_of(name)
-        if message != ((name, self.shard) if weight else None):
-            raise TypeError(f"the message of {name} is {message}")
-        self.held.append(name)
-        self.history.append(name)
-        return True
-
-    def take(self, key: Any, num_required: int) -> Any:
-        assert len(self.held) >= num_required
-        self.results[key[0]] = (key[1], self.held)
-        self.held = []
-        return self.last_take(key[0])
-
-    def last_take(self, caller: str) -> Any:
-        return list(self.results[caller][1])
-
-    def forget(self, key: Any) -> None:
-        if self.results.get(key[0], (0,))[0] == key[1]:
-            del self.results[key[0]]
-
-    def can_take(self, num_required: int) -> bool:
-        return len(self.held) >= num_required
-
-    def missing(self, num_required: int) -> str:
-        return f"{len(self.held)} of {num_required}"
-
-    def save(self) -> Any:
-        return {"held": self.held, "history": self.history, "results": self.results}
-
-    def load(self, state: Any) -> None:
-        state = state or {"held": [], "history": [], "results": {}}
-        self.held, self.history = state["held"], state["history"]
-        self.results = state["results"]
-
-
-class Run:
-    """Clients of shards; ``period``: commands between two snapshots, 0 if there are none."""
-
-    def __init__(self, modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> None:
-        self.kill_chance = 0.0  # of each message
-        self.world = World(
-            modules, seed, has_snapshots=period > 0, on_message=lambda *_: self._maybe_kill()
-        )
-        self.modules, self.num_shards, self.period = modules, num_shards, period
-        self.settings = modules.shard.ActorSettings(
-            "a", 0, num_shards, "memory" if period else None, period or 1, 0, "numpy"
-        )
-        self.acknowledged: list[str] = []  # names of applied gradients
-        self.taken: list[str] = []
-        self.names = [f"a#{shard}" if shard else "a" for shard in range(num_shards)]
-
-    def run(self, main: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
-        """Runs a coroutine function of this object to its end."""
-        self.world.run(partial(main, self))
-
-    def _maybe_kill(self) -> None:
-        if self.world.random.random() < self.kill_chance:
-            self.world.kill(self.world.random.choice(self.names))
-
-    def connect(self, client: Process) -> Any:
-        return self.world.start(self.settings, Tally, client)
-
-    @property
-    def coordinator(self) -> Any:
-        return self.world.actors["a"].instance
-
-    def applying(self, name: str, key: Any, messages: Any = (), origin: Any = None) -> Any:
-        """Returns a call that applies a gradient; ``messages``: others than its own."""
-        weight, of_call = weight_of(name), self.modules.commands
-        if weight and not messages:
-            messages = [(name, shard) for shard in range(self.num_shards)]
-        return of_call.OrderedCall(key, of_call.Apply(name, (), weight), messages, origin)
-
-    async def apply(self, coordinator: Any, worker: str, number: int) -> None:
-        name = f"{worker}.{number}"
-        origin = self.modules.commands.Origin(worker, number, 0)
-        sent = self.applying(name, (worker, number), origin=origin)
-        answers = await answer_of(self.modules, lambda: coordinator.call.remote(sent))
-        assert answers[0] is True
-        self.acknowledged.append(name)
-
-    async def take(
-        self, coordinator: Any, key: Any, num_required: int, polls: int = 10**9
-    ) -> list[str]:
-        """Takes as ``Client.take``; returns the names, or none."""
-        for _ in range(polls):
-            found = await answer_of(
-                self.modules, lambda: coordinator.take.remote(key, num_required, 1.0)
-            )
-            if isinstance(found, list):
-                break
-        else:
-            found = await answer_of(self.modules, lambda: coordinator.withdraw.remote(key))
-        if found is None:
-            return []
-        coordinator.delivered.remote(key)
-        first, *others = found
-        assert others == [first] * (self.num_shards - 1)
-        self.taken += first
-        return first
-
-    async def work(self, client: Process, worker: str, num_applies: int) -> None:
-        """Applies gradients."""
-        coordinator = self.connect(client)
-        for number in range(1, num_applies + 1):
-            await self.apply(coordinator, worker, number)
-
-    async def take_all(self, client: Process, consumer: str, workers: Any) -> None:
-        """Takes until all workers have ended."""
-        coordinator = self.connect(client)
-        for number in itertools.count(1):
-            if all(each.done() for each in workers):
-                return
-            await self.take(
-                coordinator, (consumer, number), self.world.random.randint(1, 3), polls=3
-            )
-
-    async def play(self, *, a_worker_ends: bool) -> None:
-        """Runs three workers and two consumers to their end."""
-        clients, draw = [Process() for _ in range(5)], self.world.random.randint
-        workers = [
-            client.run(self.work(client, f"w{number}", draw(3, 10)))
-            for number, client in enumerate(clients[:3])
-        ]
-        consumers = [clients[i].run(self.take_all(clients[i], f"t{i}", workers)) for i in (3, 4)]
-        if a_worker_ends:
-            await asyncio.sleep(self.world.random.random())
-            clients[0].end()
-        done, late = await asyncio.wait([*workers, *consumers], timeout=500)
-        assert not late
-        for each in done:
-            if not each.cancelled():
-                each.result()
-        self.kill_chance = 0.0
-        await asyncio.sleep(30)  # no message is on its way now
-
-    async def contents(self) -> dict[str, Any]:
-        """Returns what every shard has, which is the same."""
-        coordinator = self.connect(Process())
-        found = await answer_of(self.modules, lambda: coordinator.query.remote(Save()))
-        first, *others = found
-        for each in others:
-            assert (each["held"], each["history"]) == (first["held"], first["history"])
-        return first
-
-    def check(self, found: dict[str, Any]) -> None:
-        """Checks that nothing is lost that must not be, counted twice, or kept for nobody."""
-        for name in self.names:
-            actor = self.world.actors[name].instance
-            assert actor._staged == {}
-            assert actor._number == self.coordinator._number
-        assert self.coordinator._queue == {}
-        assert len(set(found["history"])) == len(found["history"])
-        lost = set(self.acknowledged) - set(found["history"])
-        if self.period == 1:
-            assert not lost
-            counts = Counter(self.taken + found["held"])
-            assert counts == Counter(found["history"])
-        assert len(lost) <= self.period * self.world.num_kills
-
-
-def play(modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> None:
+def play(
+    modules: SimpleNamespace, seed: int, num_shards: int, period: int, *, in_rounds: bool = False
+) -> None:
     """A run in which actors are killed, and sometimes a worker."""
     run = Run(modules, seed, num_shards, period)
     run.kill_chance = run.world.random.choice([0.0, 0.005, 0.02, 0.05])
     a_worker_ends = run.world.random.random() < 0.5
 
     async def main() -> None:
-        await run.play(a_worker_ends=a_worker_ends)
+        await (run.play_rounds if in_rounds else run.play)(a_worker_ends=a_worker_ends)
         found = await run.contents()
-        run.check(found)
+        run.check(found, 3 if in_rounds else 1)
         if not run.world.num_kills:
             assert found["results"] == {}
 
@@ -264,13 +44,62 @@ def play(modules: SimpleNamespace, seed: int, num_shards: int, period: int) -> N
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("some", seeds(12, 600))
-def test_each_call_counts_once_whatever_ends(modules, some, num_shards, period):
+@pytest.mark.parametrize("in_rounds", [False, True], ids=["alone", "in rounds"])
+def test_each_call_counts_once_whatever_ends(modules, some, num_shards, period, in_rounds):
     for seed in some:
         try:
-            play(modules, seed, num_shards, period)
+            play(modules, seed, num_shards, period, in_rounds=in_rounds)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_round_waits_for_its_quorum_for_grace_or_for_everyone(modules, num_shards, monkeypatch):
+    monkeypatch.setattr(Tally, "grace", 4.5)
+    now = lambda: asyncio.get_running_loop().time()  # noqa: E731
+
+    async def main(run: Run) -> None:
+        client = Process()
+        coordinator = run.connect(client)
+        one, two = [client.run(run.push(coordinator, worker, 1)) for worker in "ab"]
+        await asyncio.sleep(4.3)
+        assert not one.done()
+        await asyncio.wait_for(asyncio.gather(one, two), 0.5)  # at once, not at the next poll
+        tasks, start = [client.run(run.push(coordinator, "a", 2))], now()
+        await asyncio.sleep(20)
+        tasks += [client.run(run.push(coordinator, worker, 2)) for worker in "bc"]
+        await asyncio.wait_for(asyncio.gather(*tasks), 1)
+        last = client.run(run.push(coordinator, "c", 3))
+        await asyncio.sleep(20)
+        assert not last.done()
+        for worker in "ab":
+            await run.leave(worker)
+        await asyncio.wait_for(last, 1)
+        assert sorted((await run.contents())["history"]) == sorted(run.acknowledged)
+        assert now() < start + 45
+
+    Run(modules, 0, num_shards, 1).run(main)
+
+
+@pytest.mark.parametrize("bad_on", [0, 2])
+def test_a_round_that_raises_on_one_shard_changes_none(modules, bad_on):
+    async def main(run: Run) -> None:
+        client = Process()
+        coordinator = run.connect(client)
+        sent = [run.push(coordinator, "a", 1), run.push(coordinator, "b", 1, bad_on=bad_on)]
+        tasks = [client.run(each) for each in sent]
+        for task in tasks:
+            with pytest.raises(ArithmeticError, match="a bad push"):
+                await task
+        await asyncio.sleep(1)
+        assert not any(run.world.actors[name].instance._staged for name in run.names)
+        assert (await run.contents())["history"] == []
+        tasks = [client.run(run.push(coordinator, worker, 1)) for worker in "ab"]
+        await asyncio.gather(*tasks)
+        assert sorted((await run.contents())["history"]) == ["a.1", "b.1"]
+
+    Run(modules, 0, 3, 1).run(main)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -13,6 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -30,7 +31,9 @@ from gradreduce.checkpoint import downloader, map_leaves, on_host
 from gradreduce.device import Buffer, DeferInterrupts, Device, Mesh, as_dtype
 from gradreduce.optim.agn.center import AGNCenter as LocalCenter
 from gradreduce.optim.agn.center_interface import Center, WorkerVariables
+from gradreduce.optim.agn.center_rules import CenterRule
 from gradreduce.optim.agn.push import PushConfig
+from gradreduce.optim.agn.rounds import AS_AGN, CenterOptions, PushKind, as_options
 from gradreduce.optim.agn.session_hook import Registry, check_begun
 from gradreduce.optim.agn.sums import Sum, Sums
 from gradreduce.optim.agn.variables import LazyVariable
@@ -88,7 +91,7 @@ class RemoteRegistry(Registry):
     def end(self, task_index: int) -> None:
         """See ``Registry``."""
         self._here.pop(task_index, None)
-        self._client.ask(End(task_index))
+        self._client.call(End(task_index))
 
     def of_this_thread(self) -> tuple[int, ...]:
         """Returns the task indices of the workers that have begun in this thread."""
@@ -128,12 +131,19 @@ class RemoteCenter(Center):
         client: the connection to the actors.
         devices: devices of this process, of the same mesh as those of the workers.
         worker: name of the first worker that uses this object; the next ones are ``worker/1``, ...
+        options: how pushes are applied.
     """
 
-    def __init__(self, client: Client, devices: tuple[Device, ...], worker: str) -> None:
-        self.devices = devices
+    def __init__(
+        self,
+        client: Client,
+        devices: tuple[Device, ...],
+        worker: str,
+        options: CenterOptions = AS_AGN,
+    ) -> None:
+        self.devices, self.options = devices, options
         self.registry: RemoteRegistry = RemoteRegistry(client)
-        self._client, self._worker = client, worker
+        self._client, self._worker, self._num_worker = client, worker, 1
         self._shards: dict[str, int] = {}
         self._workers: weakref.WeakKeyDictionary[WorkerVariables, Connection] = (
             weakref.WeakKeyDictionary()
@@ -173,7 +183,12 @@ class RemoteCenter(Center):
 
     def join(self, optimizer: Optimizer) -> None:
         """See ``Center``."""
-        self._client.call(join_of(optimizer))
+        self._client.call(replace(join_of(optimizer), num_worker=self._num_worker))
+
+    def expect(self, num_worker: int) -> None:
+        """See ``Center``; ``join`` sends the number."""
+        self.options.check_num_worker(num_worker)
+        self._num_worker = max(self._num_worker, num_worker)
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
         """See ``Center``."""
@@ -229,20 +244,25 @@ class RemoteCenter(Center):
         origin = Origin(
             self._worker + connection.suffix,
             variables.num_steps,
-            connection.clock,
+            variables.pulled_at,
             self.registry.of_this_thread(),
         )
-        settings = {name: getattr(optimizer, name) for name in optimizer._settings}
+        of_rule = self.options.rule or optimizer
+        if self.options.rule is not None:
+            scalars, _ = of_rule._next_update(())
+        settings = {name: getattr(of_rule, name) for name in of_rule._settings}
 
-        def call(names: _Names) -> list[TensorMessage | None]:
+        def call(names: _Names) -> list[TensorMessage | bool | None]:
             sent = connection.sent
             if sent is None or sent.sums is not sums or sent.names != names:
                 sent = connection.sent = SentSums(variables, names, config)
-            command = Push(names, sent.sparse, config, scalars, settings, weight)
+            command = Push(
+                names, sent.sparse, config, scalars, settings, weight, variables.pulled_at
+            )
             left = _time_left(self.devices[0])
             return self._client.call(command, sent.messages(), origin, key, left)
 
-        self._exchange(optimizer, variables, sums, call, partial(then, True))
+        self._exchange(optimizer, variables, sums, call, then)
 
     def pull(
         self, optimizer: Optimizer, variables: WorkerVariables, then: Callable[[], None]
@@ -253,7 +273,7 @@ class RemoteCenter(Center):
             variables,
             variables.centers,
             lambda names: self._client.read(Pull(names)),
-            then,
+            lambda _: then(),
         )
 
     def _exchange(
@@ -261,8 +281,8 @@ class RemoteCenter(Center):
         optimizer: Optimizer,
         variables: WorkerVariables,
         of: Iterable[Variable],
-        call: Callable[[_Names], Sequence[TensorMessage | None]],
-        then: Callable[[], None],
+        call: Callable[[_Names], Sequence[TensorMessage | bool | None]],
+        then: Callable[[bool], None],
     ) -> None:
         """Makes a call, and writes what it returns to variables of the worker.
 
@@ -274,14 +294,15 @@ class RemoteCenter(Center):
             variables: the worker's variables.
             of: those of them that are written.
             call: gets for each shard the names of its variables; returns the answer of each shard.
-            then: see ``Center``.
+            then: gets whether the call was applied; see ``Center.push``.
         """
         by_name, connection = {var.name: var for var in of}, self._connection(variables)
         for joins in count():
             try:
                 names = self._by_shard(by_name)  # the variables may have moved
-                messages = [answer for answer in call(names) if answer is not None]
-                # None if a retry found that the push was applied, but its answer was lost.
+                answers = call(names)
+                messages = [each for each in answers if isinstance(each, TensorMessage)]
+                # None after a round, of a dropped push, or if a retry found its answer lost.
                 messages = messages or self._client.read(Pull(names))
                 break
             except NotJoinedError:
@@ -291,9 +312,9 @@ class RemoteCenter(Center):
                     self._create(var.name, var)
                 self.join(optimizer)
         with DeferInterrupts():
-            connection.clock = self._write(optimizer, by_name, names, messages)
+            variables.pulled_at = self._write(optimizer, by_name, names, messages)
             connection.pending = None  # a failed push is not retried after a pull
-            then()
+            then(answers[0] is not False)
 
     def _connection(self, variables: WorkerVariables) -> Connection:
         number = len(self._workers)
@@ -340,13 +361,12 @@ class Connection:
 
     Attributes:
         suffix: see above.
-        clock: number of pushes of the center at the worker's last pull.
         pending: the sums of a push that has not succeeded; None if there is none.
         sent: the sums of the last push.
     """
 
     def __init__(self, suffix: str) -> None:
-        self.suffix, self.clock = suffix, 0
+        self.suffix = suffix
         self.pending: Sums | None = None
         self.sent: SentSums | None = None
         self._caller, self._number = uuid.uuid4().hex, 0
@@ -448,6 +468,12 @@ class AGNCenter(SharedObject, LocalCenter):
         name: name of the actor; see ``shared_name`` of ``AccumulatorSet``.
         mesh: devices of the workers of this process: a mesh, a part of one, or a device; see
             ``gr.AGNCenter``.
+        center_rule: see ``gr.AGNCenter``. Each process passes an equal rule; the actors apply that
+            of the first one. A rule in Python runs in the actors.
+        push: see ``gr.AGNCenter``.
+        num_required: see ``gr.AGNCenter``.
+        grace: see ``gr.AGNCenter``.
+        max_staleness: see ``gr.AGNCenter``.
         num_shards: number of actors. A new variable goes to the actor with the fewest bytes.
         num_gpus: 1: each actor reserves a GPU and keeps its variables there. 0: the variables are
             in host memory.
@@ -459,9 +485,9 @@ class AGNCenter(SharedObject, LocalCenter):
             after this time, or after 90 % of the ``deadline`` of ``apply_gradients``.
 
     Raises:
-        ValueError: the actor of this name is not a center, or has another number of shards,
-            ``snapshots`` or ``durability``.
-        TypeError: see ``AccumulatorSet``.
+        ValueError: the actor of this name is not a center, or has another rule, number of shards,
+            ``snapshots`` or other option; or see ``gr.AGNCenter``.
+        TypeError: see ``AccumulatorSet`` and ``gr.AGNCenter``.
         DeadlineExceededError: see ``AccumulatorSet``.
         RuntimeError, ConnectionError: see ``gr.ray.init``.
 
@@ -478,6 +504,11 @@ class AGNCenter(SharedObject, LocalCenter):
         name: str,
         *,
         mesh: Mesh | DeviceLike | None = None,
+        center_rule: CenterRule | None = None,
+        push: PushKind = "gradient_mean",
+        num_required: int | None = None,
+        grace: float = 0.0,
+        max_staleness: int | None = None,
         num_shards: int = 1,
         num_gpus: int = 0,
         kernels: Kernels = "numpy",
@@ -487,11 +518,14 @@ class AGNCenter(SharedObject, LocalCenter):
         timeout: float | None = None,
     ) -> None:
         self.devices = as_devices(default_mesh() if mesh is None else mesh, "mesh=")
+        options = as_options(center_rule, push, num_required, grace, max_staleness)
+        definition = {"kind": "AGN center", "num_shards": num_shards, **options._asdict()}
+        definition["center_rule"] = repr(definition.pop("rule"))
         settings = settings_of(name, num_shards, num_gpus, kernels, snapshots, durability)._replace(
-            definition={"kind": "AGN center", "num_shards": num_shards}
+            definition=definition
         )
-        super().__init__(settings, CenterShardState, worker, timeout)
-        self._shared: RemoteCenter = RemoteCenter(self._client, self.devices, self._worker)
+        super().__init__(settings, partial(CenterShardState, options=options), worker, timeout)
+        self._shared: RemoteCenter = RemoteCenter(self._client, self.devices, self._worker, options)
 
     def __repr__(self) -> str:
         return f"<AGNCenter {self._client.name!r} on Ray>"

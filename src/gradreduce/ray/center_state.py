@@ -13,16 +13,18 @@ import numpy as np
 from gradreduce.accumulator.sparse_storage import SPARSE
 from gradreduce.arrays.convert import cast_array
 from gradreduce.arrays.variable import Variable
-from gradreduce.checkpoint import anything, downloader, some_of, validate_state
+from gradreduce.checkpoint import StateTable, anything, downloader, some_of, validate_state
 from gradreduce.device import Buffer, Device, as_dtype, copy_to
-from gradreduce.optim.agn.center import CenterState, check_same_tensor
-from gradreduce.optim.agn.checkpoint import center_table, ready_center
+from gradreduce.optim.agn.center_state import CenterState, check_same_tensor
+from gradreduce.optim.agn.checkpoint import center_table, progress_entry, ready_center
 from gradreduce.optim.agn.local_step import rehearse_push
 from gradreduce.optim.agn.push import PushConfig, PushedVariable, PushPlan
-from gradreduce.optim.agn.sums import Sum
+from gradreduce.optim.agn.rounds import AS_AGN, CenterOptions, Progress, Quorum, Round
+from gradreduce.optim.agn.sums import Sum, dense_sum
 from gradreduce.optim.checkpoint import ready_slots
 from gradreduce.optim.optimizer import Optimizer, Scalars
 from gradreduce.optim.slots import MASTER
+from gradreduce.weights import to_units
 
 from .commands import (
     ActorCommand,
@@ -38,6 +40,7 @@ from .commands import (
     MarkFailed,
     Pull,
     Push,
+    PushRound,
     SlotsOf,
     SlotValue,
 )
@@ -138,22 +141,25 @@ class CenterShardState(ShardState):
 
     Args:
         settings: settings of the shard.
+        options: how pushes are applied.
     """
 
-    clock = 0  # the number of pushes
-
-    def __init__(self, settings: ActorSettings) -> None:
+    def __init__(self, settings: ActorSettings, options: CenterOptions = AS_AGN) -> None:
         super().__init__(settings)
-        self._shard = settings.shard
+        self._shard, self._options = settings.shard, options
         self.load(None)
+
+    @property
+    def clock(self) -> int:
+        """The number of pushes."""
+        return self._center.progress.num_pushes
 
     def load(self, state: dict[str, Any] | None) -> None:
         """See ``ShardState``; restores slots when a worker joins, because it sends their rule."""
-        self._center = CenterState((self._device,))
+        self._center = CenterState((self._device,), self._options)
         self._optimizer: Optimizer | None = None
         self._specs: dict[str, Spec] = {}
         self._shards: dict[str, int] = {}
-        self.clock = 0
         self._dense: DensePush | None = None  # plan of the last push
         self._answered: list[ref[np.ndarray]] = []  # large arrays of answers
         # Launches a push by a Python rule, which ``check`` has computed.
@@ -162,13 +168,19 @@ class CenterShardState(ShardState):
         self._saved_optimizer: dict[str, Any] | None = None
         if state is None:
             return
-        self.clock, self._shards = state["num_pushes"], state["shards"]
+        self._center.progress = Progress(state["num_pushes"])
+        self._shards = state["shards"]
         for name, (shape, dtype) in state["specs"].items():
             self._specs[name] = (tuple(shape), as_dtype(dtype))
         for name, value in state["center"]["variables"].items():
             array = cast_array(value, self._specs[name][1])
             self._center.variable_for(name, Variable(array, name, device=self._device))
         self._saved_optimizer = state["center"]["optimizer"]
+        if "workers" in state:  # absent in older snapshots
+            self._center.registry.load(**state["workers"])
+        if "progress" in state["center"]:
+            entry = progress_entry(self._center)
+            entry.ready(entry("progress", state["center"]["progress"]))()
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -208,6 +220,7 @@ class CenterShardState(ShardState):
         self._center.join(optimizer)
         self._dense = None
         self._optimizer = self._optimizer or optimizer
+        self._center.num_worker = max(self._center.num_worker, command.num_worker)
         saved, self._saved_optimizer = self._saved_optimizer, None
         slots = self._center.slots
         if saved is not None and slots is not None:
@@ -215,33 +228,50 @@ class CenterShardState(ShardState):
             ready_slots(slots, {by_name[name]: each for name, each in saved["slots"].items()})()
 
     @Push.handler
-    def push(self, command: Push, message: TensorMessage) -> TensorMessage:
+    def push(self, command: Push, message: TensorMessage) -> TensorMessage | bool:
         """See ``Push``."""
         optimizer = self._check_push(command)
+        if not self._accepts(command):
+            return False
+        after, weight, scalars = self._begin(command)
         names, config = command.names[self._shard], command.config._replace(task="")
         key = DenseKey(names, message.form, config, optimizer._rule)
         if self._dense is None or self._dense.key != key:
             self._dense = self._dense_push(key, optimizer)
         if self._dense is not None:
-            answer = self._dense.run(command.scalars, command.weight, message)
+            answer = self._dense.run(scalars, weight, message)
         else:
             launch, self._checked = self._checked, None
             if names:
                 (launch or self._ready_push(optimizer, names, command, message))()
             answer = self._values(names)
-        self.clock += 1
+        self._center.progress = after
         return self._record_answer(answer._replace(value=(self.clock, answer.value or [])))
 
     def _check_push(self, command: Push) -> Optimizer:
-        """Checks a push; returns the optimizer, with the settings of the push."""
+        """Checks a push; returns the rule or optimizer that updates, with the push's settings."""
         if self._optimizer is None:
             raise NotJoinedError("the rule of the center is unknown: create an AGNOptimizer")
         self._check_known(command.names)
         self._center.check_usable()
         self._keep_answers()
-        vars(self._optimizer).update(command.settings)
+        optimizer = self._options.rule or self._optimizer
+        vars(optimizer).update(command.settings)
+        if self._options.rule is not None or optimizer._rule is None:
+            vars(optimizer).update(zip(optimizer._hyperparameters, command.scalars, strict=True))
         self._task = command.config.task
-        return self._optimizer
+        return optimizer
+
+    def _accepts(self, command: Push) -> bool:
+        """Returns whether a push is not too old."""
+        return self._center.accepts(self._center.age_of(command.pulled_at))
+
+    def _begin(self, command: Push) -> tuple[Progress, float, Scalars]:
+        """See ``CenterState.begin_push``; without a rule a push only counts."""
+        center, rule = self._center, self._options.rule
+        if rule is None:
+            return center.progress.after(0), command.weight, command.scalars
+        return center.begin_push(rule, command.weight, center.age_of(command.pulled_at))
 
     def _note_fault(self, error: BaseException) -> None:
         """Records that the push failed part-way."""
@@ -253,16 +283,17 @@ class CenterShardState(ShardState):
         if optimizer._rule is None or key.form != form:
             return None
         centers = [self._center.variables[name] for name in key.names]
-        rehearse_push(optimizer, centers, key.config, sparse=False)
-        self._center.make_slots(optimizer, centers)
+        self._prepare(centers, key.config, sparse=False)
         slots = self._center.slots
         rows = [[each, *(slots.of(each) if slots else ())] for each in centers]
         return DensePush(key, rows, optimizer, self._device, self._note_fault)
 
     def may_raise(self, command: ActorCommand[Any]) -> bool:
         """See ``ShardState``: a load, or a rule in Python, which may raise for one variable."""
-        is_python = self._optimizer is not None and self._optimizer._rule is None
-        return isinstance(command, LoadCenter) or (isinstance(command, Push) and is_python)
+        optimizer = self._options.rule or self._optimizer
+        is_python = optimizer is not None and optimizer._rule is None
+        is_push = isinstance(command, Push | PushRound)
+        return isinstance(command, LoadCenter) or (is_push and is_python)
 
     def check(self, command: ActorCommand[Any], *message: TensorMessage) -> None:
         """See ``ShardState``; the push uses what the rule computes here."""
@@ -271,27 +302,80 @@ class CenterShardState(ShardState):
             self._ready(command.state)
         elif isinstance(command, Push):
             optimizer = self._check_push(command)
-            if names := command.names[self._shard]:
+            names = command.names[self._shard]
+            if names and self._accepts(command):
                 self._checked = self._ready_push(optimizer, names, command, *message)
+        elif isinstance(command, PushRound):
+            self._checked = self._ready_round(command, message)
 
     def _ready_push(
         self, optimizer: Optimizer, names: Sequence[str], command: Push, message: TensorMessage
     ) -> Callable[[], None]:
         """Prepares a push of dense sums and sums of rows; returns a function that launches it."""
-        if optimizer._rule is None:
-            vars(optimizer).update(zip(optimizer._hyperparameters, command.scalars, strict=True))
         centers = [self._center.variables[name] for name in names]
         sparse = not command.sparse.isdisjoint(names)
-        rehearse_push(optimizer, centers, command.config, sparse=sparse)
-        rehearse_packing(centers, self._device)
-        rows = self._center.make_slots(optimizer, centers)
+        rows = self._prepare(centers, command.config, sparse=sparse)
+        _, weight, scalars = self._begin(command)
         sums, last = self._operands(names, command, message)
         pushed = [
             PushedVariable(name, written, total, (), then)
             for name, written, total, then in zip(names, rows, sums, last, strict=True)
         ]
-        plan = PushPlan(pushed, optimizer, command.config, command.weight, self._note_fault)
-        return partial(plan.ready(command.scalars), lambda: None)
+        plan = PushPlan(pushed, optimizer, command.config, weight, self._note_fault)
+        return partial(plan.ready(scalars), lambda: None)
+
+    def _prepare(
+        self, centers: Sequence[Variable], config: PushConfig, *, sparse: bool
+    ) -> list[list[Buffer]]:
+        """Compiles the kernels of a push and makes slots; see ``CenterState.make_slots``."""
+        assert self._optimizer is not None, "_check_push"
+        rehearse_push(self._optimizer, centers, config, self._options, sparse=sparse)
+        rehearse_packing(centers, self._device)
+        return self._center.make_slots(self._optimizer, centers)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    @PushRound.handler
+    def push_round(self, command: PushRound, *messages: TensorMessage) -> bool:
+        """See ``PushRound``."""
+        launch, self._checked = self._checked or self._ready_round(command, messages), None
+        launch()
+        return True
+
+    def _ready_round(
+        self, command: PushRound, messages: Sequence[TensorMessage]
+    ) -> Callable[[], None]:
+        """Adds the pushes of a round; returns a function that launches the update."""
+        center, round_ = self._center, Round()
+        for push, message in zip(command.pushes, messages, strict=True):
+            self._check_push(push)
+            names = push.names[self._shard]
+            centers = [center.variables[name] for name in names]
+            self._prepare(centers, push.config, sparse=not push.sparse.isdisjoint(names))
+            totals, _ = self._operands(names, push, message)
+            sums = [
+                (var, dense_sum(var, total)[0]) for var, total in zip(centers, totals, strict=True)
+            ]
+            is_delta = self._options.push == "delta"
+            age = center.age_of(push.pulled_at)
+            round_.add(sums, to_units(push.weight), age, is_delta=is_delta)
+        assert self._optimizer is not None, "_check_push"
+        return center.ready_round(round_, self._optimizer, command.pushes[0].config)
+
+    def is_of_round(self, command: ActorCommand[Any]) -> bool:
+        """See ``ShardState``. A push that is too old does not wait."""
+        if self._options.num_required is None or not isinstance(command, Push):
+            return False
+        self._check_push(command)
+        return self._accepts(command)
+
+    def seconds_left(self, quorum: Quorum) -> float | None:
+        """See ``ShardState``."""
+        return self._center.seconds_left(quorum)
+
+    def missing(self, number: int) -> str:
+        """See ``ShardState``."""
+        return f"has {number} of {self._center.num_required} pushes"
 
     def _operands(
         self, names: Sequence[str], command: Push, message: TensorMessage
@@ -318,7 +402,7 @@ class CenterShardState(ShardState):
         self._keep_answers()
         load()
         self._dense = self._saved_optimizer = None
-        self._center.fault = None
+        self._center.end_load()
 
     def _check_known(self, names: Sequence[Sequence[str]]) -> None:
         """Raises ``NotJoinedError`` unless all variables exist on these shards."""
@@ -388,19 +472,20 @@ class CenterShardState(ShardState):
     def state(self, command: CenterPart) -> dict[str, Any]:
         """See ``CenterPart``."""
         self._center.check_usable()
-        state: dict[str, Any] = downloader(None)(
-            center_table(self._center.variables, self._center.slots).save()
-        )
+        state: dict[str, Any] = downloader(None)(self._table().save())
         if self._saved_optimizer is not None:
             state["optimizer"] = self._saved_optimizer
         return state
 
+    def _table(self) -> StateTable:
+        """Returns the table of the part of this shard."""
+        center = self._center
+        return center_table(center.variables, center.slots, center.owner_of_progress)
+
     def _ready(self, state: Any) -> Any:
         """Validates a state of the center; returns a function that loads the part of this shard."""
         names = dict.fromkeys(self._specs, anything)
-        entries = validate_state(
-            "state", state, dict.fromkeys(("format", "variables", "optimizer"), anything)
-        )
+        entries = validate_state("state", state, dict.fromkeys(self._table(), anything))
         arrays = validate_state("state['variables']", entries["variables"], names)
         own = self._center.variables
         entries["variables"] = {name: arrays[name] for name in own}
@@ -412,7 +497,7 @@ class CenterShardState(ShardState):
             kept = {variable.name for variable in own.values()}
             slots = {name: each for name, each in slots.items() if name in kept}
             entries["optimizer"] = {**entries["optimizer"], "slots": slots}
-        return ready_center(own, self._center.slots, entries)
+        return ready_center(own, self._center.slots, entries, self._center.owner_of_progress)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -456,6 +541,7 @@ class CenterShardState(ShardState):
             },
             "shards": self._shards,
             "num_pushes": self.clock,
+            "workers": self._center.registry.save(),
             "center": self.state(CenterPart()),
         }
 

@@ -132,7 +132,8 @@ class Client:
     ) -> list[Answer]:
         """Runs a command once; returns the answer of each shard.
 
-        A call that is repeated, because its answer was lost, may return that of one shard only.
+        A call that is repeated, because its answer was lost, may return that of one shard only. So
+        does a push to a center with rounds, which waits for its round.
 
         Args:
             command: the command.
@@ -144,13 +145,25 @@ class Client:
 
         Raises:
             DeadlineExceededError: no answer within ``timeout``; whether the command was applied is
-                unknown.
+                unknown. A push stays in its round.
             CancelledError: the actor was closed.
         """
         cluster.check_usable()
         key = self._caller.next_key() if key is None else key
         sent = OrderedCall(key, command, [*messages[:1], *map(ray.put, messages[1:])], origin)
-        return list(self._send(self._coordinator.call, sent, timeout=timeout, in_order=True))
+        limit, answer = self._limit(timeout), None
+        end = math.inf if limit is None else time.monotonic() + limit
+        while answer is None:  # also if actors have lost the round of a push
+            answer = self._send(self._coordinator.call, sent, timeout=timeout, in_order=True)
+            while isinstance(answer, str):
+                seconds = min(end - time.monotonic(), self._poll_seconds)
+                if seconds <= 0:
+                    raise DeadlineExceededError(
+                        f"the round of this push {answer} after {limit:.3g} s; the next call waits "
+                        "for it again"
+                    )
+                answer = self._send(self._coordinator.await_round, key, seconds)
+        return list(answer)
 
     def read(self, command: Read[Answer]) -> list[Answer]:
         """Runs a command that only reads on all shards; returns the answer of each."""
@@ -247,7 +260,7 @@ class Client:
         Raises:
             DeadlineExceededError: within ``timeout`` the earlier call or this one got no answer.
         """
-        limit = min((x for x in (timeout, self._timeout) if x is not None), default=None)
+        limit = self._limit(timeout)
         end = math.inf if limit is None else time.monotonic() + limit
         try:
             if in_order and self._caller.unanswered is not None:
@@ -267,6 +280,10 @@ class Client:
             raise DeadlineExceededError(
                 f"no answer from the actor {self.name!r} within {limit:.3g} s"
             ) from None
+
+    def _limit(self, timeout: float | None) -> float | None:
+        """Returns the seconds that a call may wait."""
+        return min((x for x in (timeout, self._timeout) if x is not None), default=None)
 
     def _get(self, reference: Any, timeout: float | None) -> Any:
         """Returns an answer; raises the error of the method, or one that says why it has ended."""

@@ -5,10 +5,12 @@
     Read     ``Client.read``  all shards             between two changes
     Ask      ``Client.ask``   the coordinator alone  between two changes
 
-The coordinator itself sends ``Take`` and ``LastTake``, for a client that has called its ``take``.
+The coordinator itself sends ``Take`` and ``LastTake``, for a client that has called its ``take``,
+and ``PushRound``.
 The type in brackets is that of a shard's answer. ``accumulator_state.py`` and ``center_state.py``
 have the methods that run commands; the decorator of each names its command. The method of a command
-with arrays, which are ``Apply``, ``Create`` and ``Push``, also gets the arrays for its shard.
+with arrays, which are ``Apply``, ``Create`` and ``Push``, also gets the arrays for its shard; that
+of ``PushRound`` gets those of each push.
 """
 
 from __future__ import annotations
@@ -148,27 +150,31 @@ class Join(Change[None]):
         kind: class of the optimizer.
         master_dtype: see ``Optimizer``.
         attributes: the other attributes of the object.
+        num_worker: the number of workers of the training.
     """
 
     kind: type[Optimizer]
     master_dtype: str | None
     attributes: Mapping[str, Any]
+    num_worker: int = 1
 
 
 @dataclass(frozen=True)
-class Push(Change[TensorMessage | None]):
-    """Updates the center with the sums of a worker, which are its arrays.
+class Push(Change[TensorMessage | bool | None]):
+    """Updates the center with the sums or deltas of a worker, which are its arrays.
 
-    Returns the new values, as ``Pull``; None if the push is repeated, and the values were lost.
+    Returns the new values, as ``Pull``; None if the push is repeated, and the values were lost;
+    False if the push is too old, and was dropped.
 
     Attributes:
         names: for each shard the names of its variables that have a sum, in the order of the
             message.
         sparse: names of the variables whose sums are rows.
         config: settings of the push.
-        scalars: scalars of the rule.
-        settings: attributes of the optimizer that choose its rule.
+        scalars: scalars of the rule; for a center rule, the values of its hyperparameters.
+        settings: attributes of the optimizer that choose its rule, or those of the center rule.
         weight: the sum of the weights of the period, which the sums are divided by.
+        pulled_at: ``clock`` of the state at the worker's last pull.
     """
 
     names: list[list[str]]
@@ -177,6 +183,14 @@ class Push(Change[TensorMessage | None]):
     scalars: Scalars
     settings: Mapping[str, Any]
     weight: float
+    pulled_at: int
+
+
+@dataclass(frozen=True)
+class PushRound(Change[bool]):
+    """Updates the center with the pushes of a round; returns True."""
+
+    pushes: Sequence[Any]  # of ``Push``
 
 
 @dataclass(frozen=True)
@@ -241,8 +255,10 @@ class Begin(OfWorker):
 
 
 @dataclass(frozen=True)
-class End(OfWorker):
-    """Unregisters a worker."""
+class End(Change[None]):
+    """Unregisters a worker, for which rounds no longer wait."""
+
+    task_index: int
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
     client -> call          sends arrays to the other shards, while earlier commands still run
               (lock)        if the call was already applied, only repeats its answer
               execute       every shard runs the command, and writes a snapshot if one is due
-              serve         runs waiting takes that now have enough gradients, each by a ``Take``
+              serve         runs waiting takes that now have enough gradients, each by a ``Take``,
+                            and the waiting pushes of a round that is due, by a ``PushRound``
               answer        returns the small values and the arrays of all shards
 
-A waiting take does not hold the lock, so other calls continue. All code of an actor runs in one
+What waits does not hold the lock, so other calls continue. Waiting pushes have changed nothing yet:
+if their shards load a snapshot, their clients send them again. All code of an actor runs in one
 thread, which switches to another call only at an ``await``.
 """
 
@@ -24,9 +26,21 @@ from typing import Any, NamedTuple
 import ray
 
 from gradreduce.errors import BackendUnavailableError, CancelledError, log_warning
+from gradreduce.optim.agn.rounds import Quorum
 
 from .cluster import NAMESPACE
-from .commands import Answer, Ask, CallKey, Change, LastTake, OrderedCall, Origin, Read, Take
+from .commands import (
+    Answer,
+    Ask,
+    CallKey,
+    Change,
+    LastTake,
+    OrderedCall,
+    Origin,
+    PushRound,
+    Read,
+    Take,
+)
 from .messages import TensorMessage
 from .shard import RetryError, Shard, why_not_started
 from .shard_state import ActorSettings, ShardState, set_last
@@ -70,6 +84,22 @@ class QueuedTake:
     done: asyncio.Future[list[Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+
+class WaitingPush(NamedTuple):
+    """A push that waits for its round.
+
+    Attributes:
+        push: the command.
+        message: its arrays for this shard.
+        message_id: identifies its arrays that the other shards have staged.
+        done: a future of the answers.
+    """
+
+    push: Change[Any]
+    message: TensorMessage
+    message_id: str
+    done: asyncio.Future[list[Any]]
 
 
 def start_shard(settings: ActorSettings, make_state: Callable[[ActorSettings], ShardState]) -> Any:
@@ -124,6 +154,8 @@ class Coordinator(Shard):
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._queue: dict[CallKey, QueuedTake] = {}
+        self._waiting: dict[CallKey, WaitingPush] = {}  # pushes of the round
+        self._quorum = Quorum()  # of the round
         self._workers: dict[str, tuple[int, int, float]] = {}
 
     def _start_others(self) -> list[Any]:
@@ -136,8 +168,13 @@ class Coordinator(Shard):
     # -- commands ---------------------------------------------------------------------------------
 
     @_run_to_completion
-    async def call(self, sent: OrderedCall) -> list[Any]:
-        """Runs a command on all shards; a call that was already applied gets its answer again."""
+    async def call(self, sent: OrderedCall) -> list[Any] | str:
+        """Runs a command on all shards; a call that was already applied gets its answer again.
+
+        Returns:
+            The answers of all shards, or of one. For a push whose round is not due, a text that
+            says what the round waits for; see ``await_round``.
+        """
         own, others, generation = sent.messages[:1], sent.messages[1:], self._generation
         message_id = uuid.uuid4().hex if others else ""
         try:
@@ -154,7 +191,14 @@ class Coordinator(Shard):
                     raise RetryError("staged before the shards went back to a snapshot")
                 if sent.origin is not None:
                     self._note(sent.origin)
-                answers = await self._run(sent.key, sent.command, own, message_id)
+                if self._state.is_of_round(sent.command):
+                    if sent.key not in self._waiting:
+                        done = asyncio.get_running_loop().create_future()
+                        waiting = WaitingPush(sent.command, own[0], message_id, done)
+                        self._waiting[sent.key] = waiting
+                        message_id = ""  # the round drops the arrays
+                    return await self._answer_of(self._waiting[sent.key])
+                answers = await self._run([sent.key], sent.command, own, [message_id])
                 await self._serve()
                 return answers
         finally:
@@ -163,27 +207,28 @@ class Coordinator(Shard):
 
     async def _run(
         self,
-        key: CallKey,
+        keys: Sequence[CallKey],
         command: Change[Answer],
-        message: Sequence[TensorMessage] = (),
-        message_id: str = "",
+        messages: Sequence[TensorMessage] = (),
+        message_ids: Sequence[str] = (),
     ) -> list[Answer]:
         """Runs a command on all shards; the caller holds the lock.
 
         Args:
-            key: key of the call.
+            keys: keys of the calls.
             command: the command.
-            message: for a command with arrays, that for this shard; else empty.
-            message_id: identifies the arrays that the other shards have staged.
+            messages: for a command with arrays, those for this shard; else empty.
+            message_ids: identify the arrays that the other shards have staged; "": there are none.
         """
-        sent = self._generation, self._number, command, message_id
+        sent = self._generation, self._number, command, [each for each in message_ids if each]
         if self._others and self._state.may_raise(command):
-            self._state.check(command, *message)
+            self._state.check(command, *messages)
             await self._answers(other.check.remote(*sent) for other in self._others)
-        own = self._execute(command, *message)
+        own = self._execute(command, *messages)
         value = None if isinstance(own, TensorMessage) else own
-        set_last(self._calls, key[0], [key[1], isinstance(command, Take), value], MAX_CALLERS)
-        self._write_snapshot()
+        for caller, number in keys:
+            set_last(self._calls, caller, [number, isinstance(command, Take), value], MAX_CALLERS)
+        self._write_snapshot(command)
         self._in_sync = False
         found = await self._answers(other.execute.remote(*sent) for other in self._others)
         self._in_sync = True
@@ -280,10 +325,13 @@ class Coordinator(Shard):
             other.forget.remote(key)
 
     async def _serve(self) -> None:
-        """Runs the takes at the front of the queue for which there are enough gradients.
+        """Runs what need not wait any more; the caller holds the lock."""
+        if self._seconds_left() == 0:
+            await self._run_round()
+        await self._serve_takes()
 
-        The caller holds the lock.
-        """
+    async def _serve_takes(self) -> None:
+        """Runs the takes at the front of the queue for which there are enough gradients."""
         while self._queue:
             key, queued = next(iter(self._queue.items()))
             if time.monotonic() - queued.seen > LEASE_SECONDS:
@@ -292,7 +340,7 @@ class Coordinator(Shard):
                 pass
             elif self._state.can_take(queued.num_required):
                 try:
-                    answers = await self._run(key, Take(key, queued.num_required))
+                    answers = await self._run([key], Take(key, queued.num_required))
                 except RetryError:
                     raise  # the take stays in the queue
                 except Exception as error:  # for the client of the take, not for this caller
@@ -302,6 +350,69 @@ class Coordinator(Shard):
             else:
                 return
             del self._queue[key]
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    @_run_to_completion
+    async def await_round(self, key: CallKey, seconds: float) -> list[Any] | str | None:
+        """Waits for the round of a push, for at most some seconds.
+
+        Returns:
+            See ``call``; None if the push is not known: the client has to send it again.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            async with self._lock:
+                await self._ready()
+                if self._is_known(key):
+                    return await self._repeat_answer(key[0])
+                if key not in self._waiting:
+                    return None
+                waiting = self._waiting[key]
+                answer, left = await self._answer_of(waiting), end - time.monotonic()
+                until_due = self._seconds_left()
+            if isinstance(answer, list) or left <= 0:
+                return answer
+            await asyncio.wait([waiting.done], timeout=min(left, until_due or left))
+            if waiting.done.done():
+                return waiting.done.result()
+
+    async def _answer_of(self, waiting: WaitingPush) -> list[Any] | str:
+        """Runs the round if it is due; returns what ``call`` returns for one of its pushes."""
+        await self._serve()
+        if waiting.done.done():
+            return waiting.done.result()
+        return self._state.missing(len(self._waiting))
+
+    def _seconds_left(self) -> float | None:
+        """Returns the time until the round is due; None: pushes are missing."""
+        self._quorum.num_pushes = len(self._waiting)
+        return self._state.seconds_left(self._quorum) if self._waiting else None
+
+    async def _run_round(self) -> None:
+        """Runs the round. If that raises, all of its workers get the error, and push again."""
+        keys, waiting = list(self._waiting), list(self._waiting.values())
+        pushes, messages, message_ids, _ = map(list, zip(*waiting, strict=True))
+        try:
+            answers = await self._run(keys, PushRound(pushes), messages, message_ids)
+        except RetryError:
+            raise  # ``_ready`` drops the round
+        except Exception as error:
+            self._end_round(error)
+            for each in message_ids if self._others else ():
+                for other in self._others:
+                    other.discard.remote(each)
+        else:
+            self._end_round(answers[:1])
+
+    def _end_round(self, answer: list[Any] | Exception) -> None:
+        """Answers the pushes of the round, and begins the next one."""
+        waiting, self._waiting, self._quorum = self._waiting, {}, Quorum()
+        for each in waiting.values():
+            if isinstance(answer, Exception):
+                each.done.set_exception(answer)
+            else:
+                each.done.set_result(answer)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -362,15 +473,17 @@ class Coordinator(Shard):
             )
             raise self._error
         await self.go_back(max(numbers), generation)
+        self._end_round(RetryError("the round was lost"))
         self._in_sync = True
 
     @_run_to_completion
     async def end(self) -> None:
         """Ends the other shards; waiting takes and later calls raise ``CancelledError``."""
         async with self._lock:
-            self._error = CancelledError(f"{self._settings.name!r} was closed")
+            self._error = error = CancelledError(f"{self._settings.name!r} was closed")
             for queued in self._queue.values():
                 queued.done.set_exception(CancelledError("TakeGrad operation was cancelled"))
             self._queue = {}
+            self._end_round(error)
         closed = [other.close.options(max_task_retries=0).remote() for other in self._others]
         await asyncio.gather(*closed, return_exceptions=True)  # each raises: its actor has ended

@@ -9,14 +9,14 @@ shards load their snapshots of one number, so that they agree again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from gradreduce.errors import log_warning
 
-from .commands import Answer, CallKey, Change, Read
+from .commands import Answer, CallKey, Change, End, Read
 from .messages import TensorMessage
 from .shard_state import ActorSettings, ShardState
 from .snapshots import Snapshots
@@ -81,7 +81,7 @@ class Shard:
         self._staged.pop(message_id, None)
 
     async def execute(
-        self, generation: str, number: int, command: Change[Any], message_id: str
+        self, generation: str, number: int, command: Change[Any], message_ids: Sequence[str]
     ) -> Any:
         """Runs a command.
 
@@ -89,23 +89,23 @@ class Shard:
             generation: name of the last ``go_back`` of all shards.
             number: number of the command before.
             command: the command.
-            message_id: identifies the arrays that ``stage`` has kept; empty: there are none.
+            message_ids: identify the arrays that ``stage`` has kept.
 
         Raises:
             RetryError: a shard was restarted; this one may lack commands or arrays.
         """
         self._check_moment(generation, number)
-        message = [self._staged.pop(message_id)] if message_id else []
-        value = self._execute(command, *message)
-        self._write_snapshot()
+        messages = [self._staged.pop(each) for each in message_ids]
+        value = self._execute(command, *messages)
+        self._write_snapshot(command)
         return store_large_arrays(value)
 
     async def check(
-        self, generation: str, number: int, command: Change[Any], message_id: str
+        self, generation: str, number: int, command: Change[Any], message_ids: Sequence[str]
     ) -> None:
         """Raises the error that the command after ``number`` would raise; changes no state."""
         self._check_moment(generation, number)
-        self._state.check(command, *[self._staged[message_id]] if message_id else [])
+        self._state.check(command, *[self._staged[each] for each in message_ids])
 
     async def read(self, generation: str, number: int, command: Read[Any]) -> Any:
         """Runs a command that only reads, after command ``number``."""
@@ -153,12 +153,13 @@ class Shard:
         self._number += 1
         return value
 
-    def _write_snapshot(self) -> None:
-        """Writes a snapshot if one is due.
+    def _write_snapshot(self, command: Change[Any]) -> None:
+        """Writes a snapshot if one is due; always after ``End``, so that rounds do not wait.
 
         If that fails and ``period`` is 1, undoes the last command and raises.
         """
-        if self._snapshots is None or self._number % self._settings.period:
+        is_due = self._number % self._settings.period == 0 or isinstance(command, End)
+        if self._snapshots is None or not is_due:
             return
         try:
             self._snapshots.write(self._number, {"state": self._state.save(), "calls": self._calls})

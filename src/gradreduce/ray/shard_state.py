@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gradreduce.backends import Kernels, open_mesh
 from gradreduce.device import Device
+from gradreduce.optim.agn.rounds import Quorum
 
 from .commands import ActorCommand, Answer, CallKey, Describe
 from .messages import TensorMessage
@@ -104,6 +105,10 @@ class ShardState(ABC):
     def check(self, command: ActorCommand[Any], *message: TensorMessage) -> None:  # noqa: B027
         """Raises the error that a command would raise; runs on all shards before the command."""
 
+    def missing(self, number: int) -> str:
+        """Returns what a take of so many gradients, or a round of so many pushes, waits for."""
+        raise NotImplementedError
+
     # -- accumulators only ------------------------------------------------------------------------
 
     def forget(self, key: CallKey) -> None:  # noqa: B027
@@ -113,14 +118,18 @@ class ShardState(ABC):
         """Returns whether a take need not wait: there are enough gradients, or it raises."""
         raise NotImplementedError
 
-    def missing(self, num_required: int) -> str:
-        """Returns what a take still waits for, as a text for error messages."""
-        raise NotImplementedError
-
     # -- centers only -----------------------------------------------------------------------------
 
     def register(self, tasks: Sequence[int]) -> None:  # noqa: B027
         """Registers those of these workers that the actor does not know, after its restart."""
+
+    def is_of_round(self, command: ActorCommand[Any]) -> bool:
+        """Returns whether a command is a push that has to wait for others; checks the push."""
+        return False
+
+    def seconds_left(self, quorum: Quorum) -> float | None:
+        """Returns the time until a round is due; None: pushes are missing."""
+        raise NotImplementedError
 
 
 def set_last(known: dict[str, Any], key: str, value: Any, most: int) -> None:

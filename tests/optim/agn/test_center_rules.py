@@ -198,10 +198,12 @@ def in_threads(center, team, train):
         assert not thread.is_alive()
 
 
-def rounds(mesh, rule, num_steps, *, num=3, period=2, weights=(1, 1, 1), **options):
-    """Trains threads in rounds of all; returns the workers."""
+def rounds(mesh, rule, num_steps, *, num=3, period=2, weights=(1, 1, 1), move=None, **options):
+    """Trains threads in rounds of all; returns the workers. ``move`` moves the center elsewhere."""
     options = {"num_required": num, **options}
     center = center_of(mesh, rule, **options)
+    if move is not None:
+        move(center)
     starts = {"w": whole((5,), seed=9), "v": whole((2, 2), seed=8)}
     team = pair(mesh, period, lambda: gr.GradientDescentOptimizer(0.25), starts, num, center=center)
 
@@ -286,11 +288,11 @@ def test_a_round_is_complete_with_its_quorum_or_after_grace(mesh):
 
     push(0)
     count_is(1)
-    assert state.seconds_left() is None
+    assert state.seconds_left(state._round) is None
     push(1)
     count_is(2)
     now[0] = 4.0
-    assert state.seconds_left() == 6
+    assert state.seconds_left(state._round) == 6
     push(2)
     count_is(3)
     now[0] = 9.0
@@ -310,7 +312,7 @@ def test_a_push_that_waits_in_vain_belongs_to_its_round(mesh):
     for _ in range(2):
         before = team[0].center
         with pytest.raises(gr.DeadlineExceededError, match=wanted):
-            team[0].step({"w": np.float32([2])}, global_step=step, deadline=0.2)
+            team[0].step({"w": np.float32([2])}, global_step=step, deadline=1.0)
         assert team[0].center == before
     assert team[0].optimizer.local_step.numpy() == 1  # the second call did not get to its step
     other = center.start_worker(1, lambda: team[1].step({"w": np.float32([6])}))

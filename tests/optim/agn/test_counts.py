@@ -88,7 +88,7 @@ def test_a_communication_is_planned_once_if_it_holds_no_memory(mesh, monkeypatch
         planned.append(len(planned))
         return PushPlan(*given)
 
-    monkeypatch.setattr("gradreduce.optim.agn.center.PushPlan", plan)
+    monkeypatch.setattr("gradreduce.optim.agn.center_state.PushPlan", plan)
     starts, live = {"v": np.zeros(1 << 14, "float32")}, []
     (worker,) = pair(mesh, 2, KINDS["momentum"][1], starts, num=1, center=gr.AGNCenter(home))
     for _ in range(3):

@@ -94,7 +94,7 @@ class Center(ABC):
         """
 
     def expect(self, num_worker: int) -> None:  # noqa: B027  # optional
-        """Sets the number of workers, which a round does not wait for after they have ended.
+        """Sets the number of workers, before ``join``; a round needs none that have ended.
 
         Raises:
             ValueError: a round needs more pushes than there are workers.

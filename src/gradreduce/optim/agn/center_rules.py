@@ -9,8 +9,10 @@ Sources: DiLoCo (arXiv 2311.08105), delayed Nesterov (2401.09135), staleness-awa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from gradreduce.arrays.variable import Variable
 from gradreduce.ops import update_rules
 from gradreduce.optim.hyperparameters import Number, as_integer
 from gradreduce.optim.optimizer import Optimizer, Scalars
@@ -25,7 +27,8 @@ class CenterRule(Optimizer):
     A subclass overrides ``update``, and names its slots in ``_slot_names``. The center keeps slots
     for each of its variables and saves them in its ``state_dict``. Attributes are numbers, strings
     or other values that can be pickled, because ``gr.ray.AGNCenter`` sends the rule to its actors.
-    A rule belongs to one center.
+    Of hyperparameters it sends the values at each push; a pickled rule lacks those that are
+    Variables. A rule belongs to one center.
 
     Args:
         name: name of the rule; default: that of the class.
@@ -53,6 +56,13 @@ class CenterRule(Optimizer):
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name or type(self).__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kept = {name: value for name, value in vars(self).items() if name != "_slots"}
+        for name, value in kept.items():
+            if isinstance(value, Variable):
+                kept[name] = None
+        return _make, (type(self), kept)
 
     def update(
         self, center: Any, slots: dict[str, Any], push: Any, age: int, weight: float
@@ -98,6 +108,14 @@ class CenterRule(Optimizer):
     def _scalars(self, age: int, num_updates: int) -> Scalars:
         """Returns the scalars of the kernel."""
         return self._next_update(())[0]
+
+
+def _make(kind: type[CenterRule], attributes: Mapping[str, Any]) -> CenterRule:
+    """Returns a rule with these attributes, and no slots."""
+    rule = kind.__new__(kind)
+    vars(rule).update(attributes)
+    CenterRule.__init__(rule, rule.get_name())
+    return rule
 
 
 class Mean(CenterRule):
@@ -200,10 +218,11 @@ class DelayedNesterov(CenterRule):
 
     Example:
         >>> gr.center_rules.DelayedNesterov(4, 0.7, 0.9)
-        <DelayedNesterov 'DelayedNesterov' learning_rate=0.7, momentum=0.9>
+        <DelayedNesterov 'DelayedNesterov' learning_rate=0.7, momentum=0.9, num_pushes=4>
     """
 
     _rule = update_rules.delayed_nesterov
+    _settings = ("num_pushes",)
     _densifies = True  # the momentum changes all rows
 
     def __init__(
@@ -214,11 +233,11 @@ class DelayedNesterov(CenterRule):
         name: str = "DelayedNesterov",
     ) -> None:
         super().__init__(name)
-        self._num_pushes = as_integer("num_pushes", num_pushes, least=1)
+        self.num_pushes = as_integer("num_pushes", num_pushes, least=1)
         self._set_numbers(learning_rate=learning_rate, momentum=momentum)
 
     def _scalars(self, age: int, num_updates: int) -> Scalars:
         learning_rate, momentum = super()._scalars(age, num_updates)
-        is_last = (num_updates + 1) % self._num_pushes == 0
-        each = learning_rate / self._num_pushes
-        return each, learning_rate, momentum, float(self._num_pushes), float(is_last)
+        is_last = (num_updates + 1) % self.num_pushes == 0
+        each = learning_rate / self.num_pushes
+        return each, learning_rate, momentum, float(self.num_pushes), float(is_last)

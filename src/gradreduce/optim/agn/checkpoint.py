@@ -59,11 +59,11 @@ def center_table(
         optimizer = StateEntry(own.save, optional(own), lambda saved: own.ready(saved or _NO_SLOTS))
     table = {"variables": values_of(variables), "optimizer": optimizer}
     if owner is not None:
-        table["progress"] = _progress_entry(owner)
+        table["progress"] = progress_entry(owner)
     return StateTable(format=constant(_CENTER), **table)
 
 
-def _progress_entry(owner: Any) -> StateEntry:
+def progress_entry(owner: Any) -> StateEntry:
     """Returns the entry of what a center with a rule has applied."""
     counts = {name: integer(0) for name in ("num_pushes", "num_updates")}
     schema = {**counts, "weight": partial(sum_of_weights, False)}

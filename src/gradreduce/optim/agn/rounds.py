@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.slots import MASTER, Slots
 from gradreduce.weights import ONE
 
-from .center_rules import CenterRule
+from .center_rules import CenterRule, Nesterov
 
 PushKind = Literal["gradient_mean", "delta"]
 
@@ -32,6 +33,21 @@ class CenterOptions(NamedTuple):
     def is_compiled(self) -> bool:
         """Whether the rule is a kernel."""
         return self.rule is not None and self.rule._rule is not None
+
+    def check_num_worker(self, num_worker: int) -> None:
+        """Raises ``ValueError`` if no round can be complete; warns if a rule needs larger ones."""
+        num_required = self.num_required
+        if num_required is not None and num_required > num_worker:
+            raise ValueError(
+                f"num_required={num_required} of the center is more than num_worker={num_worker}: "
+                "no round would be complete"
+            )
+        if isinstance(self.rule, Nesterov) and num_required != num_worker:
+            warnings.warn(
+                f"Nesterov diverges if pushes are old, and here rounds have {num_required or 1} of "
+                f"{num_worker} pushes: pass num_required={num_worker}, or use DelayedNesterov",
+                stacklevel=4,
+            )
 
 
 AS_AGN = CenterOptions()
@@ -102,23 +118,51 @@ class Progress(NamedTuple):
         return self.weight / (self.num_pushes * unit)
 
 
-class Round:
+class Quorum:
+    """Says when a round has enough pushes.
+
+    Attributes:
+        num_pushes: the number of pushes that have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.num_pushes = 0
+        self._since: float | None = None
+
+    def seconds_left(self, now: float, required: int, everyone: int, grace: float) -> float | None:
+        """Returns the time until the round is applied; None: pushes are missing.
+
+        Args:
+            now: the time in seconds.
+            required: the number of pushes that it needs.
+            everyone: the number of pushes that it can get.
+            grace: see ``AGNCenter``.
+        """
+        if self.num_pushes < required:
+            return None
+        if self._since is None:
+            self._since = now
+        if self.num_pushes >= everyone:
+            return 0.0
+        return max(0.0, self._since + grace - now)
+
+
+class Round(Quorum):
     """Pushes that are added, and then applied by one update.
 
     Attributes:
         sums: for each variable of the center the sum of the pushes, in the accumulate dtype.
         weight: the sum of their weights, in exact units.
-        num_pushes: their number.
         age: the largest age.
         is_applied: whether the rule was applied.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: dict[Variable, Buffer] = {}
-        self.weight = self.num_pushes = self.age = 0
+        self.weight = self.age = 0
         self.is_applied = False
         self._first_weight = 0
-        self._quorum_since: float | None = None
 
     def add(
         self, pushed: Sequence[tuple[Variable, Buffer]], weight: int, age: int, *, is_delta: bool
@@ -141,23 +185,6 @@ class Round:
     def divisor(self, *, is_delta: bool) -> float:
         """Returns what divides the sums, so that they become weighted means."""
         return self.weight / (self._first_weight if is_delta else ONE)
-
-    def seconds_left(self, now: float, required: int, everyone: int, grace: float) -> float | None:
-        """Returns the time until the round is applied; None: pushes are missing.
-
-        Args:
-            now: the time in seconds.
-            required: the number of pushes that it needs.
-            everyone: the number of pushes that it can get.
-            grace: see ``AGNCenter``.
-        """
-        if self.num_pushes < required:
-            return None
-        if self._quorum_since is None:
-            self._quorum_since = now
-        if self.num_pushes >= everyone:
-            return 0.0
-        return max(0.0, self._quorum_since + grace - now)
 
 
 def add_pushes(

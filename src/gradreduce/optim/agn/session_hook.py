@@ -65,6 +65,16 @@ class Registry:
                 self._begun, self._ended = set(), set()
         self._of_rounds.wake()
 
+    def save(self) -> dict[str, list[int]]:
+        """Returns the workers of this round, for a snapshot."""
+        with self.lock:
+            return {"begun": sorted(self._begun), "ended": sorted(self._ended)}
+
+    def load(self, begun: Sequence[int], ended: Sequence[int]) -> None:
+        """Restores what ``save`` has returned."""
+        with self.lock:
+            self._begun, self._ended = set(begun), set(ended)
+
     def num_ended(self) -> int:
         """Returns the number of workers of this round that have ended."""
         with self.lock:

@@ -28,11 +28,11 @@ from gradreduce.optim.hyperparameters import as_integer
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.rules import GradientDescentOptimizer
 
-from .center import CenterState
 from .center_interface import WorkerVariables
 from .center_rules import CenterRule
+from .center_state import CenterState
 from .push import PushConfig
-from .rounds import PushKind, as_options
+from .rounds import PushKind, Round, as_options
 
 Values = dict[str, np.ndarray]
 GradientFunction = Callable[[Values, int, np.random.Generator], Mapping[str, Any]]
@@ -252,7 +252,8 @@ class _Simulation:
         # Task -> the number of its last push, and whether it was applied; None: it waits.
         self._answers: dict[int, tuple[int, bool | None]] = {}
         self._last_push: Any = None  # its plan, which the next push uses again
-        self._waiting: list[Callable[[], object]] = []  # pushes that wait for the present round
+        # The present round, and a push that waits for it.
+        self._waiting: list[tuple[Round, Callable[[], object]]] = []
         self._applied = Counter[int]()
         self._num_dropped = 0
         state.clock = lambda: self._now
@@ -394,11 +395,11 @@ class _Simulation:
         then = partial(self._end_push, worker, request)
         scalars = self._inner._next_update(())[0]
         push = partial(
-            self._state.begin_push,
+            self._state.try_push,
             self._inner, variables, _CONFIG, scalars, float(self._period), then,
         )  # fmt: skip
-        if push() is not None:
-            self._waiting.append(push)
+        if (known := push()) is not None:
+            self._waiting.append((known, push))
             self._look_at_round()
         self._last_push = variables.last_push
 
@@ -418,13 +419,16 @@ class _Simulation:
 
     def _look_at_round(self) -> None:
         """Applies the round if it is due; otherwise looks again when its grace has passed."""
-        seconds = self._state.seconds_left() if self._waiting else None
+        if not self._waiting:
+            return
+        (known, _), *_ = self._waiting
+        seconds = self._state.seconds_left(known)
         if seconds is None:
             return
         if seconds > 0:
             self._after(seconds, "grace", -1, self._look_at_round)
             return
-        self._state.apply_round(self._inner, _CONFIG)
+        self._state.ready_round(known, self._inner, _CONFIG)()
         waiting, self._waiting = self._waiting, []
-        for push in waiting:
+        for _, push in waiting:
             push()
