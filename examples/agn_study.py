@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +27,7 @@ from command_line import Parser, file, in_range
 from digits import load
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from process_pool import outcomes_of
 from rich.progress import Progress
 from rich.table import Table
 
@@ -226,28 +225,10 @@ def run_all(claims: Sequence[Claim], num_seeds: int, num_processes: int) -> Outc
     found: dict[Case, Outcome] = {}
     with Progress() as progress:
         bar = progress.add_task("training", total=sum(case.num_steps for case in seeded))
-        for case, outcome in outcomes_of(seeded, num_processes):
+        for case, outcome in outcomes_of(run_one, seeded, num_processes):
             found[case] = outcome
             progress.advance(bar, case.num_steps)
     return {case: [found[replace(case, seed=seed)] for seed in range(num_seeds)] for case in cases}
-
-
-def outcomes_of(cases: Sequence[Case], num_processes: int) -> Iterator[tuple[Case, Outcome]]:
-    """Yields outcomes as they are ready; each case runs in one process."""
-    if num_processes == 1:
-        yield from ((case, run_one(case)) for case in cases)
-        return
-    before = active_children()
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        futures = {pool.submit(run_one, case): case for case in cases}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:  # Ctrl-C too: do not wait for running cases
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(active_children()) - set(before):
-                process.terminate()
-            raise
 
 
 def run_one(case: Case) -> Outcome:

@@ -97,7 +97,7 @@ def test_the_command_prints_the_table_and_saves_the_picture(study, capsys, monke
     """With two of them, which change nothing; so few steps that most of it fails."""
     if pool == "threads":  # a process imports the libraries for seconds
         threads = ThreadPoolExecutor(2)
-        monkeypatch.setattr(study, "ProcessPoolExecutor", lambda *_: threads)
+        monkeypatch.setattr("process_pool.ProcessPoolExecutor", lambda *_: threads)
     assert study.main(["--steps", "10"]) == 1
     text = capsys.readouterr().out
     assert "100%" in text  # the progress bar
