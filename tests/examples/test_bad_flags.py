@@ -57,6 +57,19 @@ BAD_FLAGS = {
         "1 to 64": ["--processes 0"],
         ".png": ["--output study.jpg"],
     },
+    "staleness_study": {
+        "digits, characters": ["--model images"],
+        "multiples of 990 up to 99000": ["--steps 100", "--steps 99990"],
+        "2 to 100": ["--seeds 1"],
+        "some of 0,2,8,32": ["--staleness 3", "--staleness 2,2", "--staleness x"],
+        "1 to 64": ["--processes 0"],
+        ".png": ["--output study.jpg"],
+    },
+    "goodput_study": {
+        "1 to 100": ["--seeds 0"],
+        "1 to 64": ["--processes 0"],
+        ".png": ["--output study.jpg"],
+    },
 }  # fmt: skip
 
 
