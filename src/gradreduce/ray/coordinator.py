@@ -370,10 +370,10 @@ class Coordinator(Shard):
                     return None
                 waiting = self._waiting[key]
                 answer, left = await self._answer_of(waiting), end - time.monotonic()
-                until_due = self._seconds_left()
+                grace_left = self._seconds_left()
             if isinstance(answer, list) or left <= 0:
                 return answer
-            await asyncio.wait([waiting.done], timeout=min(left, until_due or left))
+            await asyncio.wait([waiting.done], timeout=min(left, grace_left or left))
             if waiting.done.done():
                 return waiting.done.result()
 

@@ -158,8 +158,8 @@ class Shard:
 
         If that fails and ``period`` is 1, undoes the last command and raises.
         """
-        is_due = self._number % self._settings.period == 0 or isinstance(command, End)
-        if self._snapshots is None or not is_due:
+        is_wanted = self._number % self._settings.period == 0 or isinstance(command, End)
+        if self._snapshots is None or not is_wanted:
             return
         try:
             self._snapshots.write(self._number, {"state": self._state.save(), "calls": self._calls})

@@ -10,7 +10,6 @@ One thread runs events in the order of their virtual times. The center is the re
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from .push import PushConfig
 from .rounds import PushKind, Round, as_options
 
 Values = dict[str, np.ndarray]
-GradientFunction = Callable[[Values, int, np.random.Generator], Mapping[str, Any]]
+GradientFunction = Callable[[Values, int, Any], Mapping[str, Any]]  # Any: numpy.random.Generator
 _CONFIG = PushConfig(None, "a simulated worker")
 
 
@@ -234,7 +233,9 @@ class _Simulation:
         self._random = np.random.default_rng(seed)  # of faults and the network
         self._now, self._numbers = 0.0, count()
         self._events: list[tuple[float, int, str, int, Callable[[], None]]] = []
-        self._log = hashlib.sha256()
+        from hashlib import sha256  # as numpy.random, it takes 20 ms to import
+
+        self._log = sha256()
         shares = np.linspace(0, 1, num_workers)
         self._workers = [
             _SimulatedWorker(
