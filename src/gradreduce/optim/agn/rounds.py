@@ -42,7 +42,7 @@ class CenterOptions(NamedTuple):
                 f"num_required={num_required} of the center is more than num_worker={num_worker}: "
                 "no round would be complete"
             )
-        if isinstance(self.rule, Nesterov) and num_required != num_worker:
+        if isinstance(self.rule, Nesterov) and (num_required or 1) != num_worker:
             warnings.warn(
                 f"Nesterov diverges if pushes are old, and here rounds have {num_required or 1} of "
                 f"{num_worker} pushes: pass num_required={num_worker}, or use DelayedNesterov",
