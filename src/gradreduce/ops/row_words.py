@@ -131,7 +131,7 @@ def _commands(parts: Sequence[_RowAddition], device: Device) -> list[Callable[[]
     put: list[tuple[Buffer, Buffer, Segments, np.ndarray]] = []  # array, values and their rows
     additions: list[list[_WordAddition]] = []
     for words, flag, rows, plan, into in parts:
-        by_count, order, levels = _levels(plan)
+        by_count, order, levels = _levels(plan, rows.shape[0])
         targets = np.where(into < 0, ~into, into)[by_count]
         each_once, row_shape = single_row_segments(plan.num_segments), rows.shape[1:]
         held = [device.empty((plan.num_segments, *row_shape), word.dtype) for word in words]
@@ -159,15 +159,21 @@ def _commands(parts: Sequence[_RowAddition], device: Device) -> list[Callable[[]
     return [take, *adds, write]
 
 
-def _levels(plan: Segments) -> tuple[np.ndarray, np.ndarray | None, list[tuple[int, int]]]:
+def _levels(
+    plan: Segments, num_rows: int
+) -> tuple[np.ndarray, np.ndarray | None, list[tuple[int, int]]]:
     """Groups the rows of segments by their place in the segment, their level.
+
+    Args:
+        plan: the segments, of all rows of an array or of some.
+        num_rows: the number of rows of the array.
 
     Returns:
         The segments, those with the most rows first; the rows, level by level, each in this order
         of segments, or None for all rows in their own order; and the number of segments that have
         rows of each level, and of how many levels it is the number.
     """
-    if plan.num_segments == plan.num_rows:
+    if plan.num_segments == plan.num_rows == num_rows:
         segment = np.empty_like(plan.order)
         segment[plan.order] = np.arange(plan.num_rows)
         return segment, None, [(plan.num_rows, 1)]
@@ -207,7 +213,7 @@ def sum_rows(
     if not out.size:
         return
     home, dtype = out.device, rows[0].dtype
-    by_count, order, levels = _levels(segments)
+    by_count, order, levels = _levels(segments, rows[0].shape[0])
     words = rows
     if order is not None:
         words = [home.empty((segments.num_rows, *out.shape[1:]), dtype) for _ in rows]
