@@ -194,6 +194,9 @@ class CenterState(Center):
         is_applied = True
         with DeferInterrupts(), self.lock:
             self.check_usable()
+            if self.options.rule is None:
+                self._push_alone(optimizer, variables, config, scalars, weight, 0, then)
+                return None
             age, known = self.age_of(variables.pulled_at), variables.round
             if known is None or not (known.is_applied or known is self._round):
                 is_applied = self.accepts(age)
