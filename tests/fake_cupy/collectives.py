@@ -115,7 +115,9 @@ def _read(machine: Machine, one: Request, the_round: Round, arrived: Call, call:
 
 
 def _write(machine: Machine, one: Request, the_round: Round, call: Call) -> None:
-    is_whole = len(the_round.come) == one.comm.size()
+    # A rank whose communicator was aborted has come, and sends nothing.
+    needed = [one.extra] if one.name == "broadcast" else range(one.comm.size())
+    is_whole = len(the_round.come) == one.comm.size() and the_round.sources.keys() >= {*needed}
     is_written = one.name != "reduce" or one.comm._rank == one.root
     if one.comm._ended == "abort" or not is_whole or not is_written:
         return
