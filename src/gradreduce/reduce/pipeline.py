@@ -531,11 +531,9 @@ def _reduce_all(
     In memory that peers cannot access, so that all copies and all sums occur.
     """
     num_shares = 1 if call == "all-reduce" else Replicas(devices).count
-    # A replica with weight 1 is packed, the others are scaled or, with weight 0, filled. Only an
-    # exact sum uses a kernel to fill.
-    first = [None] if not is_weighted else [2.0, 0.0] if settings.exact else [2.0]
-    rest = [1.0] * (len(devices) - 1)
-    all_weights = [None if each is None else [each, *rest] for each in first]
+    # Weight 1 is packed, others are scaled. Only an exact sum uses a kernel for weight 0.
+    rest, zero = [1.0] * (len(devices) - 1), [0.0] if settings.exact else []
+    all_weights = [[each, *rest] for each in (2.0, *zero)] if is_weighted else [None]
     sizes = (1, SLICE_BYTES)
     for size, num_tensors, divisor, weights in product(sizes, (1, 2), (1, 2), all_weights):
         shares = [[(size, *dtypes)] * num_tensors] * num_shares
