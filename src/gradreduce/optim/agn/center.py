@@ -46,9 +46,9 @@ class AGNCenter(NotCopied):
             mean gradient by the inner optimizer, as AGN does.
         push: what a rule gets: ``"gradient_mean"``, or ``"delta"``, the worker's variables at the
             start of the period minus those at its end.
-        num_required: with a rule, applies it to rounds: when so many workers have pushed, the rule
-            gets the weighted mean of their pushes, and all of them pull. A push waits until its
-            round is applied. Workers that have ended (``make_session_run_hook``) are not waited
+        num_required: applies the rule to rounds: when this many workers have pushed, the rule gets
+            the weighted mean of their pushes, and all of them pull. A push waits until its round
+            is applied. Workers that have ended (``make_session_run_hook``) are not waited
             for. None: each push is applied at once.
         grace: seconds that a round with enough pushes waits for those of other workers.
         max_staleness: drops a push if the center has applied more pushes of other workers since

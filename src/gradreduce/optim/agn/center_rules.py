@@ -27,8 +27,8 @@ class CenterRule(Optimizer):
     A subclass overrides ``update``, and names its slots in ``_slot_names``. The center keeps slots
     for each of its variables and saves them in its ``state_dict``. Attributes are numbers, strings
     or other values that can be pickled, because ``gr.ray.AGNCenter`` sends the rule to its actors.
-    Of hyperparameters it sends the values at each push; a pickled rule lacks those that are
-    Variables. A rule belongs to one center.
+    Each push sends the values of the hyperparameters; Variables are not pickled. A rule belongs to
+    one center.
 
     Args:
         name: name of the rule; default: that of the class.
@@ -175,8 +175,8 @@ class Nesterov(CenterRule):
     """Nesterov's momentum of the pushes, for rounds in which all workers push.
 
     ``m = momentum * m + weight * push; center -= learning_rate * (weight * push + momentum * m)``.
-    If each push is applied for itself, old pushes make this rule diverge first: use
-    ``DelayedNesterov``. An ``AGNOptimizer`` whose ``num_worker`` is not ``num_required`` warns.
+    If pushes are applied one by one, old ones make this rule diverge: use ``DelayedNesterov``. An
+    ``AGNOptimizer`` warns if its ``num_worker`` is not ``num_required``.
 
     Args:
         learning_rate: see ``Mean``.

@@ -128,7 +128,7 @@ def simulate_center(  # noqa: PLR0913  # options of one call
             name. ``values`` are the worker's variables, which it must not change; ``random`` is a
             generator of the worker.
         num_workers: the number of workers.
-        num_pushes: each worker ends after so many answers to pushes. None: no limit.
+        num_pushes: each worker ends after this many answers to its pushes. None: no limit.
         seconds: the simulation ends at this virtual time. None: no limit.
         period: local steps between two pushes.
         learning_rate: of the local steps, which are gradient descent.
@@ -139,8 +139,8 @@ def simulate_center(  # noqa: PLR0913  # options of one call
         max_staleness: see ``gr.AGNCenter``.
         faults: what goes wrong.
         step_seconds: virtual seconds of a local step of the fastest worker.
-        latency: mean virtual seconds of a message; a worker that has no answer after 100 of them
-            and its step time sends again.
+        latency: the mean travel time of a message, in virtual seconds. A worker without an answer
+            sends again after 100 times the latency and one step time.
         seed: of all random numbers.
 
     Raises:
